@@ -34,6 +34,7 @@ check: .venv/test-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
+	@$(BIN)/python scripts/statements.py
 
 bench: .venv/test-installed
 	$(BIN)/python bench/scheduler.py

@@ -1,1 +1,3 @@
-"""Benchmarks: each script is a command (`python bench/decode.py --help`); the other modules are what they share."""
+"""Benchmarks: each script is a command (`python bench/decode.py --help`); the other modules are
+what they share.
+"""

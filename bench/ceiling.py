@@ -1,5 +1,6 @@
-"""How fast it could be: the bytes a workload must read and the products it must compute, at the rates this very
-device reads and multiplies at in this very run."""
+"""How fast it could be: the bytes a workload must read and the products it must compute, at the
+rates this very device reads and multiplies at in this very run.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from torch import Tensor
 
 from quire.tools.plan.work import Itemsizes, Rates, Work, decode_work, prompt_work, workload_work
 
-__all__ = ["Itemsizes", "Rates", "Work", "decode_work", "measure_rates", "prompt_work", "workload_work"]
+__all__ = [
+    "Itemsizes",
+    "Rates",
+    "Work",
+    "decode_work",
+    "measure_rates",
+    "prompt_work",
+    "workload_work",
+]
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
@@ -37,7 +46,8 @@ def _multiply_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _gpu_reader(memory: Tensor) -> Callable[[], object]:
-    from bench.read_kernel import BLOCK, read_blocks  # needs Triton, which a machine without a GPU may not have
+    # needs Triton, which a machine without a GPU may not have
+    from bench.read_kernel import BLOCK, read_blocks
 
     programs, rest = divmod(memory.numel(), BLOCK)
     assert not rest

@@ -4,8 +4,8 @@
     python bench/decode.py --shape gpt-oss-20b --expert-format MXFP4
     python bench/decode.py --shape tiny --batches 1,8 --steps 32  # to try it on a CPU
 
-Prompts of 128 tokens, 256 steps, random weights. Steps count while all requests of the batch gain a token. The figure
-is the mean of the best run; the median stands beside it.
+Prompts of 128 tokens, 256 steps, random weights. Steps count while all requests of the batch gain a
+token. The figure is the mean of the best run; the median stands beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.ceiling import Work, decode_work
 from bench.profiling import profile
@@ -25,8 +26,9 @@ from bench.report import Result, run
 
 
 def steady_times(run: Run, batch: int) -> list[float]:
-    """Seconds between neighbouring steps that both brought a token for every request. The first of them may still
-    have waited for the prompts, so it is left out."""
+    """Seconds between neighbouring steps that both brought a token for every request. The first of
+    them may still have waited for the prompts, so it is left out.
+    """
     times = [
         run.times[i] - run.times[i - 1]
         for i in range(1, len(run.times))
@@ -37,7 +39,9 @@ def steady_times(run: Run, batch: int) -> list[float]:
     return times[1:]
 
 
-def measure_batch(machine: Machine, batch: int, prompt_len: int, steps: int, repeats: int) -> Result:
+def measure_batch(
+    machine: Machine, batch: int, prompt_len: int, steps: int, repeats: int
+) -> Result:
     runs = []
     for i in range(repeats):
         prompts = random_prompts(batch, prompt_len, seed=1000 * batch + i)
@@ -58,7 +62,9 @@ def measure_batch(machine: Machine, batch: int, prompt_len: int, steps: int, rep
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batches", default="1,8,32,128,256", help="numbers of requests, separated by commas")
+    parser.add_argument(
+        "--batches", default="1,8,32,128,256", help="numbers of requests, separated by commas"
+    )
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens of each request")
     parser.add_argument("--steps", type=int, default=256, help="new tokens of each request")
 

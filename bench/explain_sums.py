@@ -4,9 +4,10 @@
     python bench/explain_sums.py --model path --requests 5000
     python bench/explain_sums.py --server                   # through HTTP, against the server's clock and a client's
 
-Offline the parts, which are told from the step log, are held against the engine's own record of each request (arrival
-and end). With `--server` they are held against the time from a request's first byte to its answer's last one as the
-server measures it, and shown beside a client's. The exit status is 1 if one is off by more than a millisecond.
+Offline the parts, which are told from the step log, are held against the engine's own record of
+each request (arrival and end). With `--server` they are held against the time from a request's
+first byte to its answer's last one as the server measures it, and shown beside a client's. The exit
+status is 1 if one is off by more than a millisecond.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.server import serving
 from quire.assemble import Engine, build_engine
@@ -49,7 +51,9 @@ def drive(engine: Engine, count: int, rate: float) -> list[RequestMetrics]:
         due += source.expovariate(rate)
         common = [number % vocab_size for number in range(source.choice((0, 0, 48)))]
         prompt = common + [source.randrange(vocab_size) for _ in range(source.randint(4, 60))]
-        jobs.append((due, prompt, SamplingParams(max_tokens=source.randint(1, 60), ignore_eos=True)))
+        jobs.append(
+            (due, prompt, SamplingParams(max_tokens=source.randint(1, 60), ignore_eos=True))
+        )
     jobs.reverse()
     ended: list[RequestMetrics] = []
     shown = begin
@@ -60,10 +64,16 @@ def drive(engine: Engine, count: int, rate: float) -> list[RequestMetrics]:
             _, prompt, params = jobs.pop()
             for request in make_requests(f"r{len(jobs):06d}", prompt, params, len(jobs)):
                 core.add_request(request, time.monotonic())
-        ended += [update.metrics for update in core.step(time.monotonic()) if update.metrics is not None]
+        ended += [
+            update.metrics for update in core.step(time.monotonic()) if update.metrics is not None
+        ]
         if time.monotonic() - shown > 10:
             shown = time.monotonic()
-            print(f"  {len(ended)} of {count} after {shown - begin:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"  {len(ended)} of {count} after {shown - begin:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     return ended
 
 
@@ -81,7 +91,8 @@ def offline(options: argparse.Namespace) -> list[float]:
     log = StepLog(capacity=10**7, max_tokens=10**9)
     engine.core._on_step = log.append
     ended = drive(engine, options.requests, options.rate)
-    (request,) = make_requests("last", [1], SamplingParams(max_tokens=1), 0)  # ends are told by the step after
+    # ends are told by the step after
+    (request,) = make_requests("last", [1], SamplingParams(max_tokens=1), 0)
     engine.core.add_request(request, time.monotonic())
     while engine.core.has_work:
         engine.core.step(time.monotonic())
@@ -101,7 +112,9 @@ def offline(options: argparse.Namespace) -> list[float]:
     return found
 
 
-async def ask(client: HttpClient, number: int, source: random.Random, gate: asyncio.Semaphore) -> tuple[float, float]:
+async def ask(
+    client: HttpClient, number: int, source: random.Random, gate: asyncio.Semaphore
+) -> tuple[float, float]:
     """By how much a request's parts are off, and a client's time from the server's."""
     body: dict[str, Any] = {
         "prompt": [source.randrange(400) for _ in range(source.randint(4, 60))],
@@ -121,10 +134,13 @@ async def ask(client: HttpClient, number: int, source: random.Random, gate: asyn
         else:
             name = (await client.post_json("/v1/completions", body))["id"]
         seconds = time.monotonic() - began
-        # Before others come: the log remembers a few seconds of a small model, and the server explains a few a second.
+        # Before others come: the log remembers a few seconds of a small model, and the server
+        # explains a few a second.
         told = await client.get_json(f"/v1/requests/{name}/explain")
     (answer,) = told["answers"]
-    return sum(answer["parts"].values()) - told["timings"]["answered"], seconds - told["timings"]["answered"]
+    return sum(answer["parts"].values()) - told["timings"]["answered"], seconds - told["timings"][
+        "answered"
+    ]
 
 
 async def ask_all(url: str, count: int) -> list[tuple[float, float]]:
@@ -135,7 +151,9 @@ async def ask_all(url: str, count: int) -> list[tuple[float, float]]:
 def through_http(options: argparse.Namespace) -> list[float]:
     """By how much the parts of each request are off."""
     limits = [f"--max-num-seqs={ROWS}", f"--max-model-len={LONGEST}"]
-    with serving(f"--model={options.model}", f"--kv-cache-memory={options.kv_cache_memory}", *limits) as url:
+    with serving(
+        f"--model={options.model}", f"--kv-cache-memory={options.kv_cache_memory}", *limits
+    ) as url:
         found = asyncio.run(ask_all(url, options.requests))
     _show("a client's clock against the server's", [other for _, other in found])
     return [own for own, _ in found]
@@ -143,7 +161,9 @@ def through_http(options: argparse.Namespace) -> list[float]:
 
 def _show(title: str, found: Sequence[float]) -> None:
     worst = max(found, key=abs)
-    print(f"{title}: median {1e3 * statistics.median(found):+.4f} ms, worst {1e3 * worst:+.4f} ms off ({len(found)})")
+    print(
+        f"{title}: median {1e3 * statistics.median(found):+.4f} ms, worst {1e3 * worst:+.4f} ms off ({len(found)})"
+    )
 
 
 def main() -> None:

@@ -1,12 +1,13 @@
-"""First tokens: milliseconds from a prompt's arrival to its first token, alone and beside others that decode.
+"""First tokens: milliseconds from a prompt's arrival to its first token, alone and beside others
+that decode.
 
     python bench/first_token.py --shape qwen3-0.6b
     python bench/first_token.py --shape qwen3-8b --lengths 100,250 --beside 64
     python bench/first_token.py --shape tiny --lengths 20 --beside 2 --repeats 3    # to try it on a CPU
     python bench/first_token.py --prompts-launched          # kernels of prompts launched one by one, not in graphs
 
-Prompts of which none is cached, one after the other; medians. Beside others it is also shown how long those wait for
-their next token when a prompt comes, and what a step takes them otherwise.
+Prompts of which none is cached, one after the other; medians. Beside others it is also shown how
+long those wait for their next token when a prompt comes, and what a step takes them otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.ceiling import prompt_work
 from bench.random_engine import Machine, random_prompts, requests_for
@@ -31,18 +33,26 @@ _BETWEEN = 6
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lengths", default="16,60,120,250,500", help="prompt tokens, separated by commas")
+    parser.add_argument(
+        "--lengths", default="16,60,120,250,500", help="prompt tokens, separated by commas"
+    )
     parser.add_argument("--beside", type=int, default=32, help="requests that decode meanwhile")
     parser.add_argument("--prompts", type=int, default=15, help="of each length")
-    parser.add_argument("--prompts-launched", action="store_true", help="without graphs for steps with prompts")
+    parser.add_argument(
+        "--prompts-launched", action="store_true", help="without graphs for steps with prompts"
+    )
 
 
 def first_tokens(
     core: EngineCore, length: int, count: int, beside: int, seed: int
 ) -> tuple[list[float], list[float], list[float]]:
-    """Seconds to the first token of each prompt; seconds between tokens of the others, with and without a prompt."""
+    """Seconds to the first token of each prompt; seconds between tokens of the others, with and
+    without a prompt.
+    """
     clock = time.perf_counter
-    others = requests_for(random_prompts(beside, 100, seed), [100 + 3 * _BETWEEN * count] * beside, f"others-{seed}")
+    others = requests_for(
+        random_prompts(beside, 100, seed), [100 + 3 * _BETWEEN * count] * beside, f"others-{seed}"
+    )
     for request in others:
         core.add_request(request, clock())
     waits: list[float] = []
@@ -93,7 +103,14 @@ def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Result]:
                 detail = f"the others wait {longest:.2f} ms at p95, else {1e3 * statistics.median(without):.2f}"
             value = 1e3 * statistics.median(waits)
             print(f"{length} tokens beside {beside}: {value:.2f} ms {detail}", flush=True)
-            yield Result(machine.shape, f"first token of {length} beside {beside}", value, ceiling, detail, False)
+            yield Result(
+                machine.shape,
+                f"first token of {length} beside {beside}",
+                value,
+                ceiling,
+                detail,
+                False,
+            )
 
 
 def main() -> None:

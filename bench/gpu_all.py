@@ -1,12 +1,13 @@
-"""Several GPU benchmarks one after the other, each in a process of its own, and one table of all at the end.
+"""Several GPU benchmarks one after the other, each in a process of its own, and one table of all at
+the end.
 
     python bench/gpu_all.py                                                # everything the goals name
     python bench/gpu_all.py decode:qwen3-0.6b throughput:qwen3-8b --minutes 9
     python bench/gpu_all.py decode:gpt-oss-20b:MXFP4 decode:qwen3-8b:INT4_G128   # in a format
     python bench/gpu_all.py decode:qwen3-0.6b --batches 1,32 --profile     # further options go to the benchmarks
 
-Of a model with experts, the format is that of the experts, else that of all matrices between embedding and head. What
-does not fit into the minutes is left out and named.
+Of a model with experts, the format is that of the experts, else that of all matrices between
+embedding and head. What does not fit into the minutes is left out and named.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.report import Result, read_results, report
 from bench.shapes import CONFIGS
@@ -55,7 +57,14 @@ def run_job(job: str, extra: list[str], seconds: float) -> tuple[list[Result], s
     with TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
         script = Path(__file__).with_name(f"{benchmark}.py")
-        command = [sys.executable, str(script), "--shape", shape or "qwen3-0.6b", "--json", str(figures)]
+        command = [
+            sys.executable,
+            str(script),
+            "--shape",
+            shape or "qwen3-0.6b",
+            "--json",
+            str(figures),
+        ]
         if format:
             has_experts = any("num_experts_per_tok" in name for name in CONFIGS.get(shape, {}))
             command += ["--expert-format" if has_experts else "--formats", format]
@@ -69,15 +78,23 @@ def run_job(job: str, extra: list[str], seconds: float) -> tuple[list[Result], s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "jobs", nargs="*", default=EVERYTHING, metavar="BENCHMARK:SHAPE[:FORMAT]", help="default: all goals"
+        "jobs",
+        nargs="*",
+        default=EVERYTHING,
+        metavar="BENCHMARK:SHAPE[:FORMAT]",
+        help="default: all goals",
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="for all of them together")
     options, extra = parser.parse_known_args()
     for job in options.jobs:
         if job.partition(":")[0] not in BENCHMARKS:
-            parser.error(f"{job}: there are {', '.join(BENCHMARKS)}, each with :SHAPE or :SHAPE:FORMAT")
+            parser.error(
+                f"{job}: there are {', '.join(BENCHMARKS)}, each with :SHAPE or :SHAPE:FORMAT"
+            )
     ends = time.monotonic() + 60 * options.minutes
     results: list[Result] = []
     problems: list[str] = []

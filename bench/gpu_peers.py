@@ -1,8 +1,8 @@
-"""What other engines reached on an H200 with the same workloads, and what Quire aims at there; in bfloat16, unless a
-format follows the model's name.
+"""What other engines reached on an H200 with the same workloads, and what Quire aims at there; in
+bfloat16, unless a format follows the model's name.
 
-Measured 2026-11-15 (gpt-oss: 2026-11-18) with random weights, the best of two runs; the exact one is vLLM in its
-batch-invariant mode.
+Measured 2026-11-15 (gpt-oss: 2026-11-18) with random weights, the best of two runs; the exact one
+is vLLM in its batch-invariant mode.
 """
 
 from __future__ import annotations
@@ -15,12 +15,18 @@ NANO_VLLM = "nano-vllm"
 GOAL = "goal"
 
 Figures = dict[str, float]
-"""By measure: tokens/s of `throughput` and `prefill`, ms per step of `decode N`, seconds of `startup`."""
+"""By measure: tokens/s of `throughput` and `prefill`, ms per step of `decode N`, seconds of
+`startup`.
+"""
 
 
-def _figures(throughput: float, decode: tuple[float, ...], prefill: float | None, startup: float | None) -> Figures:
+def _figures(
+    throughput: float, decode: tuple[float, ...], prefill: float | None, startup: float | None
+) -> Figures:
     figures = {"throughput": throughput}
-    figures |= {f"decode {batch}": ms for batch, ms in zip((1, 8, 32, 128, 256), decode, strict=True)}
+    figures |= {
+        f"decode {batch}": ms for batch, ms in zip((1, 8, 32, 128, 256), decode, strict=True)
+    }
     if prefill is not None:
         figures["prefill"] = prefill
     if startup is not None:
@@ -56,14 +62,21 @@ PEERS: dict[str, dict[str, Figures]] = {
     },
     "gpt-oss-20b MXFP4": {
         GOAL: _figures(13_500, (1.7, 2.8, 4.3, 6.0, 8.0), 90_000, None),
-        VLLM: _figures(12_080, (2.98, 3.36, 7.12, 8.01, 9.24), 25_753, 148),  # prefill: its warm-up in it
+        # prefill: its warm-up in it
+        VLLM: _figures(12_080, (2.98, 3.36, 7.12, 8.01, 9.24), 25_753, 148),
     },
     "qwen3-8b FP8": {
         GOAL: {"throughput": 13_000, "decode 1": 2.3, "decode 32": 3.0},
         VLLM: _figures(11_362, (3.66, 3.85, 4.81, 6.26, 9.53), 65_400, None),
     },
     "qwen3-8b INT4_G128": {
-        GOAL: {"throughput": 10_500, "decode 1": 1.9, "decode 32": 2.9, "decode 128": 6.0, "decode 256": 9.5}
+        GOAL: {
+            "throughput": 10_500,
+            "decode 1": 1.9,
+            "decode 32": 2.9,
+            "decode 128": 6.0,
+            "decode 256": 9.5,
+        }
         | {"prefill": 50_000},
         VLLM: _figures(9363, (4.42, 4.57, 4.93, 7.82, 11.9), 47_200, None),
     },

@@ -1,11 +1,13 @@
 """What the HTTP side costs per streamed token, and how long tokens are on their way through it.
 
-The engine is a fake one that gives each stream a token per step (`bench/http_side_engine.py`), 50,000 tokens per second
-in all; the model is only a small tokenizer. Clients are plain sockets in this process, whose CPU does not count.
-What is printed, for each number of streams and of HTTP workers:
+The engine is a fake one that gives each stream a token per step (`bench/http_side_engine.py`),
+50,000 tokens per second in all; the model is only a small tokenizer. Clients are plain sockets in
+this process, whose CPU does not count. What is printed, for each number of streams and of HTTP
+workers:
 
 - tokens/s: that left the HTTP side while more were offered than it can take,
-- µs/token: CPU time of all HTTP processes over the tokens, at that load and at a calm one, where nobody lags,
+- µs/token: CPU time of all HTTP processes over the tokens, at that load and at a calm one, where
+  nobody lags,
 - delay: from the making of a step to a client's having its token, at both loads.
 
     python bench/http_side.py
@@ -13,8 +15,8 @@ What is printed, for each number of streams and of HTTP workers:
     python bench/http_side.py --reasoning --workers 1 --streams 256 --rate 0
     python bench/http_side.py --workers 1 --streams 256 --profile profile.txt
 
-Engine, HTTP processes and clients share this machine's cores: with fewer cores than processes the rate says little, and
-the CPU per token is the figure that counts.
+Engine, HTTP processes and clients share this machine's cores: with fewer cores than processes the
+rate says little, and the CPU per token is the figure that counts.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ from typing import Any, cast
 import uvloop
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.http_side_engine import FIRST_ID, NUM_IDS, VARIABLE, Board
 from quire.tools.bench.spread import percentile_of
@@ -54,7 +57,10 @@ _CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 APIS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {**_CHAT, "max_tokens": _MOST_TOKENS}),
     "completions": ("/v1/completions", {"prompt": "Hi", "max_tokens": _MOST_TOKENS}),
-    "responses": ("/v1/responses", {"input": "Hi", "max_output_tokens": _MOST_TOKENS, "store": False}),
+    "responses": (
+        "/v1/responses",
+        {"input": "Hi", "max_output_tokens": _MOST_TOKENS, "store": False},
+    ),
     "messages": ("/v1/messages", {**_CHAT, "max_tokens": _MOST_TOKENS, "model": "bench"}),
 }
 _RUN = """
@@ -126,8 +132,12 @@ def write_tokenizer(folder: Path, reasons: bool = False) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=FIRST_ID + NUM_IDS, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator((path.read_text() for path in sorted(ROOT.glob("docs/*.md"))), trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=FIRST_ID + NUM_IDS, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(
+        (path.read_text() for path in sorted(ROOT.glob("docs/*.md"))), trainer
+    )
     assert tokenizer.get_vocab_size() == FIRST_ID + NUM_IDS
     tokenizer.save(str(folder / "tokenizer.json"))
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -147,7 +157,12 @@ def server(workers: int, folder: Path, profile: str) -> Iterator[tuple[int, int]
         "engine_module": "bench.http_side_engine",
         "served_model_names": ["bench"],
     }
-    fields |= {"max_connections": 8192, "max_queued_requests": 8192, "request_seconds": 3600.0, "log_level": "info"}
+    fields |= {
+        "max_connections": 8192,
+        "max_queued_requests": 8192,
+        "request_seconds": 3600.0,
+        "log_level": "info",
+    }
     if workers > 1:
         fields["http_workers"] = workers
     environment = {**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: str(folder / "board")}
@@ -183,12 +198,16 @@ def http_processes(server: int) -> list[int]:
     found = [server]
     children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
     return found + [
-        int(one) for one in children if b"http_side_engine" not in Path(f"/proc/{one}/cmdline").read_bytes()
+        int(one)
+        for one in children
+        if b"http_side_engine" not in Path(f"/proc/{one}/cmdline").read_bytes()
     ]
 
 
 def cpu_seconds(processes: list[int]) -> float:
-    """As the scheduler counts it, in nanoseconds: of the clock's ticks, a second of several processes has few."""
+    """As the scheduler counts it, in nanoseconds: of the clock's ticks, a second of several
+    processes has few.
+    """
     files = (file for one in processes for file in Path(f"/proc/{one}/task").glob("*/schedstat"))
     return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
@@ -198,12 +217,19 @@ def tokens_counted(port: int) -> float:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
         text: str = response.read().decode()
     return sum(
-        float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("vllm:generation_tokens_t")
+        float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if line.startswith("vllm:generation_tokens_t")
     )
 
 
 async def measure(
-    streams: list[Stream], processes: list[int], port: int, board: Board, rate: float, seconds: float
+    streams: list[Stream],
+    processes: list[int],
+    port: int,
+    board: Board,
+    rate: float,
+    seconds: float,
 ) -> Figures:
     loop = asyncio.get_running_loop()
     board.rate = rate
@@ -225,7 +251,9 @@ async def measure(
     return Figures(tokens / elapsed, 1e6 * cpu / max(tokens, 1), delays)
 
 
-async def run(port: int, server: int, board: Board, options: argparse.Namespace, num_streams: int) -> list[Figures]:
+async def run(
+    port: int, server: int, board: Board, options: argparse.Namespace, num_streams: int
+) -> list[Figures]:
     loop = asyncio.get_running_loop()
     path, body = APIS[options.api]
     streams: list[Stream] = []
@@ -233,13 +261,16 @@ async def run(port: int, server: int, board: Board, options: argparse.Namespace,
     looks_each = max(1, num_streams // options.looking)
     for number in range(num_streams):
         looks = number % looks_each == 0 and options.api in ("chat", "completions")
-        sent = json.dumps({**body, "stream": True, **({"return_token_ids": True} if looks else {})}).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(sent)}\r\n\r\n"
-        )
+        sent = json.dumps(
+            {**body, "stream": True, **({"return_token_ids": True} if looks else {})}
+        ).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(sent)}\r\n\r\n"
         request = head.encode() + sent
         _, stream = await loop.create_connection(
-            lambda request=request, looks=looks: Stream(request, board, looks, began), "127.0.0.1", port
+            lambda request=request, looks=looks: Stream(request, board, looks, began),
+            "127.0.0.1",
+            port,
         )
         streams.append(stream)
         if number >= _AT_ONCE:
@@ -261,16 +292,35 @@ async def run(port: int, server: int, board: Board, options: argparse.Namespace,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--api", default="chat", choices=list(APIS), help="delays are shown for chat and completions")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--api",
+        default="chat",
+        choices=list(APIS),
+        help="delays are shown for chat and completions",
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[256, 2000])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--rate", type=float, default=50_000.0, help="tokens per second the engine offers")
-    parser.add_argument("--calm-rate", type=float, default=4000.0, help="the same for the calm load; 0: none")
+    parser.add_argument(
+        "--rate", type=float, default=50_000.0, help="tokens per second the engine offers"
+    )
+    parser.add_argument(
+        "--calm-rate", type=float, default=4000.0, help="the same for the calm load; 0: none"
+    )
     parser.add_argument("--seconds", type=float, default=1.5, help="for each load")
-    parser.add_argument("--looking", type=int, default=8, help="streams whose tokens' delay is looked at")
-    parser.add_argument("--reasoning", action="store_true", help="tokens are of a model's reasoning, not of its answer")
-    parser.add_argument("--profile", default="", help="write what one process spends its time on there (workers: 1)")
+    parser.add_argument(
+        "--looking", type=int, default=8, help="streams whose tokens' delay is looked at"
+    )
+    parser.add_argument(
+        "--reasoning",
+        action="store_true",
+        help="tokens are of a model's reasoning, not of its answer",
+    )
+    parser.add_argument(
+        "--profile", default="", help="write what one process spends its time on there (workers: 1)"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not be left behind
     print(f"{options.api}, {os.cpu_count()} cores; delays in ms")

@@ -1,8 +1,9 @@
-"""The engine process of `bench/http_side.py`: no model, and as many tokens per second as it is told to give.
+"""The engine process of `bench/http_side.py`: no model, and as many tokens per second as it is told
+to give.
 
-It speaks the engine's part (`quire.server.messages`): every step gives one token to each request. The token's id tells
-the step, and when that was made stands in a file that `http_side.py` reads, so that whoever reads a stream knows how
-long its tokens were on their way.
+It speaks the engine's part (`quire.server.messages`): every step gives one token to each request.
+The token's id tells the step, and when that was made stands in a file that `http_side.py` reads, so
+that whoever reads a stream knows how long its tokens were on their way.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from quire.server import messages
 from quire.step import RequestUpdate
 
 FIRST_ID, NUM_IDS = 300, 1024
-"""Of the tokens it gives. They come again after so many steps, which is longer than any of them is on its way."""
+"""Of the tokens it gives. They come again after so many steps, which is longer than any of them is
+on its way.
+"""
 _MOST_BEHIND = 4
 """Messages that may wait in this process; those that wait in the HTTP process come on top."""
 VARIABLE = "QUIRE_BENCH_BOARD"
@@ -75,7 +78,11 @@ def run(config: messages.EngineProcessConfig) -> None:
     events: zmq.Socket[bytes] = context.socket(zmq.PUSH)
     events.set_hwm(_MOST_BEHIND)
     events.connect(config.events_address)
-    events.send(messages.encode(messages.Ready(FIRST_ID + NUM_IDS, 64, 65536, 4096, 1_000_000, 16, "fcfs", "fp_bench")))
+    events.send(
+        messages.encode(
+            messages.Ready(FIRST_ID + NUM_IDS, 64, 65536, 4096, 1_000_000, 16, "fcfs", "fp_bench")
+        )
+    )
     names: dict[str, None] = {}
     step, due = 0, time.monotonic()
     while True:
@@ -102,7 +109,8 @@ def run(config: messages.EngineProcessConfig) -> None:
             out.add_updates([RequestUpdate(name, tokens) for name in names])
             out.steps = [StepSummary(step, now, 0, 0, 0, len(names), 0, 0, 0.0)]
             step += 1
-            due = max(due + len(names) / rate, now - 0.05)  # what was missed is caught up with, up to a point
+            # what was missed is caught up with, up to a point
+            due = max(due + len(names) / rate, now - 0.05)
         elif is_idle:
             due = now
         if out.accepted or out.has_updates:

@@ -1,11 +1,13 @@
-"""Looks for quicker orders of the instructions in quire/backends/cpu/quantized_neon.h, on the ARM machine it runs on.
+"""Looks for quicker orders of the instructions in quire/backends/cpu/quantized_neon.h, on the ARM
+machine it runs on.
 
     python bench/instruction_order.py EightByFour --seconds 60          # prints what was found
     python bench/instruction_order.py FourByEight --seconds 60 --write  # and puts it into the file
 
-The loop of that struct is taken as it stands. Each round moves some instructions, as far as the registers they read and
-write allow, in two dozen copies; these are compiled and run in turn, and the quickest is where the next round begins.
-The results are those of before, bit for bit: every instruction still has the operands it had.
+The loop of that struct is taken as it stands. Each round moves some instructions, as far as the
+registers they read and write allow, in two dozen copies; these are compiled and run in turn, and
+the quickest is where the next round begins. The results are those of before, bit for bit: every
+instruction still has the operands it had.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ class Instruction:
         return cls(text, frozenset(reads), frozenset(writes))
 
     def must_stay_before(self, other: Instruction) -> bool:
-        return bool(self.writes & other.reads or self.reads & other.writes or self.writes & other.writes)
+        return bool(
+            self.writes & other.reads or self.reads & other.writes or self.writes & other.writes
+        )
 
 
 Order = list[Instruction]
@@ -119,23 +123,35 @@ def measure(name: str, orders: Sequence[Order], folder: Path) -> list[float]:
     before, _, after = struct_text(name)
     struct = before[before.index(f"struct {name} ") :], after[: after.index("\n};\n") + 4]
     vectors = before[before.index("#define") : before.index("// Eight rows")]
-    copies = [f"namespace c{i} {{ {struct[0]}{loop_text(order)}{struct[1]} }}" for i, order in enumerate(orders)]
+    copies = [
+        f"namespace c{i} {{ {struct[0]}{loop_text(order)}{struct[1]} }}"
+        for i, order in enumerate(orders)
+    ]
     calls = " ".join(f"measure<c{i}::{name}>();" for i in range(len(orders)))
     main = MAIN.replace("OTHERS", OTHERS[name]).replace("CALLS", calls).replace("UNITS", str(UNITS))
     source = folder / "orders.cpp"
     source.write_text("#include <cstdint>\n" + vectors + "\n".join(copies) + main)
-    subprocess.run(["g++", "-O1", "-std=c++17", "-mcpu=native", source, "-o", folder / "orders"], check=True)
+    subprocess.run(
+        ["g++", "-O1", "-std=c++17", "-mcpu=native", source, "-o", folder / "orders"], check=True
+    )
     return [float(line) for line in subprocess.check_output(folder / "orders", text=True).split()]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("struct", choices=list(OTHERS))
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--write", action="store_true", help="put what was found into the file")
     options = parser.parse_args()
     before, loop, after = struct_text(options.struct)
-    best = [Instruction.parse(one) for line in re.findall('"(.*)"', loop) for one in line.split("\\n") if one]
+    best = [
+        Instruction.parse(one)
+        for line in re.findall('"(.*)"', loop)
+        for one in line.split("\\n")
+        if one
+    ]
     end = time.monotonic() + options.seconds
     with tempfile.TemporaryDirectory() as folder:
         while time.monotonic() < end:

@@ -2,9 +2,10 @@
 
     python bench/kernels_cpu.py [--dtype bfloat16|float32] [--only linear|quantized|attention|small] [--seconds 0.3]
 
-Weights go round through enough copies that they come from where a real step finds them (a model's weights
-don't stay in a core's own cache). Contenders take turns and each figure is the best of its rounds: what else
-runs on the machine can only add. Note that torch's own products change bits with the number of rows.
+Weights go round through enough copies that they come from where a real step finds them (a model's
+weights don't stay in a core's own cache). Contenders take turns and each figure is the best of its
+rounds: what else runs on the machine can only add. Note that torch's own products change bits with
+the number of rows.
 """
 
 from __future__ import annotations
@@ -63,11 +64,15 @@ def call_copy(linear: Callable[[Tensor, T], Tensor], x: Tensor, weights: list[T]
 def bench_memory(budget: float) -> None:
     data = torch.ones(COLD_BYTES // 4)
     (seconds,) = seconds_each([lambda _: data.sum()], budget)
-    print(f"memory read, {torch.get_num_threads()} threads (torch.sum): {COLD_BYTES / seconds / 1e9:.1f} GB/s\n")
+    print(
+        f"memory read, {torch.get_num_threads()} threads (torch.sum): {COLD_BYTES / seconds / 1e9:.1f} GB/s\n"
+    )
 
 
 def bench_linear(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> None:
-    print(f"{'linear':10} {'rows':>4} {'µs':>9} {'torch µs':>9} {'ratio':>6} {'GB/s':>7} {'GFLOP/s':>8} {'torch':>8}")
+    print(
+        f"{'linear':10} {'rows':>4} {'µs':>9} {'torch µs':>9} {'ratio':>6} {'GB/s':>7} {'GFLOP/s':>8} {'torch':>8}"
+    )
     for name, (columns, depth) in LINEARS.items():
         size = columns * depth * dtype.itemsize
         copies = max(1, COLD_BYTES // size)
@@ -76,7 +81,11 @@ def bench_linear(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> None
         for rows in ROWS:
             x = torch.randn(rows, depth).to(dtype)
             ours, theirs = seconds_each(
-                [partial(call_copy, kernels.linear, x, packed), partial(call_copy, F.linear, x, plain)], budget
+                [
+                    partial(call_copy, kernels.linear, x, packed),
+                    partial(call_copy, F.linear, x, plain),
+                ],
+                budget,
             )
             work = 2 * rows * columns * depth / 1e9
             print(
@@ -87,12 +96,17 @@ def bench_linear(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> None
 
 
 def bench_quantized(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> None:
-    """Products with weights as they are stored, next to ours with plain float32 weights of the same shape."""
+    """Products with weights as they are stored, next to ours with plain float32 weights of the same
+    shape.
+    """
     columns, depth = 3072, 768
     plain = [
-        kernels.pack(Weight.dense(torch.randn(columns, depth))) for _ in range(COLD_BYTES // (columns * depth * 4))
+        kernels.pack(Weight.dense(torch.randn(columns, depth)))
+        for _ in range(COLD_BYTES // (columns * depth * 4))
     ]
-    print(f"{'quantized':10} {'rows':>4} {'µs':>9} {'float32':>9} {'ratio':>6} {'GB/s':>7} {'GMAC/s':>8}")
+    print(
+        f"{'quantized':10} {'rows':>4} {'µs':>9} {'float32':>9} {'ratio':>6} {'GB/s':>7} {'GMAC/s':>8}"
+    )
     for name in ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "INT8"):
         format = FORMATS[name]
         weights = []
@@ -105,7 +119,11 @@ def bench_quantized(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> N
         for rows in (1, 4, 32, 256):
             x = torch.randn(rows, depth)
             ours, wide = seconds_each(
-                [partial(call_copy, kernels.linear, x, weights), partial(call_copy, kernels.linear, x, plain)], budget
+                [
+                    partial(call_copy, kernels.linear, x, weights),
+                    partial(call_copy, kernels.linear, x, plain),
+                ],
+                budget,
             )
             print(
                 f"{name:10} {rows:4} {ours * 1e6:9.1f} {wide * 1e6:9.1f} {wide / ours:6.2f} "
@@ -114,14 +132,19 @@ def bench_quantized(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> N
     print()
 
 
-def make_caches(num_sequences: int, context: int, dtype: torch.dtype) -> tuple[list[LayerCache], Tensor]:
+def make_caches(
+    num_sequences: int, context: int, dtype: torch.dtype
+) -> tuple[list[LayerCache], Tensor]:
     """As many layers as make the cache large, and one block table with the blocks in random order."""
     blocks_each = -(-context // BLOCK_SIZE)
     num_blocks = num_sequences * blocks_each + 1
     shape = (num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     layer_bytes = 2 * num_blocks * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM * dtype.itemsize
     layers = max(1, min(30, COLD_BYTES // layer_bytes))
-    caches = [LayerCache(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)) for _ in range(layers)]
+    caches = [
+        LayerCache(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype))
+        for _ in range(layers)
+    ]
     tables = torch.randperm(num_blocks - 1).add(1).view(num_sequences, blocks_each).int()
     return caches, tables
 
@@ -150,10 +173,17 @@ def bench_attention(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> N
         query = torch.randn(rows, NUM_HEADS, HEAD_DIM).to(dtype)
         side = torch.randn(num_sequences, NUM_KV_HEADS, context, HEAD_DIM).to(dtype)
         contiguous = [(side.clone(), side.clone()) for _ in caches]
-        wide_query = query.view(num_sequences, new, NUM_HEADS, HEAD_DIM).transpose(1, 2).contiguous()
+        wide_query = (
+            query.view(num_sequences, new, NUM_HEADS, HEAD_DIM).transpose(1, 2).contiguous()
+        )
         mask = None if new == 1 else torch.ones(new, context, dtype=torch.bool).tril(context - new)
 
-        def ours(i: int, caches: list[LayerCache] = caches, query: Tensor = query, batch: PagedBatch = batch) -> Tensor:
+        def ours(
+            i: int,
+            caches: list[LayerCache] = caches,
+            query: Tensor = query,
+            batch: PagedBatch = batch,
+        ) -> Tensor:
             return kernels.attention(query, caches[i % len(caches)], batch, spec)
 
         def theirs(
@@ -163,12 +193,16 @@ def bench_attention(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> N
             mask: Tensor | None = mask,
         ) -> Tensor:
             keys, values = sides[i % len(sides)]
-            return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+            return F.scaled_dot_product_attention(
+                query, keys, values, attn_mask=mask, enable_gqa=True
+            )
 
         mine, sdpa = seconds_each([ours, theirs], budget)
         size = 2 * num_sequences * NUM_KV_HEADS * context * HEAD_DIM * dtype.itemsize
         label = f"{num_sequences} x {new} new of {context}"
-        print(f"{label:24} {mine * 1e6:9.1f} {sdpa * 1e6:9.1f} {sdpa / mine:6.2f} {size / mine / 1e9:8.1f}")
+        print(
+            f"{label:24} {mine * 1e6:9.1f} {sdpa * 1e6:9.1f} {sdpa / mine:6.2f} {size / mine / 1e9:8.1f}"
+        )
     print()
 
 
@@ -209,7 +243,9 @@ def main() -> None:
     args = parser.parse_args()
     kernels = CpuKernels(use_amx=not args.no_amx)
     dtype = torch.bfloat16 if args.dtype == "bfloat16" else torch.float32
-    print(f"{args.dtype}, {torch.get_num_threads()} threads, {'AMX' if kernels.has_amx else 'vector instructions'}")
+    print(
+        f"{args.dtype}, {torch.get_num_threads()} threads, {'AMX' if kernels.has_amx else 'vector instructions'}"
+    )
     bench_memory(args.seconds)
     parts = {
         "linear": bench_linear,

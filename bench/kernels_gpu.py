@@ -1,11 +1,13 @@
-"""Triton kernels on the shapes of real models: microseconds, and how near they come to the card's own limits.
+"""Triton kernels on the shapes of real models: microseconds, and how near they come to the card's
+own limits.
 
     python bench/kernels_gpu.py --only moe,rms_norm --shape qwen3-0.6b --rows 1,256  # all three can be left out
 
-Every figure is taken inside a CUDA graph that calls the kernel on one set of buffers after the other, as many as
-exceed the L2 cache (at most 64: what is smaller than that stays in the cache in a real step too). GB/s counts what
-must be read and written once; the percentage is of the read rate measured at the start, or for products that are
-bound by arithmetic, of the rate of a large matrix product.
+Every figure is taken inside a CUDA graph that calls the kernel on one set of buffers after the
+other, as many as exceed the L2 cache (at most 64: what is smaller than that stays in the cache in a
+real step too). GB/s counts what must be read and written once; the percentage is of the read rate
+measured at the start, or for products that are bound by arithmetic, of the rate of a large matrix
+product.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.ceiling import Work, measure_rates
 from bench.shapes import CONFIGS, spec_of
@@ -86,12 +89,17 @@ def heads_case(spec: ModelSpec, rows: int) -> Case:
     heads = spec.head_shapes[0]
     num_heads, num_kv_heads, head_dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
     norm = HeadNorms(randn(head_dim), randn(head_dim), EPS) if spec.layers[0].qk_norm else None
-    cos_sin, positions = randn(4096, head_dim, dtype=torch.float32), torch.arange(rows, device=DEVICE) % 4096
+    cos_sin, positions = (
+        randn(4096, head_dim, dtype=torch.float32),
+        torch.arange(rows, device=DEVICE) % 4096,
+    )
     size = rows * (num_heads + 2 * num_kv_heads) * head_dim * SIZE
 
     def make(_: int) -> Callable[[], object]:
         qkv = randn(rows, (num_heads + 2 * num_kv_heads) * head_dim)
-        keys, values = (randn(rows // BLOCK_SIZE + 1, num_kv_heads, BLOCK_SIZE, head_dim) for _ in range(2))
+        keys, values = (
+            randn(rows // BLOCK_SIZE + 1, num_kv_heads, BLOCK_SIZE, head_dim) for _ in range(2)
+        )
         slots = torch.randperm(rows, device=DEVICE)
         cache = LayerCache(keys, values)
         return lambda: qkv_to_cache_(qkv, heads, norm, positions, cos_sin, cache, slots)
@@ -132,7 +140,9 @@ def embedding_case(spec: ModelSpec, rows: int) -> Case:
 def argmax_case(spec: ModelSpec, rows: int, temperature: float) -> Case | None:
     if rows > MOST_SAMPLED:
         return None
-    keys = torch.from_numpy(noise_keys(np.arange(rows, dtype=np.uint64), np.arange(rows))).to(DEVICE)
+    keys = torch.from_numpy(noise_keys(np.arange(rows, dtype=np.uint64), np.arange(rows))).to(
+        DEVICE
+    )
     temperatures = torch.full((rows,), temperature, device=DEVICE)
 
     def make(_: int) -> Callable[[], object]:
@@ -163,8 +173,12 @@ def moe_case(spec: ModelSpec, rows: int) -> Case | None:
         return None
     hidden, intermediate = spec.hidden_size, mlp.intermediate_size
     experts, top_k = mlp.num_experts, mlp.top_k
-    gate_up = torch.empty(experts, 2 * intermediate, hidden, dtype=DTYPE, device=DEVICE).normal_(0, hidden**-0.5)
-    down = torch.empty(experts, hidden, intermediate, dtype=DTYPE, device=DEVICE).normal_(0, intermediate**-0.5)
+    gate_up = torch.empty(experts, 2 * intermediate, hidden, dtype=DTYPE, device=DEVICE).normal_(
+        0, hidden**-0.5
+    )
+    down = torch.empty(experts, hidden, intermediate, dtype=DTYPE, device=DEVICE).normal_(
+        0, intermediate**-0.5
+    )
     weights = ExpertWeights(Weight.dense(gate_up), Weight.dense(down))
     # Each set of buffers chooses other experts of the same layer.
     logits = [randn(rows, experts) for _ in range(16)]
@@ -176,7 +190,9 @@ def moe_case(spec: ModelSpec, rows: int) -> Case | None:
         return lambda: moe(x, router_logits, weights, mlp)
 
     flops = 2.0 * rows * top_k * 3 * intermediate * hidden
-    return Case(make, weight_bytes + 2 * rows * hidden * SIZE, flops, copied_bytes=COLD_BYTES / len(logits))
+    return Case(
+        make, weight_bytes + 2 * rows * hidden * SIZE, flops, copied_bytes=COLD_BYTES / len(logits)
+    )
 
 
 OPS: dict[str, Callable[[ModelSpec, int], Case | None]] = {
@@ -194,7 +210,9 @@ OPS: dict[str, Callable[[ModelSpec, int], Case | None]] = {
 
 
 def microseconds(case: Case, budget_ms: float = 30.0) -> float:
-    """Of one call inside a graph: the least of five rounds, what else happens on the machine can only add."""
+    """Of one call inside a graph: the least of five rounds, what else happens on the machine can
+    only add.
+    """
     size = case.bytes if case.copied_bytes is None else case.copied_bytes
     copies = int(min(MOST_COPIES, max(1, -(-COLD_BYTES // max(size, 1)))))
     calls = [case.make(i) for i in range(copies)]
@@ -222,19 +240,28 @@ def microseconds(case: Case, budget_ms: float = 30.0) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help=f"comma-separated, of {', '.join(OPS)}")
-    parser.add_argument("--shape", help=f"comma-separated, of {', '.join(CONFIGS)}", default=",".join(SHAPES))
-    parser.add_argument("--rows", help="comma-separated numbers of rows", default=",".join(map(str, ROWS)))
+    parser.add_argument(
+        "--shape", help=f"comma-separated, of {', '.join(CONFIGS)}", default=",".join(SHAPES)
+    )
+    parser.add_argument(
+        "--rows", help="comma-separated numbers of rows", default=",".join(map(str, ROWS))
+    )
     args = parser.parse_args()
     ops = args.only.split(",") if args.only else list(OPS)
     shapes = args.shape.split(",")
-    for name, known in [*((op, list(OPS)) for op in ops), *((shape, list(CONFIGS)) for shape in shapes)]:
+    for name, known in [
+        *((op, list(OPS)) for op in ops),
+        *((shape, list(CONFIGS)) for shape in shapes),
+    ]:
         if name not in known:
             parser.error(f"there is no {name}; choose of {', '.join(known)}")
     if not torch.cuda.is_available():
         parser.error("this needs a CUDA device")
     rates = measure_rates(DEVICE, DTYPE)
     print(f"{torch.cuda.get_device_name()}, {DTYPE}: {rates}")
-    print(f"{'op':14} {'shape':14} {'rows':>5} {'µs':>9} {'GB/s':>7} {'TFLOP/s':>8} {'of limit':>9}")
+    print(
+        f"{'op':14} {'shape':14} {'rows':>5} {'µs':>9} {'GB/s':>7} {'TFLOP/s':>8} {'of limit':>9}"
+    )
     for op in ops:
         for shape in shapes:
             for rows in map(int, args.rows.split(",")):
@@ -243,7 +270,9 @@ def main() -> None:
                     continue
                 time = microseconds(case)
                 least = rates.seconds(Work(case.bytes, case.flops)) * 1e6
-                figures = f"{time:9.2f} {case.bytes / time / 1e3:7.0f} {case.flops / time / 1e6:8.1f}"
+                figures = (
+                    f"{time:9.2f} {case.bytes / time / 1e3:7.0f} {case.flops / time / 1e6:8.1f}"
+                )
                 print(f"{op:14} {shape:14} {rows:5} {figures} {least / time:9.0%}", flush=True)
 
 

@@ -1,14 +1,16 @@
-"""Long contexts: decode steps of every batch and context, and prompts of every length, beside what the card could do.
+"""Long contexts: decode steps of every batch and context, and prompts of every length, beside what
+the card could do.
 
     python bench/long_contexts.py                                  # everything up to 131,072 tokens: four minutes
     python bench/long_contexts.py --short                          # the cells peers were measured at: one minute
     python bench/long_contexts.py --batches 1,16 --contexts 8000,32000 --prompts 8192
     python bench/long_contexts.py --shape tiny --batches 1,2 --contexts 100,600 --prompts 64  # to try it on a CPU
 
-Random weights, and random keys and values: contexts are not computed, a cell of decode is some steps of the runner (two
-in flight, as in an engine) on requests that are said to have them in the cache. Prompts are computed in the steps an
-engine would make of them. A percentage is the ceiling's share: the bytes that must be read at 4.5 TB/s, or for prompts
-the products that must be computed at 790 TFLOP/s, over the time it took.
+Random weights, and random keys and values: contexts are not computed, a cell of decode is some
+steps of the runner (two in flight, as in an engine) on requests that are said to have them in the
+cache. Prompts are computed in the steps an engine would make of them. A percentage is the ceiling's
+share: the bytes that must be read at 4.5 TB/s, or for prompts the products that must be computed at
+790 TFLOP/s, over the time it took.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.ceiling import Rates, decode_work, prompt_work
 from bench.gpu_peers import LONG_DECODES, LONG_PROMPTS
@@ -82,7 +85,10 @@ def decode_seconds(engine: Engine, batch: int, context: int, steps: int) -> floa
 
     def made() -> Iterator[Step]:
         for i in range(steps):
-            entries = (ScheduledRequest(each.request_id, each.row, context - 1 + i, 1, True, ()) for each in admitted)
+            entries = (
+                ScheduledRequest(each.request_id, each.row, context - 1 + i, 1, True, ())
+                for each in admitted
+            )
             yield Step(i, 0.0, tuple(entries), admitted if i == 0 else (), num_decodes=batch)
 
     times = times_of(engine, made())
@@ -103,7 +109,11 @@ def prompt_seconds(engine: Engine, count: int, length: int, most: int) -> float:
             entries = []
             for each, start in todo[i : i + at_once]:
                 end = min(start + most, length)
-                entries.append(ScheduledRequest(each.request_id, each.row, start, end - start, end == length, ()))
+                entries.append(
+                    ScheduledRequest(
+                        each.request_id, each.row, start, end - start, end == length, ()
+                    )
+                )
             yield Step(i, 0.0, tuple(entries), admitted if i == 0 else ())
 
     torch.zeros(1, device=engine.decoder.device).item()  # what came before is done
@@ -115,7 +125,9 @@ def open_engine(options: argparse.Namespace, longest: int, batch: int) -> Engine
     found = pick_device("auto")
     device, dtype = found.torch_device, pick_dtype("auto", found)
     spec = replace(spec_of(options.shape), max_position=longest)
-    decoder = random_decoder(spec, select_kernels(device, dtype, "auto"), dtype, device, max_position=longest)
+    decoder = random_decoder(
+        spec, select_kernels(device, dtype, "auto"), dtype, device, max_position=longest
+    )
     config = EngineConfig(device=str(device), max_model_len=longest, max_num_seqs=batch)
     engine = assemble(decoder, config, name=options.shape)
     print(engine.description, flush=True)
@@ -154,14 +166,27 @@ def prompt_rows(engine: Engine, lengths: list[int], repeats: int) -> Iterator[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(CONFIGS), default="qwen3-8b")
-    parser.add_argument("--batches", default="1,4,16,32,64", help="numbers of requests, separated by commas")
+    parser.add_argument(
+        "--batches", default="1,4,16,32,64", help="numbers of requests, separated by commas"
+    )
     parser.add_argument("--contexts", default="2000,8000,32000,128000", help="tokens of each")
-    parser.add_argument("--prompts", default="2048,8192,32768,131072", help="lengths of prompts, or nothing")
-    parser.add_argument("--short", action="store_true", help="the cells peers were measured at, instead of all")
+    parser.add_argument(
+        "--prompts", default="2048,8192,32768,131072", help="lengths of prompts, or nothing"
+    )
+    parser.add_argument(
+        "--short", action="store_true", help="the cells peers were measured at, instead of all"
+    )
     parser.add_argument("--steps", type=int, default=16, help="decode steps of each cell")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each prompt after a first one; the best counts")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=1,
+        help="runs of each prompt after a first one; the best counts",
+    )
     options = parser.parse_args()
     if options.steps < 4:
         parser.error("--steps must be 4 at least")

@@ -3,8 +3,8 @@
     python bench/prefill.py --shape qwen3-0.6b
     python bench/prefill.py --shape tiny --prompts 4              # to try it on a CPU
 
-Random weights. The ceiling is the matrix products and attention of those tokens at the rate this device multiplies
-large matrices (or the weights at the rate it reads, if that takes longer).
+Random weights. The ceiling is the matrix products and attention of those tokens at the rate this
+device multiplies large matrices (or the weights at the rate it reads, if that takes longer).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.ceiling import prompt_work
 from bench.profiling import profile
@@ -31,9 +32,15 @@ def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Result]:
     count, length = options.prompts, options.length
     rates = []
     for i in range(options.repeats + 1):  # a first one to see these sizes
-        done = drive(machine.core, requests_for(random_prompts(count, length, seed=i), [1] * count, f"run-{i}"))
+        done = drive(
+            machine.core,
+            requests_for(random_prompts(count, length, seed=i), [1] * count, f"run-{i}"),
+        )
         rates.append(count * length / done.seconds)
-        print(f"run {i}: {done.seconds:.3f} s, {len(done.times)} steps, {rates[-1]:,.0f} tok/s", flush=True)
+        print(
+            f"run {i}: {done.seconds:.3f} s, {len(done.times)} steps, {rates[-1]:,.0f} tok/s",
+            flush=True,
+        )
     work = prompt_work(machine.spec, [length] * count, machine.itemsize)
     yield Result(
         machine.shape,
@@ -47,7 +54,14 @@ def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Result]:
         print("\nMore prompts of the same length:")
         steps = max(1, count * length // machine.core.scheduler.config.max_batched_tokens)
         more = random_prompts(3 * count, length, seed=-2)
-        print(profile(machine, requests_for(more, [1] * len(more), "profile"), skip=steps // 2, steps=steps))
+        print(
+            profile(
+                machine,
+                requests_for(more, [1] * len(more), "profile"),
+                skip=steps // 2,
+                steps=steps,
+            )
+        )
 
 
 def main() -> None:

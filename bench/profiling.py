@@ -1,4 +1,6 @@
-"""Where a step's time goes: GPU time by kernel, how busy the GPU is, and the CPU's part in each step."""
+"""Where a step's time goes: GPU time by kernel, how busy the GPU is, and the CPU's part in each
+step.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class StepClock:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self.seconds: dict[str, float] = dict.fromkeys(("schedule", "submit", "wait", "commit"), 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(
+            ("schedule", "submit", "wait", "commit"), 0.0
+        )
         """`wait` is from asking for a step's result until it is there, made into Python values."""
 
     def __enter__(self) -> StepClock:
@@ -88,9 +92,11 @@ class _TimedPending:
 
 
 def profile(machine: Machine, requests: Sequence[Request], skip: int, steps: int) -> str:
-    """Runs the requests until `steps` steps after the first `skip` were watched; returns the tables.
+    """Runs the requests until `steps` steps after the first `skip` were watched; returns the
+    tables.
 
-    The profiler slows the CPU down, so the CPU's parts are timed in as many steps of their own, after those.
+    The profiler slows the CPU down, so the CPU's parts are timed in as many steps of their own,
+    after those.
     """
     core = machine.core
     for request in requests:
@@ -117,7 +123,9 @@ def profile(machine: Machine, requests: Sequence[Request], skip: int, steps: int
 def _advance(core: EngineCore, steps: int) -> None:
     for done in range(steps):
         if not core.has_work:
-            raise RuntimeError(f"the requests ended {steps - done} steps too early to be profiled: ask for fewer steps")
+            raise RuntimeError(
+                f"the requests ended {steps - done} steps too early to be profiled: ask for fewer steps"
+            )
         core.step(time.perf_counter())
 
 
@@ -145,7 +153,9 @@ def _gpu_table(events: Sequence[dict[str, Any]], steps: int, most: int = 25) -> 
         )
     if len(ordered) > most:
         rest = sum(total for _, (_, total) in ordered[most:])
-        lines.append(f"{rest / steps:9.1f} {rest / whole:6.1%} {'':>10} {'':>9}  {len(ordered) - most} more kernels")
+        lines.append(
+            f"{rest / steps:9.1f} {rest / whole:6.1%} {'':>10} {'':>9}  {len(ordered) - most} more kernels"
+        )
     return "\n".join(lines)
 
 

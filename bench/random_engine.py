@@ -1,4 +1,6 @@
-"""An engine around random weights of a true shape, and a way to drive it that notes the time of every step."""
+"""An engine around random weights of a true shape, and a way to drive it that notes the time of
+every step.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,10 @@ def random_decoder(
     formats: Sequence[str] = (),
     expert_format: str | None = None,
 ) -> Decoder:
-    """Random values drawn on the device itself: norms are 1, everything else is normal. With `formats`, the matrices
-    between embedding and head are in these, in turn; with an `expert_format`, those of experts are in that."""
+    """Random values drawn on the device itself: norms are 1, everything else is normal. With
+    `formats`, the matrices between embedding and head are in these, in turn; with an
+    `expert_format`, those of experts are in that.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     loaded: dict[str, Weight] = {}
     for name, parameter in spec.parameters().items():
@@ -52,16 +56,22 @@ def random_decoder(
         else:
             value.normal_(std=std, generator=generator)
         loaded[name] = Weight.dense(value)
-        is_matrix = len(parameter.shape) > 1 and name not in ("embedding", "head") and "bias" not in name
+        is_matrix = (
+            len(parameter.shape) > 1 and name not in ("embedding", "head") and "bias" not in name
+        )
         if formats and is_matrix and "router" not in name:
             format, shape = FORMATS[formats[len(loaded) % len(formats)]], tuple(parameter.shape)
             if format.dtype is None:
                 parts = quantized(format, value.view(-1, shape[-1]))
-                loaded[name] = Weight.of(format, shape, *(part.view(*shape[:-1], *part.shape[1:]) for part in parts))
+                loaded[name] = Weight.of(
+                    format, shape, *(part.view(*shape[:-1], *part.shape[1:]) for part in parts)
+                )
         if expert_format is not None and len(parameter.shape) == 3 and not name.endswith("_bias"):
             format, shape = FORMATS[expert_format], tuple(parameter.shape)
             parts = quantized(format, value.flatten(0, 1))
-            loaded[name] = Weight.of(format, shape, *(part.view(*shape[:-1], *part.shape[1:]) for part in parts))
+            loaded[name] = Weight.of(
+                format, shape, *(part.view(*shape[:-1], *part.shape[1:]) for part in parts)
+            )
     del value  # so that each goes as its packed one comes
     return Decoder(spec, kernels, loaded, dtype, min(max_position, spec.max_position))
 
@@ -75,25 +85,42 @@ def quantized(format: Format, numbers: Tensor) -> tuple[Tensor, ...]:
         scales = ((high - low) / 15).clamp_min(1e-8)
         zeros = (-low / scales).round().clamp_(0, 15)
         codes = (
-            (groups / scales.unsqueeze(-1) + zeros.unsqueeze(-1)).round_().clamp_(0, 15).to(torch.uint8).view(rows, -1)
+            (groups / scales.unsqueeze(-1) + zeros.unsqueeze(-1))
+            .round_()
+            .clamp_(0, 15)
+            .to(torch.uint8)
+            .view(rows, -1)
         )
         shape = (rows, size // format.group) if format.group else (rows,)
-        return codes[:, ::2] | codes[:, 1::2] << 4, scales.view(shape), zeros.to(torch.uint8).view(shape)
+        return (
+            codes[:, ::2] | codes[:, 1::2] << 4,
+            scales.view(shape),
+            zeros.to(torch.uint8).view(shape),
+        )
     if format.group:
         codes, scales = to_codes(FP8, numbers.view(rows, -1, format.group))
         return codes.view(rows, size), scales
     if format.name == "MXFP4":  # any codes, of 2**-8 in the mean: about as large as the numbers
-        blocks = torch.randint(0, 256, (rows * size // format.num_elements, format.num_bytes), device=numbers.device)
+        blocks = torch.randint(
+            0, 256, (rows * size // format.num_elements, format.num_bytes), device=numbers.device
+        )
         blocks[:, 0] = 127 - 7
         return (blocks.to(torch.uint8).view(rows, -1),)
     if format.codes is None and format.name != "Q4_0":  # any bits will do
-        blocks = torch.randint(0, 256, (rows * size // format.num_elements, format.num_bytes), device=numbers.device)
+        blocks = torch.randint(
+            0, 256, (rows * size // format.num_elements, format.num_bytes), device=numbers.device
+        )
         blocks = blocks.to(torch.uint8)
         if format.name == "MXFP4":  # 2 ** -6 times up to 6
             blocks[:, 0] = 121
-        # So that codes of 0 to 15 (times factors of 0 to 63) less the minimum are about as large as the numbers.
+        # So that codes of 0 to 15 (times factors of 0 to 63) less the minimum are about as large as
+        # the numbers.
         unit = float(numbers.float().std()) / (4 if format.name == "Q4_1" else 128)
-        for at, size in zip(format.scales, (unit, -7.5 * unit if format.name == "Q4_1" else 7.5 * unit), strict=False):
+        for at, size in zip(
+            format.scales,
+            (unit, -7.5 * unit if format.name == "Q4_1" else 7.5 * unit),
+            strict=False,
+        ):
             drawn = torch.rand(len(blocks), 1, device=numbers.device).mul_(0.2).add_(0.9).mul_(size)
             blocks[:, at : at + 2] = drawn.half().view(torch.uint8)
         return (blocks.view(rows, -1),)
@@ -143,22 +170,39 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
     parser.add_argument(
-        "--formats", nargs="*", default=(), help="of the matrices, in turn: FP8, INT8, INT4_G128, Q4_K ..."
+        "--formats",
+        nargs="*",
+        default=(),
+        help="of the matrices, in turn: FP8, INT8, INT4_G128, Q4_K ...",
     )
-    parser.add_argument("--expert-format", help="of the matrices of experts: MXFP4 as gpt-oss has them, FP8 ...")
+    parser.add_argument(
+        "--expert-format", help="of the matrices of experts: MXFP4 as gpt-oss has them, FP8 ..."
+    )
     parser.add_argument("--kernels", default="auto", help="auto, or a backend by its name")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-batched-tokens", type=int, help="default: the engine's own choice")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
-    parser.add_argument("--depth", type=int, help="steps in flight; default: the engine's own choice")
-    parser.add_argument("--repeats", type=int, default=2, help="runs, of which the best counts, as with the peers")
-    parser.add_argument("--profile", action="store_true", help="one more run: time per kernel, time per part of a step")
-    parser.add_argument("--profile-steps", type=int, default=64, help="how many steps the profile covers")
+    parser.add_argument(
+        "--depth", type=int, help="steps in flight; default: the engine's own choice"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="runs, of which the best counts, as with the peers"
+    )
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="one more run: time per kernel, time per part of a step",
+    )
+    parser.add_argument(
+        "--profile-steps", type=int, default=64, help="how many steps the profile covers"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
 
 
 def open_machine(options: argparse.Namespace) -> Machine:
-    """Measures the device while its memory is free, then fills it with an engine. Prints what there is."""
+    """Measures the device while its memory is free, then fills it with an engine. Prints what there
+    is.
+    """
     found = pick_device(options.device)
     device, dtype = found.torch_device, pick_dtype(options.dtype, found)
     rates = measure_rates(device, dtype)
@@ -180,7 +224,9 @@ def open_machine(options: argparse.Namespace) -> Machine:
     print(engine.description)
     print(f"The device {rates} (measured now). Steps in flight: {engine.core.depth}.", flush=True)
     names = [*options.formats, *([] if options.expert_format is None else [options.expert_format])]
-    machine = Machine(" ".join([options.shape, *names]), engine, rates, options.formats, options.expert_format)
+    machine = Machine(
+        " ".join([options.shape, *names]), engine, rates, options.formats, options.expert_format
+    )
     capture_graphs(machine.core)
     return machine
 
@@ -192,14 +238,20 @@ def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
 
 
 def requests_for(
-    prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], prefix: str, temperature: float = 0.6
+    prompts: Sequence[Sequence[int]],
+    max_tokens: Sequence[int],
+    prefix: str,
+    temperature: float = 0.6,
 ) -> list[Request]:
     """One request per prompt, which runs to its full number of tokens."""
     return [
         request
         for i, (prompt, new) in enumerate(zip(prompts, max_tokens, strict=True))
         for request in make_requests(
-            f"{prefix}-{i}", prompt, SamplingParams(temperature=temperature, max_tokens=new, ignore_eos=True), seed=i
+            f"{prefix}-{i}",
+            prompt,
+            SamplingParams(temperature=temperature, max_tokens=new, ignore_eos=True),
+            seed=i,
         )
     ]
 
@@ -219,7 +271,9 @@ class Run:
         return self.times[-1] - self.began
 
 
-def drive(core: EngineCore, requests: Sequence[Request], before_step: Callable[[int], None] | None = None) -> Run:
+def drive(
+    core: EngineCore, requests: Sequence[Request], before_step: Callable[[int], None] | None = None
+) -> Run:
     """Runs the requests to their end. A request that fails ends the benchmark.
 
     `before_step` is called with the number of steps so far.
@@ -245,7 +299,8 @@ def drive(core: EngineCore, requests: Sequence[Request], before_step: Callable[[
 
 
 def capture_graphs(core: EngineCore) -> None:
-    """A request before anything is measured, as the peers' benchmarks send one. It is long enough for the engine
-    to capture its decode graphs, one after each step."""
+    """A request before anything is measured, as the peers' benchmarks send one. It is long enough
+    for the engine to capture its decode graphs, one after each step.
+    """
     steps = 64 + core.scheduler.config.max_num_seqs // 16
     drive(core, requests_for(random_prompts(1, 16, seed=-1), [steps], "warm-up"))

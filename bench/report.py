@@ -1,5 +1,6 @@
-"""What the GPU benchmarks share: a frame around their measuring, and a report of our figures beside the ceiling, the
-goal and the peers."""
+"""What the GPU benchmarks share: a frame around their measuring, and a report of our figures beside
+the ceiling, the goal and the peers.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class Result:
 
     shape: str
     measure: str
-    """`throughput`, `decode N`, `prefill` or `startup`, as in `gpu_peers`; `first ...` is of first tokens."""
+    """`throughput`, `decode N`, `prefill` or `startup`, as in `gpu_peers`; `first ...` is of first
+    tokens.
+    """
     value: float
     ceiling: float | None = None
     """The best this device could do, in the same unit."""
@@ -40,7 +43,9 @@ class Result:
         found = compare(self.shape, self.measure, self.value) if self.comparable else []
         others = dict.fromkeys(COLUMNS, "-")
         for other in found:
-            better = f"{other.times_better:.0%}" if other.name == GOAL else f"{other.times_better:.2f}x"
+            better = (
+                f"{other.times_better:.0%}" if other.name == GOAL else f"{other.times_better:.2f}x"
+            )
             others[other.name] = f"{number_text(other.value)} ({better})"
         ceiling = "-"
         if self.ceiling is not None:
@@ -68,8 +73,12 @@ def run(
     add: Callable[[argparse.ArgumentParser], None],
     measure: Callable[[Machine, argparse.Namespace], Iterator[Result]],
 ) -> None:
-    """A benchmark's `main`: its options beside the usual ones, an engine, its figures, a report of them."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """A benchmark's `main`: its options beside the usual ones, an engine, its figures, a report of
+    them.
+    """
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_options(parser)
     add(parser)
     options = parser.parse_args()
@@ -79,5 +88,7 @@ def run(
     for result in measure(machine, options):
         results.append(result)
         # After each, so that what was measured is there should time run out.
-        report(results, machine.engine.description, device).write(None, options.json and Path(options.json))
+        report(results, machine.engine.description, device).write(
+            None, options.json and Path(options.json)
+        )
     report(results, machine.engine.description, device).print()

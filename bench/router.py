@@ -6,8 +6,8 @@
     python bench/router.py load             # at 10,000 requests a second, simulated
     python bench/router.py memory           # with a million cached blocks
 
-Times are those of the processor. `chat` runs the real scheduler, prefix cache and router in virtual time; a step takes
-10 ms and 0.1 ms for each token.
+Times are those of the processor. `chat` runs the real scheduler, prefix cache and router in virtual
+time; a step takes 10 ms and 0.1 ms for each token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from quire.engine import Request, Scheduler, SchedulerConfig
 from quire.observe.block_names import BlockNamer, pack_names
@@ -85,7 +86,10 @@ class Replica:
     def __init__(self, num_blocks: int, max_num_seqs: int) -> None:
         self.scheduler = Scheduler(
             SchedulerConfig(
-                num_blocks=num_blocks + 1, max_num_seqs=max_num_seqs, max_batched_tokens=2048, max_model_len=8192
+                num_blocks=num_blocks + 1,
+                max_num_seqs=max_num_seqs,
+                max_batched_tokens=2048,
+                max_model_len=8192,
             )
         )
         self.events = CacheEvents(self.scheduler.blocks)
@@ -95,13 +99,19 @@ class Replica:
         """The next step and when it is over."""
         step = self.scheduler.schedule(now)
         self.is_busy = not step.is_empty
-        return (step, now + STEP_SECONDS + TOKEN_SECONDS * step.num_tokens) if self.is_busy else None
+        return (
+            (step, now + STEP_SECONDS + TOKEN_SECONDS * step.num_tokens) if self.is_busy else None
+        )
 
 
 class Chat:
-    """Conversations over some replicas, each of which asks when it has thought about the last answer."""
+    """Conversations over some replicas, each of which asks when it has thought about the last
+    answer.
+    """
 
-    def __init__(self, num_replicas: int, by_prefix: bool, conversations: int, turns: int, seed: int = 0) -> None:
+    def __init__(
+        self, num_replicas: int, by_prefix: bool, conversations: int, turns: int, seed: int = 0
+    ) -> None:
         shared = BLOCKS * 3 // num_replicas
         self._replicas = [Replica(shared, 64 * 3 // num_replicas) for _ in range(num_replicas)]
         self._router = PrefixRouter(num_replicas)
@@ -139,7 +149,9 @@ class Chat:
         assignment = None
         if self._by_prefix:
             every = range(len(self._replicas))
-            assignment = self._router.place(self._namer.names(pack_tokens(prompt)), len(prompt), 1, every)
+            assignment = self._router.place(
+                self._namer.names(pack_tokens(prompt)), len(prompt), 1, every
+            )
             number = assignment.replica
         else:
             number = next(self._turn)
@@ -163,7 +175,9 @@ class Chat:
         replica = self._replicas[number]
         self.run.cached_tokens += sum(admission.num_cached_tokens for admission in step.admitted)
         tokens = {
-            one.request_id: (hash((one.request_id, one.start)) % 30_000,) for one in step.scheduled if one.samples
+            one.request_id: (hash((one.request_id, one.start)) % 30_000,)
+            for one in step.scheduled
+            if one.samples
         }
         updates = replica.scheduler.commit(step, StepResult(step.step_id, tokens), now)
         self._router.note_blocks(number, *replica.events.take())
@@ -198,10 +212,14 @@ def chat_runs(conversations: int = 50, turns: int = 8) -> dict[str, Run]:
 def show_chat() -> None:
     runs = chat_runs()
     single = runs["one engine"].hit_rate
-    print("50 conversations of 8 turns, 300 tokens shared; prompt tokens found in the cache, time to first token (ms)")
+    print(
+        "50 conversations of 8 turns, 300 tokens shared; prompt tokens found in the cache, time to first token (ms)"
+    )
     print(f"{'':14}{'hit rate':>10}{'of single':>11}{'p50':>8}{'p95':>8}{'mean':>8}   requests")
     for name, run in runs.items():
-        times = [1000 * one for one in (run.quantile(0.5), run.quantile(0.95), statistics.mean(run.ttft))]
+        times = [
+            1000 * one for one in (run.quantile(0.5), run.quantile(0.95), statistics.mean(run.ttft))
+        ]
         shown = "".join(f"{one:>8.1f}" for one in times)
         print(f"{name:14}{run.hit_rate:>10.3f}{run.hit_rate / single:>11.3f}{shown}   {run.each}")
 
@@ -210,10 +228,18 @@ def show_chat() -> None:
 
 
 def show_cost(num_replicas: int = 8) -> None:
-    """The choice with all that belongs to it; and beside it what a message to an engine costs anyway."""
-    print(f"one request among {num_replicas} replicas that have 10,000 blocks each, µs (medians of 200):")
-    print("its choice, for a prompt of new text, one that a replica has cached, one that all have; the news that a")
-    print("replica has computed it, and for that given up as many blocks; packing its tokens, once for all processes")
+    """The choice with all that belongs to it; and beside it what a message to an engine costs
+    anyway.
+    """
+    print(
+        f"one request among {num_replicas} replicas that have 10,000 blocks each, µs (medians of 200):"
+    )
+    print(
+        "its choice, for a prompt of new text, one that a replica has cached, one that all have; the news that a"
+    )
+    print(
+        "replica has computed it, and for that given up as many blocks; packing its tokens, once for all processes"
+    )
     print("(msgpack of them, which that stands for: encoding and decoding)")
     columns = ("tokens", "new", "cached", "by all", "news", "packing", "msgpack")
     print("".join(f"{name:>9}" for name in columns))
@@ -221,7 +247,9 @@ def show_cost(num_replicas: int = 8) -> None:
     for length in (100, 500, 1000, 2000, 4000, 8000, 32_000):
         router, namer = new_router(num_replicas, 10_000), BlockNamer(16)
         for number in range(num_replicas):
-            router.note_blocks(number, pack_names([source.getrandbits(64) for _ in range(10_000)]), b"")
+            router.note_blocks(
+                number, pack_names([source.getrandbits(64) for _ in range(10_000)]), b""
+            )
         spent: dict[str, list[float]] = {name: [] for name in columns[1:]}
         for number in range(200):
             tokens = tuple(source.randrange(30_000) for _ in range(length))
@@ -245,7 +273,10 @@ def show_cost(num_replicas: int = 8) -> None:
             spent["by all"].append(choose(router, namer, prompt))
             for other in range(num_replicas):
                 router.note_blocks(other, b"", names)
-        print(f"{length:>9}" + "".join(f"{1e6 * statistics.median(spent[name]):>9.1f}" for name in columns[1:]))
+        print(
+            f"{length:>9}"
+            + "".join(f"{1e6 * statistics.median(spent[name]):>9.1f}" for name in columns[1:])
+        )
 
 
 def new_router(num_replicas: int, num_blocks: int) -> PrefixRouter:
@@ -264,8 +295,10 @@ def choose(router: PrefixRouter, namer: BlockNamer, prompt: bytes) -> float:
 
 
 def show_load(rate: int = 10_000, seconds: float = 3.0, num_replicas: int = 8) -> None:
-    """Everything the router does for a request: its choice, the news of its blocks and of those that went for them, its
-    first token, its end. Each takes a second, so `rate` of them are under way."""
+    """Everything the router does for a request: its choice, the news of its blocks and of those
+    that went for them, its first token, its end. Each takes a second, so `rate` of them are under
+    way.
+    """
     source = random.Random(0)
     router, namer = new_router(num_replicas, 20_000), BlockNamer(16)
     system = [source.randrange(30_000) for _ in range(256)]
@@ -286,7 +319,10 @@ def show_load(rate: int = 10_000, seconds: float = 3.0, num_replicas: int = 8) -
         under_way.append(assignment)
         spent.append(time.thread_time() - began)
         replica, new = assignment.replica, names[assignment.num_cached // 16 :].tolist()
-        prompt_tokens, cached_tokens = prompt_tokens + len(chat), cached_tokens + assignment.num_cached
+        prompt_tokens, cached_tokens = (
+            prompt_tokens + len(chat),
+            cached_tokens + assignment.num_cached,
+        )
         cached[replica].extend(new)
         old = [cached[replica].popleft() for _ in range(max(0, len(cached[replica]) - 20_000))]
         stored, removed = pack_names(new), pack_names(old)
@@ -299,7 +335,9 @@ def show_load(rate: int = 10_000, seconds: float = 3.0, num_replicas: int = 8) -
     spent.sort()
     mean, last = statistics.mean(spent), spent[int(0.99 * len(spent))]
     length, part = prompt_tokens // len(spent), cached_tokens / prompt_tokens
-    print(f"{rate} requests/s over {num_replicas} replicas: prompts of {length} tokens in the mean, {part:.2f} cached")
+    print(
+        f"{rate} requests/s over {num_replicas} replicas: prompts of {length} tokens in the mean, {part:.2f} cached"
+    )
     times = ("mean", mean), ("median", statistics.median(spent)), ("p99", last)
     print("per request: " + ", ".join(f"{name} {1e6 * value:.1f} µs" for name, value in times))
     print(f"so a second of such load takes {mean * rate:.2f} s of one core")
@@ -309,18 +347,28 @@ def show_load(rate: int = 10_000, seconds: float = 3.0, num_replicas: int = 8) -
 
 
 def show_many(num_blocks: int = 40_000, length: int = 1000) -> None:
-    """Choices, news, and engines that come and go, from one engine to a thousand; their caches are full."""
-    print(f"prompts of {length:,} tokens among engines of {num_blocks:,} blocks, processor time in µs")
+    """Choices, news, and engines that come and go, from one engine to a thousand; their caches are
+    full.
+    """
+    print(
+        f"prompts of {length:,} tokens among engines of {num_blocks:,} blocks, processor time in µs"
+    )
     print("(medians of 200, and the longest):")
-    print("the choice for a prompt of new text, one that an engine has cached, one that all have; the news of 16")
-    print("blocks that come and 16 that go; an engine that leaves and joins; memory of the process, MiB")
+    print(
+        "the choice for a prompt of new text, one that an engine has cached, one that all have; the news of 16"
+    )
+    print(
+        "blocks that come and 16 that go; an engine that leaves and joins; memory of the process, MiB"
+    )
     columns = ("new", "cached", "by all", "news", "rejoin")
     print(f"{'engines':>9}" + "".join(f"{name:>16}" for name in columns) + f"{'MiB':>9}")
     source = np.random.default_rng(0)
     for num_replicas in (1, 8, 100, 256, 1000):
         router, namer = new_router(num_replicas, num_blocks), BlockNamer(16)
         for number in range(num_replicas):
-            router.note_blocks(number, source.integers(0, 2**64, num_blocks - 200, np.uint64).tobytes(), b"")
+            router.note_blocks(
+                number, source.integers(0, 2**64, num_blocks - 200, np.uint64).tobytes(), b""
+            )
         spent: dict[str, list[float]] = {name: [] for name in columns}
         for number in range(200):
             prompt = source.integers(0, 30_000, length, np.int32).tobytes()
@@ -342,7 +390,9 @@ def show_many(num_blocks: int = 40_000, length: int = 1000) -> None:
             router.note_blocks(which, b"", come)
         for number in range(min(num_replicas, 50)):
             spent["rejoin"].append(timed(rejoin, router, number, num_blocks))
-        shown = [f"{1e6 * statistics.median(one):>9.1f} {1e6 * max(one):>6.0f}" for one in spent.values()]
+        shown = [
+            f"{1e6 * statistics.median(one):>9.1f} {1e6 * max(one):>6.0f}" for one in spent.values()
+        ]
         print(f"{num_replicas:>9}" + "".join(shown) + f"{resident_mib():>9,.0f}", flush=True)
 
 
@@ -382,26 +432,41 @@ def show_memory(num_blocks: int = 1_000_000, num_replicas: int = 4) -> None:
     usual = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert len(plain) == num_blocks
-    print(f"{num_blocks} cached blocks over {num_replicas} replicas: {taken / 2**20:.1f} MiB, {taken / num_blocks:.1f} "
-          f"bytes a block (a Python set of the same: {usual / 2**20:.1f} MiB)")  # fmt: skip
+    print(
+        f"{num_blocks} cached blocks over {num_replicas} replicas: {taken / 2**20:.1f} MiB, {taken / num_blocks:.1f} "
+        f"bytes a block (a Python set of the same: {usual / 2**20:.1f} MiB)"
+    )
     for count in (1, 16, 512):
         table = BlockTable()
         table.join()
-        pieces = [np.array(names[first : first + count], np.uint64) for first in range(0, each - count, count)]
+        pieces = [
+            np.array(names[first : first + count], np.uint64)
+            for first in range(0, each - count, count)
+        ]
         times = []
         for change in (table.add, table.discard):
             began = time.thread_time()
             for piece in pieces:
                 change(0, piece)
             times.append(1e6 * (time.thread_time() - began) / (count * len(pieces)))
-        print(f"blocks that come or go {count} at a time: {times[0]:.2f} and {times[1]:.2f} µs each")
+        print(
+            f"blocks that come or go {count} at a time: {times[0]:.2f} and {times[1]:.2f} µs each"
+        )
 
 
-PARTS = {"chat": show_chat, "cost": show_cost, "load": show_load, "many": show_many, "memory": show_memory}
+PARTS = {
+    "chat": show_chat,
+    "cost": show_cost,
+    "load": show_load,
+    "many": show_many,
+    "memory": show_memory,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all, if none is given")
     for number, name in enumerate(parser.parse_args().parts or PARTS):
         if name not in PARTS:

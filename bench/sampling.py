@@ -2,9 +2,10 @@
 
     python bench/sampling.py [--batch 64] [--history 512] [--seconds 0.5] [--without-model]
 
-The last column compares with a decode step of SmolLM2-135M-Instruct at the same batch, measured in the same run
-(model and head, without sampling). Features are measured one by one on top of plain temperature; "added" is
-what a feature costs beyond that. Figures are medians, rounds of all features taking turns.
+The last column compares with a decode step of SmolLM2-135M-Instruct at the same batch, measured in
+the same run (model and head, without sampling). Features are measured one by one on top of plain
+temperature; "added" is what a feature costs beyond that. Figures are medians, rounds of all
+features taking turns.
 """
 
 from __future__ import annotations
@@ -67,11 +68,16 @@ BAD_WORDS = tuple((1000 + i, 2000 + i, 3000 + i)[: 1 + i % 3] for i in range(20)
 def make_draws(name: str, rows: int, history: int, kernels: Kernels) -> tuple[Sampler, Draws]:
     """A sampler with a request in each row that asks for the feature, and a draw for each."""
     source = random.Random(0)
-    resolved = ResolvedTokens(BAD_WORDS if "bad_words" in name else (), tuple(range(1500)) if name == "DRY" else ())
+    resolved = ResolvedTokens(
+        BAD_WORDS if "bad_words" in name else (), tuple(range(1500)) if name == "DRY" else ()
+    )
     # Text repeats itself: half of the tokens are from a few hundred, as in any language.
     admitted = []
     for row in range(rows):
-        tokens = [source.choice((source.randrange(300), source.randrange(VOCAB_SIZE))) for _ in range(history)]
+        tokens = [
+            source.choice((source.randrange(300), source.randrange(VOCAB_SIZE)))
+            for _ in range(history)
+        ]
         admitted.append(
             Admission(
                 request_id=str(row),
@@ -89,7 +95,9 @@ def make_draws(name: str, rows: int, history: int, kernels: Kernels) -> tuple[Sa
             )
         )
     masks = (
-        torch.full((rows, VOCAB_SIZE // 32), 0x5A5A5A5A, dtype=torch.int32) if "structured" in FEATURES[name] else None
+        torch.full((rows, VOCAB_SIZE // 32), 0x5A5A5A5A, dtype=torch.int32)
+        if "structured" in FEATURES[name]
+        else None
     )
     return admit(admitted, VOCAB_SIZE, history, kernels, CPU, masks)
 
@@ -115,7 +123,9 @@ def model_logits(rows: int) -> Tensor:
     """Shaped like a language model's: a few high ones over a broad hump, in bfloat16's steps."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(rows, VOCAB_SIZE, generator=generator) * 2.5
-    logits[:, torch.randint(VOCAB_SIZE, (60,), generator=generator)] += torch.rand(60, generator=generator) * 14
+    logits[:, torch.randint(VOCAB_SIZE, (60,), generator=generator)] += (
+        torch.rand(60, generator=generator) * 14
+    )
     return logits.bfloat16().float()
 
 
@@ -138,7 +148,13 @@ def measure(rows: int, history: int, seconds: float, kernels: Kernels) -> dict[s
 
 def decode_step(rows: int, history: int) -> float:
     """Milliseconds of a step of the model for `rows` requests, the sampling of plain rows included."""
-    with LLM("smollm2", device="cpu", max_num_seqs=rows, max_batched_tokens=4096, max_model_len=history + 64) as llm:
+    with LLM(
+        "smollm2",
+        device="cpu",
+        max_num_seqs=rows,
+        max_batched_tokens=4096,
+        max_model_len=history + 64,
+    ) as llm:
         source = random.Random(1)
         params = SamplingParams(max_tokens=40, ignore_eos=True, seed=0)
         for _ in range(rows):
@@ -156,13 +172,17 @@ def report(found: dict[str, float], step: float | None) -> None:
     plain = found["plain temperature"]
     print(f"{'all rows ask for':26} {'ms':>8} {'added ms':>9} {'of a step':>10}")
     for name, milliseconds in found.items():
-        added = milliseconds - plain if name not in ("plain temperature", "greedy") else milliseconds
+        added = (
+            milliseconds - plain if name not in ("plain temperature", "greedy") else milliseconds
+        )
         share = f"{added / (step - plain):10.1%}" if step is not None else ""
         print(f"{name:26} {milliseconds:8.2f} {added:9.2f} {share}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--history", type=int, default=512, help="tokens before the sampled one")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each feature")

@@ -2,8 +2,8 @@
 
     python bench/sampling_gpu.py [--vocab 151936] [--batches 1,64,256] [--history 512] [--only top_p]
 
-"gpu" is the time from the first to the last kernel of a step's sampling when the host is far ahead, "host" what the
-host needs to send it off; a step costs whichever is more. Both are medians.
+"gpu" is the time from the first to the last kernel of a step's sampling when the host is far ahead,
+"host" what the host needs to send it off; a step costs whichever is more. Both are medians.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.sampling import BAD_WORDS, FEATURES, admit
 from quire import SamplingParams
@@ -35,10 +36,17 @@ ROUNDS = 7
 
 
 def make_draws(
-    name: str, rows: int, history: int, vocab_size: int, kernels: TritonKernels, device: torch.device
+    name: str,
+    rows: int,
+    history: int,
+    vocab_size: int,
+    kernels: TritonKernels,
+    device: torch.device,
 ) -> tuple[Sampler, Draws]:
     source = np.random.default_rng(0)
-    resolved = ResolvedTokens(BAD_WORDS if "bad_words" in name else (), tuple(range(1500)) if name == "DRY" else ())
+    resolved = ResolvedTokens(
+        BAD_WORDS if "bad_words" in name else (), tuple(range(1500)) if name == "DRY" else ()
+    )
     params = SamplingParams(**FEATURES[name])
     # Text repeats itself: half of the tokens are from a few hundred, as in any language.
     tokens = np.where(
@@ -65,7 +73,9 @@ def make_draws(
     )
     words = None
     if "structured" in FEATURES[name]:
-        words = torch.full((rows, -(-vocab_size // 32)), 0x5A5A5A5A, dtype=torch.int32, device=device)
+        words = torch.full(
+            (rows, -(-vocab_size // 32)), 0x5A5A5A5A, dtype=torch.int32, device=device
+        )
     return admit(admitted, vocab_size, history, kernels, device, words)
 
 
@@ -88,7 +98,9 @@ def measure(function: Callable[[], object], prepare: Callable[[], object]) -> tu
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--batches", default="1,64,256")
     parser.add_argument("--history", type=int, default=512, help="tokens before the sampled one")
@@ -103,15 +115,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for rows in batches:
             # A few high ones over a broad hump, as a language model's are.
             logits = torch.randn(rows, options.vocab, generator=generator, device=device) * 2.5
-            logits[:, :: options.vocab // 60] += torch.rand(logits[:, :: options.vocab // 60].shape, device=device) * 14
+            logits[:, :: options.vocab // 60] += (
+                torch.rand(logits[:, :: options.vocab // 60].shape, device=device) * 14
+            )
             work = logits.clone()
             if name.startswith("logprobs"):
                 ids = torch.arange(rows, device=device)
-                found = measure(lambda x=work, i=ids: score_rows(x, lambda x: x, i, 5, kernels), lambda: None)
-            else:
-                sampler, draws = make_draws(name, rows, options.history, options.vocab, kernels, device)
                 found = measure(
-                    lambda x=work, s=sampler, d=draws: s.sample(x, d), lambda x=work, source=logits: x.copy_(source)
+                    lambda x=work, i=ids: score_rows(x, lambda x: x, i, 5, kernels), lambda: None
+                )
+            else:
+                sampler, draws = make_draws(
+                    name, rows, options.history, options.vocab, kernels, device
+                )
+                found = measure(
+                    lambda x=work, s=sampler, d=draws: s.sample(x, d),
+                    lambda x=work, source=logits: x.copy_(source),
                 )
             line += f"{found[0]:9.0f}/{found[1]:<8.0f}"
         print(line, flush=True)

@@ -4,8 +4,8 @@
     python bench/scheduler.py --requests 1024 --host-blocks 4096
     python bench/scheduler.py --steps 4000 --usual-collector    # what Python's collector does by itself
 
-Prints the median and the 99th percentile in milliseconds, over steps in which every request decodes, and the pauses
-that garbage collection made.
+Prints the median and the 99th percentile in milliseconds, over steps in which every request
+decodes, and the pauses that garbage collection made.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from quire.engine import Scheduler, SchedulerConfig, make_requests
 from quire.observe.step_log import StepLog
@@ -32,7 +33,9 @@ from quire.step import Step, StepLogEntry, StepResult
 def fake_result(step: Step) -> StepResult:
     """A token for everyone who samples, no two rows the same."""
     tokens = {
-        entry.request_id: ((entry.start * 7919 + entry.row) % 50_000,) for entry in step.scheduled if entry.samples
+        entry.request_id: ((entry.start * 7919 + entry.row) % 50_000,)
+        for entry in step.scheduled
+        if entry.samples
     }
     return StepResult(step.step_id, tokens)
 
@@ -104,7 +107,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=200, help="prompt tokens of each request")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--host-blocks", type=int, default=0)
-    parser.add_argument("--usual-collector", action="store_true", help="put no full collections off")
+    parser.add_argument(
+        "--usual-collector", action="store_true", help="put no full collections off"
+    )
     options = parser.parse_args()
     print(f"{options.requests} running decodes, {options.steps} steps, milliseconds per step")
     print(f"{'':>8} {'':>10} {'median':>8} {'p99':>8}")
@@ -112,13 +117,17 @@ def main() -> None:
         gc.collect()
         policy = contextlib.nullcontext() if options.usual_collector else full_collections_put_off()
         with policy, collections_timed() as pauses:
-            times = measure(options.requests, options.prompt, options.steps, depth, options.host_blocks)
+            times = measure(
+                options.requests, options.prompt, options.steps, depth, options.host_blocks
+            )
         for part, seconds in times.items():
             median = 1e3 * statistics.median(seconds)
             p99 = 1e3 * statistics.quantiles(seconds, n=100)[98]
             print(f"depth {depth:>2} {part:>10} {median:8.3f} {p99:8.3f}")
         longest, total = (1e3 * figure for figure in (max(pauses, default=0.0), sum(pauses)))
-        print(f"depth {depth:>2} garbage: {len(pauses)} collections, longest {longest:.1f} ms, together {total:.0f} ms")
+        print(
+            f"depth {depth:>2} garbage: {len(pauses)} collections, longest {longest:.1f} ms, together {total:.0f} ms"
+        )
 
 
 if __name__ == "__main__":

@@ -129,7 +129,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
-    # Nobody's model: small enough to try the commands on a CPU, with room for the workload's token ids.
+    # Nobody's model: small enough to try the commands on a CPU, with room for the workload's token
+    # ids.
     "tiny": {
         **_QWEN3,
         "vocab_size": 10_240,

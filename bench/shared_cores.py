@@ -1,11 +1,13 @@
-"""How fast a model runs with one thread and with several, on quiet cores and beside others who use the same ones.
+"""How fast a model runs with one thread and with several, on quiet cores and beside others who use
+the same ones.
 
     python bench/shared_cores.py                    # SmolLM2, one thread and as many as there are cores
     python bench/shared_cores.py --busy 40 70 --model path/to/model
 
-The neighbours are processes, one on each core, that work for a share of every 20 milliseconds. Everything is measured
-in turn, several times in one run, and the medians are compared: ratios hold also where absolute numbers don't. Goals:
-more threads are never slower than one beside neighbours (within 5%), and faster on quiet cores.
+The neighbours are processes, one on each core, that work for a share of every 20 milliseconds.
+Everything is measured in turn, several times in one run, and the medians are compared: ratios hold
+also where absolute numbers don't. Goals: more threads are never slower than one beside neighbours
+(within 5%), and faster on quiet cores.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
@@ -45,7 +48,9 @@ def neighbour(core: int, share: float) -> None:
 def neighbours(percent: int) -> Iterator[None]:
     cores = os.sched_getaffinity(0) if percent else ()
     context = multiprocessing.get_context("spawn")
-    started = [context.Process(target=neighbour, args=(core, percent / 100), daemon=True) for core in cores]
+    started = [
+        context.Process(target=neighbour, args=(core, percent / 100), daemon=True) for core in cores
+    ]
     for one in started:
         one.start()
     try:
@@ -68,14 +73,22 @@ def measure(llm: LLM, requests: int, tokens: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--busy", type=int, nargs="*", default=[0, 40, 70], help="percent of each core")
+    parser.add_argument(
+        "--busy", type=int, nargs="*", default=[0, 40, 70], help="percent of each core"
+    )
     parser.add_argument("--threads", type=int, nargs="*", default=[1, len(os.sched_getaffinity(0))])
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     slower = []
-    print(f"{'neighbours':>10}  {'':11}  " + "  ".join(f"{count:2} threads" for count in options.threads) + "   ratio")
+    print(
+        f"{'neighbours':>10}  {'':11}  "
+        + "  ".join(f"{count:2} threads" for count in options.threads)
+        + "   ratio"
+    )
     for percent in options.busy:
         found: dict[tuple[str, int], list[float]] = {}
         with neighbours(percent), contextlib.ExitStack() as opened:
@@ -99,7 +112,9 @@ def main() -> None:
             shown = "  ".join(f"{rate:10.1f}" for rate in rates)
             print(f"{percent:9}%  {name:11}  {shown}  {ratio:5.2f}x  {unit}", flush=True)
     if slower:
-        sys.exit(f"slower with {options.threads[-1]} threads than with {options.threads[0]}: {', '.join(slower)}")
+        sys.exit(
+            f"slower with {options.threads[-1]} threads than with {options.threads[0]}: {', '.join(slower)}"
+        )
 
 
 if __name__ == "__main__":

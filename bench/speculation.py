@@ -5,8 +5,8 @@
     python bench/speculation.py check loss --device cuda --shape qwen3-8b    # random weights of that shape
     python bench/speculation.py equal --requests 1000
 
-Ratios are medians of one run, with and without guesses in turn, so that whatever else the machine does hits both. The
-last lines are all figures as a Markdown table, each beside its goal.
+Ratios are medians of one run, with and without guesses in turn, so that whatever else the machine
+does hits both. The last lines are all figures as a Markdown table, each beside its goal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.drafted_scheduler import DraftedScheduler
 from bench.random_engine import random_decoder
@@ -47,7 +48,9 @@ from tests.speculate.every_kind import TEXT, answers, essence, num_accepted
 STORY = (Path(__file__).parent / "copied_story.txt").read_text().strip()
 MAX_MODEL_LEN = 2048
 WARM_UP = 3
-"""Rounds that do not count: they fill caches, and record steps of each size, which differ from round to round."""
+"""Rounds that do not count: they fill caches, and record steps of each size, which differ from
+round to round.
+"""
 QUESTIONS = (
     "Why is the sky blue?",
     "Give me three tips for learning to cook.",
@@ -70,7 +73,9 @@ class Figure:
     def row(self) -> Row:
         if self.goal is None:
             return self.table, self.what, self.ratios, "", "", self.detail
-        is_met = self.ratios.median <= self.goal if self.at_most else self.ratios.median >= self.goal
+        is_met = (
+            self.ratios.median <= self.goal if self.at_most else self.ratios.median >= self.goal
+        )
         goal = f"{'≤' if self.at_most else '≥'} {self.goal:.2f} ×"
         return self.table, self.what, self.ratios, goal, "yes" if is_met else "no", self.detail
 
@@ -79,7 +84,9 @@ Figures = Iterator[Figure]
 
 
 @contextmanager
-def engines(options: argparse.Namespace, *speculations: str, **more: Any) -> Iterator[dict[str, LLM]]:
+def engines(
+    options: argparse.Namespace, *speculations: str, **more: Any
+) -> Iterator[dict[str, LLM]]:
     """The same model with each kind of speculation; with a `--shape`, one of random weights."""
     device = pick_device(options.device).torch_device
     seqs, memory = (256, "8GiB") if device.type == "cuda" else (64, "1GiB")
@@ -124,7 +131,9 @@ def _random_builder(shape: str, wanted: str) -> Callable[..., Engine]:
 def decode(
     llm: LLM, prompts: Sequence[list[int]], params: SamplingParams
 ) -> tuple[list[list[int]], float, list[RequestOutput], list[int]]:
-    """The answers, seconds per token from when each has begun to when the last has ended, and tokens of each step."""
+    """The answers, seconds per token from when each has begun to when the last has ended, and
+    tokens of each step.
+    """
     tokens: dict[str, list[int]] = {llm.add_request(prompt, params): [] for prompt in prompts}
     outputs: list[RequestOutput] = []
     began: float | None = None
@@ -159,12 +168,22 @@ class Comparison:
     @property
     def detail(self) -> str:
         slow, fast = (1e3 * median for median in self.medians)
-        share = f"{self.accepted / self.drafted:.0%} of {self.drafted:,} guesses right" if self.drafted else "no guess"
-        steps = f"; steps of {', '.join(map(str, self.steps))} tokens" if 0 < len(self.steps) <= 20 else ""
+        share = (
+            f"{self.accepted / self.drafted:.0%} of {self.drafted:,} guesses right"
+            if self.drafted
+            else "no guess"
+        )
+        steps = (
+            f"; steps of {', '.join(map(str, self.steps))} tokens"
+            if 0 < len(self.steps) <= 20
+            else ""
+        )
         return f"{slow:.2f} → {fast:.2f} ms/token, {share}{steps}"
 
 
-def compare(llms: dict[str, LLM], prompts: Sequence[list[int]], params: SamplingParams, rounds: int) -> Comparison:
+def compare(
+    llms: dict[str, LLM], prompts: Sequence[list[int]], params: SamplingParams, rounds: int
+) -> Comparison:
     """Without and with guesses, in turn; the answers must be the same."""
     times: dict[str, list[float]] = {name: [] for name in llms}
     drafted = accepted = 0
@@ -187,8 +206,10 @@ def compare(llms: dict[str, LLM], prompts: Sequence[list[int]], params: Sampling
 def compare_steps(
     llms: dict[str, LLM], prompts: Sequence[list[int]], params: SamplingParams, rounds: int
 ) -> Comparison:
-    """The same step by step in turn, by the medians of steps: where there are no guesses, and a step takes as long as
-    the one before, it sees far smaller differences. Not with steps in flight: they would wait for each other's."""
+    """The same step by step in turn, by the medians of steps: where there are no guesses, and a
+    step takes as long as the one before, it sees far smaller differences. Not with steps in flight:
+    they would wait for each other's.
+    """
     medians: dict[str, list[float]] = {name: [] for name in llms}
     drafted = accepted = 0
     for number in range(rounds + 1):
@@ -212,26 +233,37 @@ def compare_steps(
             medians[name] += [statistics.median(values)] * (number > 0)
     plain, guessed = medians.values()
     ratios = Spread.of((one / two for one, two in zip(plain, guessed, strict=True)), "×")
-    return Comparison(ratios, (statistics.median(plain), statistics.median(guessed)), drafted, accepted)
+    return Comparison(
+        ratios, (statistics.median(plain), statistics.median(guessed)), drafted, accepted
+    )
 
 
 def table_equal(options: argparse.Namespace) -> Figures:
-    """Requests of every kind with every drafter: how many answers differ from those without guesses."""
+    """Requests of every kind with every drafter: how many answers differ from those without
+    guesses.
+    """
     count, longest = options.requests, 24
-    # Weights in 4 bits are no quicker draft of weights that are stored in 4 bits: there, both are expanded.
+    # Weights in 4 bits are no quicker draft of weights that are stored in 4 bits: there, both are
+    # expanded.
     drafters = {"ngram": "auto", f"draft:{options.draft or options.model}": "auto", "self": "none"}
     expected: dict[str, list[Any]] = {}
     for name, quantization in drafters.items():
         with engines(options, "off", name, max_model_len=512, quantization=quantization) as llms:
             if quantization not in expected:
                 expected[quantization] = essence(answers(llms["off"], 1, count, longest))
-            # Whatever this machine's other work makes of the times: guesses that have a chance are made.
-            with patch.object(StepCosts, "observe", lambda costs, entry: setattr(costs, "share", 0.3)):
+            # Whatever this machine's other work makes of the times: guesses that have a chance are
+            # made.
+            with patch.object(
+                StepCosts, "observe", lambda costs, entry: setattr(costs, "share", 0.3)
+            ):
                 outputs = answers(llms[name], 1, count, longest)
             pairs = zip(essence(outputs), expected[quantization], strict=True)
             differ = sum(one != two for one, two in pairs)
             drafted, accepted = num_accepted(outputs)
-            print(f"  {name}: {differ} of {count} differ; {drafted} guesses, {accepted} of them right", flush=True)
+            print(
+                f"  {name}: {differ} of {count} differ; {drafted} guesses, {accepted} of them right",
+                flush=True,
+            )
             if differ:
                 sys.exit(1)
     yield from ()
@@ -248,7 +280,9 @@ def table_copy(options: argparse.Namespace) -> Figures:
             prompts = [llms["off"].encode_chat(one) for one in asked]
             for batch in options.batches or goals:
                 params = SamplingParams(temperature=0, max_tokens=96)
-                found = compare(llms, [prompts[i % 2] for i in range(batch)], params, options.rounds)
+                found = compare(
+                    llms, [prompts[i % 2] for i in range(batch)], params, options.rounds
+                )
                 what = f"batch {batch}, prompts of {len(prompts[0])}"
                 yield Figure("copy", what, found.ratios, goals.get(batch), detail=found.detail)
 
@@ -268,12 +302,16 @@ def table_self(options: argparse.Namespace) -> Figures:
                 drafted, accepted = drafted + found.drafted, accepted + found.accepted
             plain, guessed = (statistics.median(values) for values in zip(*medians, strict=True))
             detail = Comparison(Spread.of(ratios), (plain, guessed), drafted, accepted).detail
-            yield Figure("self", f"temperature {temperature}", Spread.of(ratios, "×"), 1.5, detail=detail)
+            yield Figure(
+                "self", f"temperature {temperature}", Spread.of(ratios, "×"), 1.5, detail=detail
+            )
 
 
 def table_loss(options: argparse.Namespace) -> Figures:
     """Answers that can't be guessed: random tokens at a high temperature."""
-    with engines(options, "off", "ngram", max_num_seqs=max([256, *(options.batches or ())])) as llms:
+    with engines(
+        options, "off", "ngram", max_num_seqs=max([256, *(options.batches or ())])
+    ) as llms:
         vocab_size = llms["off"].engine.decoder.spec.vocab_size
         is_gpu = llms["off"].engine.decoder.device.type == "cuda"
         for batch in options.batches or (1, 32, 256):
@@ -292,7 +330,9 @@ def table_check(options: argparse.Namespace) -> Figures:
     with engines(options, "ngram") as llms:
         engine, numbers = llms["ngram"].engine, (0, 1, 3, 5, 7, 15, 31)
         # Requests that have ended leave rows and blocks behind, which is all that these steps need.
-        llms["ngram"].generate([[5] * 64] * 8, SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
+        llms["ngram"].generate(
+            [[5] * 64] * 8, SamplingParams(max_tokens=2, ignore_eos=True), progress=False
+        )
         for batch in (1, 4, 8):
             times: dict[int, list[float]] = {count: [] for count in numbers}
             for number in range(options.rounds * 3 + 1):
@@ -302,15 +342,24 @@ def table_check(options: argparse.Namespace) -> Figures:
                         times[count].append(seconds)
             plain = statistics.median(times[0])
             for count in numbers[1:]:
-                ratios = Spread.of((one / zero for one, zero in zip(times[count], times[0], strict=True)), "×")
+                ratios = Spread.of(
+                    (one / zero for one, zero in zip(times[count], times[0], strict=True)), "×"
+                )
                 detail = f"{1e3 * plain:.2f} → {1e3 * statistics.median(times[count]):.2f} ms"
                 goal = 1.15 if count == 5 else None
-                yield Figure("check", f"batch {batch}, {count} guesses each", ratios, goal, True, detail)
+                yield Figure(
+                    "check", f"batch {batch}, {count} guesses each", ratios, goal, True, detail
+                )
 
 
 def _check_seconds(engine: Engine, batch: int, count: int) -> float:
-    """Of a step that checks so many guesses for each of so many requests, with as many in flight as in the engine."""
-    scheduled = tuple(ScheduledRequest(f"r{row}", row, 40, 1 + count, True, (), (7,) * count) for row in range(batch))
+    """Of a step that checks so many guesses for each of so many requests, with as many in flight as
+    in the engine.
+    """
+    scheduled = tuple(
+        ScheduledRequest(f"r{row}", row, 40, 1 + count, True, (), (7,) * count)
+        for row in range(batch)
+    )
     is_gpu = engine.decoder.device.type == "cuda"
     in_flight: deque[Any] = deque()
     began, repeats = time.perf_counter(), 10 if is_gpu else 1
@@ -329,10 +378,14 @@ def table_scheduler(options: argparse.Namespace) -> Figures:
         DraftedScheduler("without", None, 0),
         DraftedScheduler("off", Speculator(50_000), 0),
         DraftedScheduler("ngram, nothing to guess", Speculator(50_000, ngrams=True), 0),
-        DraftedScheduler("ngram, 9 of 10 tokens as expected", Speculator(50_000, ngrams=True), 40, 0.1),
+        DraftedScheduler(
+            "ngram, 9 of 10 tokens as expected", Speculator(50_000, ngrams=True), 40, 0.1
+        ),
         DraftedScheduler("ngram, all right", Speculator(50_000, ngrams=True), 40),
         DraftedScheduler(
-            f"ngram, all {MAX_GUESSES} guesses always", Speculator(50_000, ngrams=True, adaptive=False), 40
+            f"ngram, all {MAX_GUESSES} guesses always",
+            Speculator(50_000, ngrams=True, adaptive=False),
+            40,
         ),
     )
     with full_collections_put_off():  # as the engine does
@@ -341,12 +394,14 @@ def table_scheduler(options: argparse.Namespace) -> Figures:
                 variant.step(number)
     today = variants[0]
     for variant in variants[1:]:
-        each, steps = ([1e6 * t / n for t, n in zip(one.times, one.tokens, strict=True)] for one in (today, variant))
+        each, steps = (
+            [1e6 * t / n for t, n in zip(one.times, one.tokens, strict=True)]
+            for one in (today, variant)
+        )
         ratios = Spread.of((two / one for one, two in zip(each, steps, strict=True)), "×")
         times = [1e3 * statistics.median(one.times) for one in (today, variant)]
-        detail = (
-            f"{times[0]:.2f} → {times[1]:.2f} ms a step of {256:,} → {statistics.median(variant.tokens):,.0f} tokens"
-        )
+        tokens = statistics.median(variant.tokens)
+        detail = f"{times[0]:.2f} → {times[1]:.2f} ms a step of 256 → {tokens:,.0f} tokens"
         yield Figure("scheduler", variant.name, ratios, 1.5, True, detail)
 
 
@@ -362,19 +417,29 @@ _WITH_RANDOM_WEIGHTS = ("scheduler", "check", "loss")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", choices=[[], *TABLES], help="which ones; all of them by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "tables", nargs="*", choices=[[], *TABLES], help="which ones; all of them by default"
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument(
         "--shape",
         choices=list(CONFIGS),
         help=f"random weights of this shape instead of a model: for {', '.join(_WITH_RANDOM_WEIGHTS)}",
     )
-    parser.add_argument("--draft", help="equal: the draft model; by default the model drafts for itself")
+    parser.add_argument(
+        "--draft", help="equal: the draft model; by default the model drafts for itself"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--kv-cache-memory", help="of each engine; default: 1GiB, on a GPU 8GiB")
-    parser.add_argument("--batches", type=int, nargs="*", help="copy, loss; default: those of the goals")
-    parser.add_argument("--rounds", type=int, default=5, help="some that do not count come before them")
+    parser.add_argument(
+        "--batches", type=int, nargs="*", help="copy, loss; default: those of the goals"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="some that do not count come before them"
+    )
     parser.add_argument("--requests", type=int, default=1000)
     options = parser.parse_args()
     chosen = options.tables or (TABLES if options.shape is None else _WITH_RANDOM_WEIGHTS)
@@ -389,7 +454,9 @@ def main() -> None:
             rows.append(figure.row())
             print("  " + " | ".join(map(cell_text, rows[-1][1:])), flush=True)
     table = Table("Speculation", "", ("table", "", "ratio", "goal", "met", ""), tuple(rows))
-    print("", *(f"{name}: {value}" for name, value in facts.items()), "", *table.markdown(), sep="\n")
+    print(
+        "", *(f"{name}: {value}" for name, value in facts.items()), "", *table.markdown(), sep="\n"
+    )
 
 
 if __name__ == "__main__":

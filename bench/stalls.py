@@ -1,11 +1,13 @@
-"""Whether a heavy request holds up others: the slowest answer of `/health` while the server works on it.
+"""Whether a heavy request holds up others: the slowest answer of `/health` while the server works
+on it.
 
     python bench/stalls.py                       # every body, beside a server on SmolLM2
     python bench/stalls.py "a megabyte of text"  # some of them
 
-A second process asks `/health` on one connection, as often as it gets answers; the first sends one heavy body after the
-other. What a body asks for may take its time, only nobody else may wait for it: 50 ms at most on quiet cores. The
-last lines are an overload: how long accepted requests take when ten times more come than fit, and refusals.
+A second process asks `/health` on one connection, as often as it gets answers; the first sends one
+heavy body after the other. What a body asks for may take its time, only nobody else may wait for
+it: 50 ms at most on quiet cores. The last lines are an overload: how long accepted requests take
+when ten times more come than fit, and refusals.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.server import ENGINE, server
 
@@ -54,16 +57,34 @@ def bodies() -> dict[str, tuple[str, Any]]:
             "/v1/completions",
             {**completion, "prompt": words[: 10**6], "truncate_prompt_tokens": 9},
         ),
-        "a megabyte, tokenized": ("/tokenize", {"prompt": words[: 10**6], "return_token_strs": True}),
+        "a megabyte, tokenized": (
+            "/tokenize",
+            {"prompt": words[: 10**6], "return_token_strs": True},
+        ),
         "escapes": ("/v1/completions", {"prompt": '[{"a\\": ' * 200_000}),
         "190,000 ids": ("/v1/completions", {"prompt": list(range(1000)) * 190}),
-        "190,000 ids, truncated": ("/v1/completions", {"prompt": [1] * 190_000, "truncate_prompt_tokens": 5}),
+        "190,000 ids, truncated": (
+            "/v1/completions",
+            {"prompt": [1] * 190_000, "truncate_prompt_tokens": 5},
+        ),
         "190,000 ids as text": ("/detokenize", {"tokens": [100] * 190_000}),
-        "190,000 allowed ids": ("/v1/completions", {**completion, "allowed_token_ids": list(range(190_000))}),
+        "190,000 allowed ids": (
+            "/v1/completions",
+            {**completion, "allowed_token_ids": list(range(190_000))},
+        ),
         "45,000 stop strings": ("/v1/completions", {**completion, "stop": ["ab"] * 45_000}),
-        "45,000 biases": ("/v1/completions", {**completion, "logit_bias": {str(i): 1 for i in range(45_000)}}),
-        "45,000 unknown fields": ("/v1/completions", {**completion, **{f"f{i}": 1 for i in range(45_000)}}),
-        "JSON 10,000 levels deep": ("/v1/completions", b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"),
+        "45,000 biases": (
+            "/v1/completions",
+            {**completion, "logit_bias": {str(i): 1 for i in range(45_000)}},
+        ),
+        "45,000 unknown fields": (
+            "/v1/completions",
+            {**completion, **{f"f{i}": 1 for i in range(45_000)}},
+        ),
+        "JSON 10,000 levels deep": (
+            "/v1/completions",
+            b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+        ),
         "8,192 messages": ("/v1/chat/completions", {"messages": [message] * 8192}),
         "9,000 parts of a message": ("/v1/chat/completions", chat([part] * 9000)),
         "9,000 items for responses": ("/v1/responses", {"input": [message] * 9000}),
@@ -73,8 +94,14 @@ def bodies() -> dict[str, tuple[str, Any]]:
         ),
         "2,048 texts to embed": ("/v1/embeddings", {"input": ["x " * 400] * 2048}),
         "2,048 vectors as numbers": ("/v1/embeddings", {"input": ["x"] * 2048}),
-        "2,048 vectors in base64": ("/v1/embeddings", {"input": ["x"] * 2048, "encoding_format": "base64"}),
-        "a megabyte of single tokens": ("/tokenize", {"prompt": "0 " * 500_000, "return_token_strs": True}),
+        "2,048 vectors in base64": (
+            "/v1/embeddings",
+            {"input": ["x"] * 2048, "encoding_format": "base64"},
+        ),
+        "a megabyte of single tokens": (
+            "/tokenize",
+            {"prompt": "0 " * 500_000, "return_token_strs": True},
+        ),
         "128 answers with 20 logprobs": (
             "/v1/completions",
             {**completion, "n": 128, "max_tokens": 40, "ignore_eos": True, "logprobs": 20},
@@ -94,7 +121,10 @@ def bodies() -> dict[str, tuple[str, Any]]:
             "/v1/chat/completions",
             {**chat("x"), "chat_template_kwargs": {"a": ["b"] * 45_000}},
         ),
-        "900 prompt logprobs": ("/v1/completions", {"prompt": "so " * 900, "max_tokens": 1, "prompt_logprobs": 20}),
+        "900 prompt logprobs": (
+            "/v1/completions",
+            {"prompt": "so " * 900, "max_tokens": 1, "prompt_logprobs": 20},
+        ),
     }
 
 
@@ -150,7 +180,9 @@ def measure(port: int, path: str, body: Any) -> tuple[str, float, float, float]:
 
 def overload(port: int, clients: int, seconds: float) -> str:
     """Clients that ask again as soon as they have an answer; who is refused pauses a little."""
-    body = json.dumps({"prompt": "Once upon a time", "max_tokens": 16, "ignore_eos": True, "temperature": 0})
+    body = json.dumps(
+        {"prompt": "Once upon a time", "max_tokens": 16, "ignore_eos": True, "temperature": 0}
+    )
     accepted: list[float] = []
     refused: list[float] = []
 
@@ -158,7 +190,9 @@ def overload(port: int, clients: int, seconds: float) -> str:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         while time.monotonic() < until:
             began = time.monotonic()
-            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            connection.request(
+                "POST", "/v1/completions", body, {"content-type": "application/json"}
+            )
             response = connection.getresponse()
             response.read()
             (accepted if response.status == 200 else refused).append(time.monotonic() - began)
@@ -179,7 +213,9 @@ def overload(port: int, clients: int, seconds: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help="default: all")
     parser.add_argument("--model", default="smollm2")
     options = parser.parse_args()
@@ -189,7 +225,12 @@ def main() -> None:
         parser.error(f"there is no {unknown[0]!r}; there are: {', '.join(known)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not be left behind
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as with bench/server.py: HTTP needs a core, too
-    limits = {"max_num_seqs": 4, "max_model_len": 1024, "kv_cache_memory": "128MiB", "max_queued_requests": 4}
+    limits = {
+        "max_num_seqs": 4,
+        "max_model_len": 1024,
+        "kv_cache_memory": "128MiB",
+        "max_queued_requests": 4,
+    }
     model = {"model": options.model, "served_model_name": "smollm2"}
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:
@@ -202,8 +243,13 @@ def main() -> None:
                     status, seconds, longest, median = measure(port, path, body)
                     worst = max(worst, longest)
                     took = f"{seconds * 1e3:9.0f}" if path else " " * 9
-                    print(f"{name:32} {status:>8} {took} {longest * 1e3:28.1f} {median * 1e3:7.2f}", flush=True)
-        print(f"others waited {worst * 1e3:.1f} ms at most: {worst / GOAL:.0%} of the {GOAL * 1e3:.0f} ms they may")
+                    print(
+                        f"{name:32} {status:>8} {took} {longest * 1e3:28.1f} {median * 1e3:7.2f}",
+                        flush=True,
+                    )
+        print(
+            f"others waited {worst * 1e3:.1f} ms at most: {worst / GOAL:.0%} of the {GOAL * 1e3:.0f} ms they may"
+        )
         if not options.names:
             with server("bfloat16", Path(folder) / "more.jsonl", {**limits, **model}) as url:
                 print("4 requests run and 4 wait; more are refused:")

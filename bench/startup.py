@@ -3,9 +3,10 @@
     python bench/startup.py --shape qwen3-0.6b
     python bench/startup.py --shape tiny                          # to try it on a CPU
 
-A checkpoint of random weights in safetensors, with a tokenizer of the usual size, is written first and so lies in the
-page cache. The first process finds no compiled kernels (Triton's cache is empty), the later ones find its kernels; the
-figure is the best of those. The CPU kernels are built once per machine and not built again here.
+A checkpoint of random weights in safetensors, with a tokenizer of the usual size, is written first
+and so lies in the page cache. The first process finds no compiled kernels (Triton's cache is
+empty), the later ones find its kernels; the figure is the best of those. The CPU kernels are built
+once per machine and not built again here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from safetensors.torch import save_file
@@ -40,7 +42,8 @@ def write_checkpoint(shape: str, folder: Path) -> int:
     write_config(shape, folder)
     spec = spec_of(shape)
     parameters = spec.parameters()
-    noise = (torch.randn(2**22) * 0.02).to(torch.bfloat16)  # the values don't matter: repeated as often as needed
+    # the values don't matter: repeated as often as needed
+    noise = (torch.randn(2**22) * 0.02).to(torch.bfloat16)
     weights = {}
     for piece in huggingface_pieces(spec, ()):
         size = piece.shape(parameters[piece.parameter])
@@ -52,7 +55,9 @@ def write_checkpoint(shape: str, folder: Path) -> int:
 
 
 def write_tokenizer(vocab_size: int, folder: Path) -> None:
-    """A byte-level BPE whose tokens are random pairs of earlier ones: it takes as long to load as a real one."""
+    """A byte-level BPE whose tokens are random pairs of earlier ones: it takes as long to load as a
+    real one.
+    """
     source = random.Random(0)
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     known = set(tokens)
@@ -63,14 +68,18 @@ def write_tokenizer(vocab_size: int, folder: Path) -> None:
             known.add(left + right)
             tokens.append(left + right)
             merges.append((left, right))
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def time_start(folder: Path, device: str, dtype: str, kernel_cache: Path) -> tuple[float, str, str]:
-    """Starts a process; returns the seconds to its first token, those of each part in words, and what it ran."""
+    """Starts a process; returns the seconds to its first token, those of each part in words, and
+    what it ran.
+    """
     environment = os.environ | {"TRITON_CACHE_DIR": str(kernel_cache)}
     command = [sys.executable, str(CHILD), str(folder), device, dtype]
     began = time.monotonic()
@@ -82,11 +91,15 @@ def time_start(folder: Path, device: str, dtype: str, kernel_cache: Path) -> tup
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(CONFIGS), default="qwen3-0.6b")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
-    parser.add_argument("--repeats", type=int, default=3, help="processes after the one that compiles")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="processes after the one that compiles"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     options = parser.parse_args()
     with TemporaryDirectory() as name:

@@ -1,4 +1,5 @@
-"""The process whose start `startup.py` times: loads a model folder, computes one token, prints when each part was done.
+"""The process whose start `startup.py` times: loads a model folder, computes one token, prints when
+each part was done.
 
 Times are of the system's monotonic clock, which parent and child share.
 """
@@ -11,7 +12,8 @@ import time
 from pathlib import Path
 
 STARTED = time.monotonic()
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main(folder: str, device: str, dtype: str) -> None:
@@ -36,10 +38,14 @@ def main(folder: str, device: str, dtype: str) -> None:
         if done in (0, total):
             reading.append(time.monotonic())
 
-    engine = build_engine(resolve(folder), EngineConfig(device=device, dtype=dtype, max_model_len=4096), progress)
+    engine = build_engine(
+        resolve(folder), EngineConfig(device=device, dtype=dtype, max_model_len=4096), progress
+    )
     marks += zip(("device, tokenizer, code of kernels", "weights"), reading, strict=True)
     mark("cache, kernels, runner")
-    [request] = make_requests("first", range(100, 228), SamplingParams(temperature=0.6, max_tokens=1), seed=0)
+    [request] = make_requests(
+        "first", range(100, 228), SamplingParams(temperature=0.6, max_tokens=1), seed=0
+    )
     engine.core.add_request(request, time.monotonic())
     while not request.num_output_tokens:
         for update in engine.core.step(time.monotonic()):

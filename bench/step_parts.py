@@ -4,8 +4,8 @@
     python bench/step_parts.py --threads 1 --cpu-time     # of one thread on its core, which neighbours hardly change
     python bench/step_parts.py --requests 32 --rows 32 64 128 256 512 --context 200
 
-Calls to C++ are timed one by one while a step is recorded, best of all rounds; `step` is the median of a whole recorded
-step, from `submit` to its tokens, and `Python` what of it is not C++.
+Calls to C++ are timed one by one while a step is recorded, best of all rounds; `step` is the median
+of a whole recorded step, from `submit` to its tokens, and `Python` what of it is not C++.
 """
 
 from __future__ import annotations
@@ -22,13 +22,21 @@ from unittest.mock import patch
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from quire import LLM, SamplingParams
 from quire.backends.cpu.recording import Calls
 from quire.step import ScheduledRequest, Step
 
-PARTS = ("layers' products", "head", "attention", "norms, rotation, activation", "cache, inputs", "drawing")
+PARTS = (
+    "layers' products",
+    "head",
+    "attention",
+    "norms, rotation, activation",
+    "cache, inputs",
+    "drawing",
+)
 
 
 class CallTimes:
@@ -46,7 +54,9 @@ class CallTimes:
         """Stands for `Calls.function`. The microsecond in which arguments are packed counts as C++."""
         make = Calls.function
 
-        def function(calls: Calls, declared: Callable[..., None], name: str | None = None) -> Callable[..., None]:
+        def function(
+            calls: Calls, declared: Callable[..., None], name: str | None = None
+        ) -> Callable[..., None]:
             return self._timed(make(calls, declared, name), name or declared.__name__)
 
         return function
@@ -75,12 +85,16 @@ def measure(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     times = CallTimes(clock, 0)
     with patch.object(Calls, "function", times.timed_function()):
-        llm = LLM(options.model, speculation="ngram", device="cpu", max_model_len=2048, max_num_seqs=64)
+        llm = LLM(
+            options.model, speculation="ngram", device="cpu", max_model_len=2048, max_num_seqs=64
+        )
     engine = llm.engine
     times._vocab_size = engine.decoder.spec.vocab_size
     prompts = [[5 + i] * options.context for i in range(options.requests)]
     # Requests that have ended leave rows and blocks behind, which is all that these steps need.
-    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), progress=False)
+    llm.generate(
+        prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), progress=False
+    )
     graphs = engine.runner._graphs
     assert graphs is not None
     best: dict[int, dict[str, float]] = {rows: defaultdict(lambda: 1e9) for rows in options.rows}
@@ -88,7 +102,9 @@ def measure(options: argparse.Namespace) -> None:
         for rows in options.rows:
             each = rows // options.requests
             scheduled = tuple(
-                ScheduledRequest(f"r{row}", row, options.context - 1, each, True, (), (7,) * (each - 1))
+                ScheduledRequest(
+                    f"r{row}", row, options.context - 1, each, True, (), (7,) * (each - 1)
+                )
                 for row in range(options.requests)
             )
             graphs._recordings.pop(rows, None)
@@ -119,18 +135,30 @@ def report(best: dict[int, dict[str, float]]) -> None:
         print(f"| {part} |", *(f" {one[part]:.2f} |" for one in best.values()), sep="")
     print("| Python |", *(f" {one['step'] - one['calls']:.2f} |" for one in best.values()), sep="")
     print("| step |", *(f" {one['step']:.2f} |" for one in best.values()), sep="")
-    print("| step, a row |", *(f" {one['step'] / rows:.2f} |" for rows, one in best.items()), sep="")
+    print(
+        "| step, a row |", *(f" {one['step'] / rows:.2f} |" for rows, one in best.items()), sep=""
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 48])
-    parser.add_argument("--requests", type=int, default=1, help="the rows are divided evenly among so many")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 48]
+    )
+    parser.add_argument(
+        "--requests", type=int, default=1, help="the rows are divided evenly among so many"
+    )
     parser.add_argument("--context", type=int, default=600, help="tokens before the step")
     parser.add_argument("--threads", type=int, help="default: torch's")
-    parser.add_argument("--cpu-time", action="store_true", help="of this thread alone, for --threads 1")
-    parser.add_argument("--rounds", type=int, default=5, help="a first one that does not count comes before them")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="of this thread alone, for --threads 1"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="a first one that does not count comes before them"
+    )
     measure(parser.parse_args())
 
 

@@ -1,10 +1,11 @@
-"""Throughput: 256 requests at once, prompts and answers of 100 to 1024 tokens (the workload of nano-vllm's bench.py).
+"""Throughput: 256 requests at once, prompts and answers of 100 to 1024 tokens (the workload of
+nano-vllm's bench.py).
 
     python bench/throughput.py --shape qwen3-0.6b
     python bench/throughput.py --shape tiny --requests 8          # to try it on a CPU
 
-Random weights; temperature 0.6, end tokens ignored. The ceiling is the bytes that must be read (weights once a step,
-each request's keys and values once a token) at the rate this device reads.
+Random weights; temperature 0.6, end tokens ignored. The ceiling is the bytes that must be read
+(weights once a step, each request's keys and values once a token) at the rate this device reads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.ceiling import workload_work
 from bench.profiling import profile
@@ -23,16 +25,23 @@ from bench.random_engine import Machine, drive, requests_for
 from bench.report import Result, run
 
 
-def nano_workload(count: int = 256, shortest: int = 100, longest: int = 1024) -> tuple[list[list[int]], list[int]]:
+def nano_workload(
+    count: int = 256, shortest: int = 100, longest: int = 1024
+) -> tuple[list[list[int]], list[int]]:
     """Prompts and numbers of new tokens, drawn in that script's order: 133,966 new tokens in all."""
     source = random.Random(0)
-    prompts = [[source.randint(0, 10_000) for _ in range(source.randint(shortest, longest))] for _ in range(count)]
+    prompts = [
+        [source.randint(0, 10_000) for _ in range(source.randint(shortest, longest))]
+        for _ in range(count)
+    ]
     return prompts, [source.randint(shortest, longest) for _ in range(count)]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--longest", type=int, default=1024, help="the longest prompt and answer (100 the shortest)")
+    parser.add_argument(
+        "--longest", type=int, default=1024, help="the longest prompt and answer (100 the shortest)"
+    )
 
 
 def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Result]:
@@ -48,8 +57,13 @@ def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Result]:
     for i in range(options.repeats):
         done = drive(machine.core, requests_for(fresh(i), new_tokens, f"run-{i}"))
         rates.append(total / done.seconds)
-        print(f"run {i + 1}: {done.seconds:.3f} s, {len(done.times)} steps, {rates[-1]:,.0f} tok/s", flush=True)
-    work = workload_work(machine.spec, list(zip(map(len, prompts), new_tokens, strict=True)), machine.itemsize)
+        print(
+            f"run {i + 1}: {done.seconds:.3f} s, {len(done.times)} steps, {rates[-1]:,.0f} tok/s",
+            flush=True,
+        )
+    work = workload_work(
+        machine.spec, list(zip(map(len, prompts), new_tokens, strict=True)), machine.itemsize
+    )
     yield Result(
         machine.shape,
         "throughput",

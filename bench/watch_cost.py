@@ -1,11 +1,12 @@
-"""What it costs to watch: the same requests to `quire serve` with nobody at the page and with somebody, in alternating
-rounds; and what a step and a frame cost the engine process, measured alone.
+"""What it costs to watch: the same requests to `quire serve` with nobody at the page and with
+somebody, in alternating rounds; and what a step and a frame cost the engine process, measured
+alone.
 
     python bench/watch_cost.py
     python bench/watch_cost.py --requests 200 --repeats 5 -- --model Qwen/Qwen3-0.6B --max-num-seqs 256
 
-Behind `--` stand options of `quire serve`. The goal is less than 2% of the throughput. The watcher reads what a page is
-sent and throws it away: a browser has a machine of its own.
+Behind `--` stand options of `quire serve`. The goal is less than 2% of the throughput. The watcher
+reads what a page is sent and throws it away: a browser has a machine of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.server import served, serving
 from quire.engine import SchedulerConfig
@@ -56,11 +58,16 @@ def watcher(url: str, read: list[bytes]) -> Iterator[None]:
 
 
 def cpu_seconds() -> float:
-    """What all processes below this one have taken so far: the server's, which a busy machine makes no longer."""
+    """What all processes below this one have taken so far: the server's, which a busy machine makes
+    no longer.
+    """
     found, pids = 0.0, [os.getpid()]
     while pids:
         pid = pids.pop()
-        children = [Path(f"/proc/{pid}/task/{thread}/children") for thread in os.listdir(f"/proc/{pid}/task")]
+        children = [
+            Path(f"/proc/{pid}/task/{thread}/children")
+            for thread in os.listdir(f"/proc/{pid}/task")
+        ]
         below = [int(child) for file in children for child in file.read_text().split()]
         pids += below
         for child in below:
@@ -95,12 +102,19 @@ def compare(url: str, jobs: list[Job], repeats: int) -> None:
         frames = sum(line.startswith(b"event: frame") for line in read)
         sizes = f"{frames / seconds:.1f} frames and {sum(map(len, read)) / seconds / 1024:.1f} KiB a second"
         took = f"{alone_cpu:.2f} and {watched_cpu:.2f} s of processor time"
-        print(f"round {number + 1}: alone {alone:.1f} tok/s, watched {watched:.1f} tok/s ({took}; {sizes})", flush=True)
+        print(
+            f"round {number + 1}: alone {alone:.1f} tok/s, watched {watched:.1f} tok/s ({took}; {sizes})",
+            flush=True,
+        )
         time.sleep(GRACE)
-    print(f"to begin with, the steps of the log take {statistics.median(begun):.2f} s of processor time, once")
+    print(
+        f"to begin with, the steps of the log take {statistics.median(begun):.2f} s of processor time, once"
+    )
     for what, found in (("throughput", shares), ("processor time", costs)):
         spread = f"{min(found):.1%} to {max(found):.1%}"
-        print(f"watched: {statistics.median(found):.1%} of the {what} (median of {repeats} rounds, {spread})")
+        print(
+            f"watched: {statistics.median(found):.1%} of the {what} (median of {repeats} rounds, {spread})"
+        )
 
 
 def measure_view(num_requests: int) -> None:
@@ -110,7 +124,8 @@ def measure_view(num_requests: int) -> None:
     view = LiveView(config, is_complete=True)
     names = [f"chatcmpl-{number:024d}" for number in range(num_requests)]
     admitted = tuple(
-        Admission(name, row, (1,) * 512, 512, (), 0, 0, SamplingParams(), 0, (), 0.0) for row, name in enumerate(names)
+        Admission(name, row, (1,) * 512, 512, (), 0, 0, SamplingParams(), 0, (), 0.0)
+        for row, name in enumerate(names)
     )
     blocks = iter(range(1, num_blocks + 1))
     first = tuple(
@@ -123,10 +138,19 @@ def measure_view(num_requests: int) -> None:
     steps, frames = [], []
     for number in range(1, 401):
         scheduled = tuple(
-            ScheduledRequest(name, row, 511 + number, 1, True, (next(blocks),) if (row + number) % 16 == 0 else ())
+            ScheduledRequest(
+                name,
+                row,
+                511 + number,
+                1,
+                True,
+                (next(blocks),) if (row + number) % 16 == 0 else (),
+            )
             for row, name in enumerate(names)
         )
-        step = Step(number, number / 100, scheduled, num_decodes=num_requests, num_running=num_requests)
+        step = Step(
+            number, number / 100, scheduled, num_decodes=num_requests, num_running=num_requests
+        )
         entry = StepLogEntry(step, result, None, number / 100 + 0.01)
         start = time.perf_counter()
         view.observe(entry)
@@ -136,16 +160,22 @@ def measure_view(num_requests: int) -> None:
             view.take_frame()
             frames.append(time.perf_counter() - start)
     step_us, frame_us = 1e6 * statistics.median(steps), 1e6 * statistics.median(frames)
-    print(f"the engine process, {num_requests} requests: {step_us:.0f} µs a step, {frame_us:.0f} µs a frame (medians)")
+    print(
+        f"the engine process, {num_requests} requests: {step_us:.0f} µs a step, {frame_us:.0f} µs a frame (medians)"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--vocab-size", type=int, default=49152, help="of the model: prompts are random tokens")
+    parser.add_argument(
+        "--vocab-size", type=int, default=49152, help="of the model: prompts are random tokens"
+    )
     parser.add_argument("serve", nargs="*", help="options of quire serve")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not be left behind

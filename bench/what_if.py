@@ -1,4 +1,5 @@
-"""`quire replay --what-if` against what a second run measures: the goal is 10% on medians and 95th percentiles.
+"""`quire replay --what-if` against what a second run measures: the goal is 10% on medians and 95th
+percentiles.
 
     python bench/what_if.py                                  # SmolLM2: 2 rows to 8, 8 to 2, smaller steps, more load
     python bench/what_if.py --requests 100 --rate 1.5 --settings max_num_seqs=4 max_num_seqs=16
@@ -8,11 +9,12 @@
     python bench/what_if.py --logs FOLDER                    # predicts from them again: no request is run
     python bench/what_if.py --logs FOLDER --no-calibrate     # nothing is run
 
-Each setting is run for real, twice, with the same requests at the same times; what-if predicts it from the first logs
-of the others: from the log alone and, where that leads to steps of sizes that the log does not have, with some of those
-measured first, as `quire replay` does where it finds the model. In brackets: by how much the two runs themselves
-differ, so that a figure can be judged. The clock is the processor's time of one thread: it stands still while other
-programs run, and waiting for the next request takes none, so a busy machine measures about what a quiet one would.
+Each setting is run for real, twice, with the same requests at the same times; what-if predicts it
+from the first logs of the others: from the log alone and, where that leads to steps of sizes that
+the log does not have, with some of those measured first, as `quire replay` does where it finds the
+model. In brackets: by how much the two runs themselves differ, so that a figure can be judged. The
+clock is the processor's time of one thread: it stands still while other programs run, and waiting
+for the next request takes none, so a busy machine measures about what a quiet one would.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where nothing is installed
+# so that it runs where nothing is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
@@ -60,8 +63,9 @@ GOAL = 0.10
 
 
 class Off(NamedTuple):
-    """By what part a figure is off; whether what-if calls it uncertain (a line below the table of `quire replay` gives
-    its range); and whether a measured run lies in that range."""
+    """By what part a figure is off; whether what-if calls it uncertain (a line below the table of
+    `quire replay` gives its range); and whether a measured run lies in that range.
+    """
 
     part: float
     is_uncertain: bool
@@ -93,19 +97,28 @@ def make_jobs(count: int, rate: float, vocab_size: int, seed: int) -> Jobs:
     for _ in range(count):
         due += source.expovariate(rate)
         prompt = [source.randrange(vocab_size) for _ in range(source.choice((8, 40, 120)))]
-        jobs.append((due, prompt, SamplingParams(max_tokens=source.choice((8, 24, 64)), ignore_eos=True)))
+        jobs.append(
+            (due, prompt, SamplingParams(max_tokens=source.choice((8, 24, 64)), ignore_eos=True))
+        )
     return jobs[::-1]
 
 
 def stairs(count: int) -> Jobs:
-    """So many requests at once, which end one after the other: the first step of each number of answers, whose calls
-    are recorded while they are computed, takes three times as long. That is once in an engine's life."""
-    return [(0.0, [1, 2, 3], SamplingParams(max_tokens=8 + 2 * number, ignore_eos=True)) for number in range(count)]
+    """So many requests at once, which end one after the other: the first step of each number of
+    answers, whose calls are recorded while they are computed, takes three times as long. That is
+    once in an engine's life.
+    """
+    return [
+        (0.0, [1, 2, 3], SamplingParams(max_tokens=8 + 2 * number, ignore_eos=True))
+        for number in range(count)
+    ]
 
 
 def limits_of(changes: str) -> dict[str, int]:
     """All of them, as a log of another setting needs to be told."""
-    return LIMITS | {name: int(value) for name, _, value in (part.partition("=") for part in changes.split(","))}
+    return LIMITS | {
+        name: int(value) for name, _, value in (part.partition("=") for part in changes.split(","))
+    }
 
 
 def drive(engine: Engine, clock: Clock, jobs: Jobs) -> None:
@@ -130,18 +143,35 @@ def measure(
     limits = limits_of(changes)
     memory = 2**20 * 64 * limits["max_num_seqs"]
     config = EngineConfig(
-        device=options.device, max_model_len=LONGEST, kv_cache_memory=memory, prefix_caching=False, **limits
+        device=options.device,
+        max_model_len=LONGEST,
+        kv_cache_memory=memory,
+        prefix_caching=False,
+        **limits,
     )
-    engine = assemble(first.decoder, config, name="what-if", tokenizer=first.tokenizer, grammars=first.grammars)
+    engine = assemble(
+        first.decoder, config, name="what-if", tokenizer=first.tokenizer, grammars=first.grammars
+    )
     core, vocab_size, is_wall = engine.core, first.spec.vocab_size, options.clock == "wall"
     drive(engine, Clock(is_wall), make_jobs(12, 10.0, vocab_size, seed=2))
     drive(engine, Clock(is_wall), stairs(limits["max_num_seqs"]))
     model = LoggedModel(options.model, options.device)._asdict()
-    about = {"depth": core.depth, "costs": asdict(costs), "model": model, **asdict(core.scheduler.config)}
-    path = None if options.save is None else options.save / f"{changes}{f' again {number}' if number else ''}.jsonl"
+    about = {
+        "depth": core.depth,
+        "costs": asdict(costs),
+        "model": model,
+        **asdict(core.scheduler.config),
+    }
+    path = (
+        None
+        if options.save is None
+        else options.save / f"{changes}{f' again {number}' if number else ''}.jsonl"
+    )
     log = StepLog(capacity=10**7, path=path, engine=about)
     core._on_step = log.append
-    drive(engine, Clock(is_wall), make_jobs(options.requests, options.rate, vocab_size, options.seed))
+    drive(
+        engine, Clock(is_wall), make_jobs(options.requests, options.rate, vocab_size, options.seed)
+    )
     log.close()
     return Setting(core.scheduler.config, core.depth), list(log)
 
@@ -187,13 +217,17 @@ def print_table(columns: Sequence[tuple[str, dict[str, float], Measured]]) -> No
 
 
 def run_all(first: Engine, costs: StepCosts, options: argparse.Namespace) -> dict[str, Measured]:
-    """Every setting, one after the other and then again, so that a slow minute is not one setting's."""
+    """Every setting, one after the other and then again, so that a slow minute is not one
+    setting's.
+    """
     runs: dict[str, Measured] = {}
     for number in range(options.repeats):
         for changes in options.settings:
             setting, entries = measure(first, costs, changes, options, number)
             run = Summary.of(derive_metrics(entries))
-            runs.setdefault(changes, Measured(setting, costs, entries, [])).runs.append(figures(run))
+            runs.setdefault(changes, Measured(setting, costs, entries, [])).runs.append(
+                figures(run)
+            )
             print(
                 f"{changes}: measured {run.steps} steps in {run.seconds:.1f} s, {run.tokens_per_second:.1f} tokens/s, "
                 f"time to first token {run.ttft[0]:.3f} / {run.ttft[1]:.3f} s, per token {1e3 * run.per_token[0]:.1f} "
@@ -207,7 +241,9 @@ def read_all(folder: Path) -> tuple[dict[str, Measured], StepCosts]:
     """What `--save` kept."""
     runs: dict[str, Measured] = {}
     costs = StepCosts()
-    for path in sorted(folder.glob("*.jsonl"), key=lambda path: (" again " in path.stem, path.stem)):
+    for path in sorted(
+        folder.glob("*.jsonl"), key=lambda path: (" again " in path.stem, path.stem)
+    ):
         changes = path.stem.partition(" again ")[0]
         entries, engine = last_run(path)
         assert engine is not None, path
@@ -222,17 +258,27 @@ def read_all(folder: Path) -> tuple[dict[str, Measured], StepCosts]:
 def load(model: str, device: str) -> Engine:
     torch.set_num_threads(1)
     return build_engine(
-        resolve(model), EngineConfig(device=device, max_num_seqs=1, max_model_len=LONGEST, kv_cache_memory="64MiB")
+        resolve(model),
+        EngineConfig(device=device, max_num_seqs=1, max_model_len=LONGEST, kv_cache_memory="64MiB"),
     )
 
 
-def calibrator_for(first: Engine, log: Measured, runs: dict[str, Measured], options: argparse.Namespace) -> Calibrator:
+def calibrator_for(
+    first: Engine, log: Measured, runs: dict[str, Measured], options: argparse.Namespace
+) -> Calibrator:
     """As `quire.tools.verify.calibrate` opens it, with our clock."""
     wanted = config_for([one.setting.config for one in runs.values()])
-    limits = {name: getattr(wanted, name) for name in ("max_num_seqs", "max_batched_tokens", "max_model_len")}
-    config = EngineConfig(device=options.device, kv_cache_memory="256MiB", prefix_caching=False, **limits)
+    limits = {
+        name: getattr(wanted, name)
+        for name in ("max_num_seqs", "max_batched_tokens", "max_model_len")
+    }
+    config = EngineConfig(
+        device=options.device, kv_cache_memory="256MiB", prefix_caching=False, **limits
+    )
     heard: list[StepLogEntry] = []
-    engine = assemble(first.decoder, config, name="what-if", tokenizer=first.tokenizer, grammars=first.grammars)
+    engine = assemble(
+        first.decoder, config, name="what-if", tokenizer=first.tokenizer, grammars=first.grammars
+    )
     engine.core.clock, engine.core._on_step = Clock(options.clock == "wall"), heard.append
     logged = LoggedEngine(log.setting.depth, log.setting.config, log.costs)
     return Calibrator(engine.core, heard, first.spec.vocab_size, options.model, logged, log.entries)
@@ -253,7 +299,9 @@ def unknown(log: Measured, runs: dict[str, Measured], times: StepTimes) -> dict[
     """Seconds of steps of sizes that `times` do not know, of all settings that lead to many."""
     outside: dict[StepShape, float] = {}
     for other in runs:
-        found = predict(recorded_requests(log.entries), parse_changes(told(other), log.setting), times)
+        found = predict(
+            recorded_requests(log.entries), parse_changes(told(other), log.setting), times
+        )
         outside = add_seconds(outside, found.outside) if found.is_outside else outside
     return outside
 
@@ -262,7 +310,9 @@ def compare(changes: str, runs: dict[str, Measured], times: StepTimes, all_off: 
     """What is predicted from a log with all settings."""
     log, columns = runs[changes], []
     for other, measured in runs.items():
-        found = predict(recorded_requests(log.entries), parse_changes(told(other), log.setting), times)
+        found = predict(
+            recorded_requests(log.entries), parse_changes(told(other), log.setting), times
+        )
         off = {name: value / measured.mean(name) - 1 for name, value in figures(found.run).items()}
         columns.append(("replayed" if other == changes else other, off, measured))
         low, high = figures(found.low), figures(found.high)
@@ -272,8 +322,12 @@ def compare(changes: str, runs: dict[str, Measured], times: StepTimes, all_off: 
                 name = f"{title}, {which}"
                 is_in_range = any(low[name] <= run[name] <= high[name] for run in measured.runs)
                 all_off.append(Off(abs(off[name]), (kind, index) in doubtful, is_in_range))
-        print(f"{other}: {found.share_outside:.1%} of the time is in steps of sizes that were not measured")
-    print(f"\nfrom the log of {changes} (steps held out: {times.quality.median_error:.1%} off in the median)")
+        print(
+            f"{other}: {found.share_outside:.1%} of the time is in steps of sizes that were not measured"
+        )
+    print(
+        f"\nfrom the log of {changes} (steps held out: {times.quality.median_error:.1%} off in the median)"
+    )
     print_table(columns)
 
 
@@ -285,11 +339,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the requests")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each setting")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--clock", choices=("cpu", "wall"), help="default: the processor's time, with a GPU the wall's")
+    parser.add_argument(
+        "--clock",
+        choices=("cpu", "wall"),
+        help="default: the processor's time, with a GPU the wall's",
+    )
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS))
-    parser.add_argument("--save", type=Path, help="a folder for the logs, as `quire replay` reads them")
+    parser.add_argument(
+        "--save", type=Path, help="a folder for the logs, as `quire replay` reads them"
+    )
     parser.add_argument("--logs", type=Path, help="a folder with such logs: nothing is run")
-    parser.add_argument("--no-calibrate", dest="calibrate", action="store_false", help="predict from the logs alone")
+    parser.add_argument(
+        "--no-calibrate", dest="calibrate", action="store_false", help="predict from the logs alone"
+    )
     options = parser.parse_args()
     options.clock = options.clock or ("cpu" if options.device == "cpu" else "wall")
     if options.save is not None:
@@ -303,9 +365,13 @@ def main() -> None:
         runs = run_all(first, costs, options)
     if options.calibrate and first is None:
         first = load(options.model, options.device)
-    all_off: dict[str, list[Off]] = {"the log alone": []} | ({"steps measured": []} if options.calibrate else {})
+    all_off: dict[str, list[Off]] = {"the log alone": []} | (
+        {"steps measured": []} if options.calibrate else {}
+    )
     for changes, log in runs.items():
-        times = fit_step_times(log.entries, costs, graph_tokens=log.setting.config.max_checked_tokens)
+        times = fit_step_times(
+            log.entries, costs, graph_tokens=log.setting.config.max_checked_tokens
+        )
         compare(changes, runs, times, all_off["the log alone"])
         outside = unknown(log, runs, times)
         if first is not None and options.calibrate:
@@ -318,7 +384,9 @@ def main() -> None:
                 tell(found)
                 compare(changes, runs, found.times, all_off["steps measured"])
             else:
-                all_off["steps measured"] += all_off["the log alone"][-len(runs) * 2 * len(FIGURES) :]
+                all_off["steps measured"] += all_off["the log alone"][
+                    -len(runs) * 2 * len(FIGURES) :
+                ]
     print()
     for how, off in all_off.items():
         certain = [one for one in off if not one.is_uncertain]

@@ -10,7 +10,14 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 FOLDER = Path(__file__).parent / "pictures"
-COLOURS = {"A": "#4878a8", "B": "#c0763a", "C": "#5a9560", "D": "#8d5a97", "empty": "#e4e4e4", "new": "#b03a48"}
+COLOURS = {
+    "A": "#4878a8",
+    "B": "#c0763a",
+    "C": "#5a9560",
+    "D": "#8d5a97",
+    "empty": "#e4e4e4",
+    "new": "#b03a48",
+}
 CELL = 18
 
 
@@ -21,20 +28,28 @@ class Picture:
         self._size = (width, height)
         self._parts: list[str] = []
 
-    def box(self, x: float, y: float, width: float, height: float, colour: str, text: str = "") -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, colour: str, text: str = ""
+    ) -> None:
         shape = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
         self._parts.append(f'<rect {shape} rx="2" fill="{colour}" stroke="#ffffff"/>')
         if text:
             dark = colour in (COLOURS["empty"], "#ffffff")
-            self.text(x + width / 2, y + height / 2 + 4, text, "middle", "#222222" if dark else "#ffffff")
+            self.text(
+                x + width / 2, y + height / 2 + 4, text, "middle", "#222222" if dark else "#ffffff"
+            )
 
-    def text(self, x: float, y: float, text: str, anchor: str = "start", colour: str = "#222222") -> None:
+    def text(
+        self, x: float, y: float, text: str, anchor: str = "start", colour: str = "#222222"
+    ) -> None:
         place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{colour}"'
         self._parts.append(f"<text {place}>{escape(text)}</text>")
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
         ends = f'x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"'
-        self._parts.append(f'<line {ends} stroke="#555555" stroke-width="1.5" marker-end="url(#tip)"/>')
+        self._parts.append(
+            f'<line {ends} stroke="#555555" stroke-width="1.5" marker-end="url(#tip)"/>'
+        )
 
     def svg(self) -> str:
         width, height = self._size
@@ -62,7 +77,11 @@ def naive_and_cache() -> Picture:
                 is_new = not cached or token == 0 or position == 3 + token
                 colour = COLOURS["new"] if is_new else COLOURS["empty"]
                 picture.box(left + position * CELL, 32 + token * CELL, CELL, CELL, colour)
-    picture.text(20, 32 + 8 * CELL + 24, "One row per new token. Red: computed for it; grey: kept from before.")
+    picture.text(
+        20,
+        32 + 8 * CELL + 24,
+        "One row per new token. Red: computed for it; grey: kept from before.",
+    )
     return picture
 
 
@@ -74,17 +93,22 @@ def contiguous_and_paged() -> Picture:
     for row, (name, length) in enumerate(lengths.items()):
         for token in range(16):
             colour = COLOURS[name] if token < length else COLOURS["empty"]
-            picture.box(20 + token * CELL, 30 + row * 24, CELL, 20, colour, name if token == 0 else "")
+            picture.box(
+                20 + token * CELL, 30 + row * 24, CELL, 20, colour, name if token == 0 else ""
+            )
     picture.text(20, 130, "paged: blocks of 4 tokens, anywhere, numbered, as many as are needed")
     owners = ["B", "A", "B", "C", "A", "B", "C", "B", "", "", "", ""]
     filled = {"A": [4, 1], "B": [4, 4, 4, 2], "C": [4, 4]}
     for place, owner in enumerate(owners):
         count = filled[owner].pop(0) if owner else 0
         left, top = 20 + place % 6 * (4 * CELL + 8), 140 + place // 6 * 44
-        picture.text(left + 2 * CELL, top + 33, str(place + 1), "middle", "#777777")  # block 0 is nobody's
+        # block 0 is nobody's
+        picture.text(left + 2 * CELL, top + 33, str(place + 1), "middle", "#777777")
         for slot in range(4):
             colour = COLOURS[owner] if slot < count else COLOURS["empty"]
-            picture.box(left + slot * CELL, top, CELL, 20, colour, owner if slot == 0 and owner else "")
+            picture.box(
+                left + slot * CELL, top, CELL, 20, colour, owner if slot == 0 and owner else ""
+            )
     notes = ("block tables:", "A → 2, 5", "B → 1, 3, 6, 8", "C → 4, 7", "free: 9 to 12")
     for x, note, name in zip((20, 120, 210, 330, 420), notes, ("", "A", "B", "C", ""), strict=True):
         picture.text(x, 245, note, colour=COLOURS.get(name, "#222222"))
@@ -102,15 +126,31 @@ def static_and_continuous() -> Picture:
         for row, name in enumerate(pair):
             for step in range(longest):
                 colour = COLOURS[name] if step < lengths[name] else COLOURS["empty"]
-                picture.box(20 + (start + step) * 30, 30 + row * 26, 30, 24, colour, name if step == 0 else "")
+                picture.box(
+                    20 + (start + step) * 30,
+                    30 + row * 26,
+                    30,
+                    24,
+                    colour,
+                    name if step == 0 else "",
+                )
         start += longest
-    picture.text(20, 120, "continuous, two at once, who waits joins where somebody is done: 11 steps")
+    picture.text(
+        20, 120, "continuous, two at once, who waits joins where somebody is done: 11 steps"
+    )
     rows = [[("A", 2), ("C", 6), ("D", 3)], [("B", 8)]]
     for row, turns in enumerate(rows):
         step = 0
         for name, length in turns:
             for i in range(length):
-                picture.box(20 + (step + i) * 30, 130 + row * 26, 30, 24, COLOURS[name], name if i == 0 else "")
+                picture.box(
+                    20 + (step + i) * 30,
+                    130 + row * 26,
+                    30,
+                    24,
+                    COLOURS[name],
+                    name if i == 0 else "",
+                )
             step += length
     picture.text(20, 207, "Time runs to the right, one box a step. Grey: computed for nobody.")
     return picture
@@ -144,7 +184,11 @@ def attention_tiles() -> Picture:
         picture.arrow(left + 45, 60, left + 45, 98)
         picture.arrow(left - 20, 114, left - 2, 114)
     picture.box(20, 100, 60, 28, COLOURS["A"], "query")
-    picture.text(20, 160, "Scores live for one tile only: memory does not grow with the length, and the order")
+    picture.text(
+        20,
+        160,
+        "Scores live for one tile only: memory does not grow with the length, and the order",
+    )
     picture.text(20, 178, "of the additions is the same for one query or a thousand.")
     return picture
 
@@ -152,7 +196,9 @@ def attention_tiles() -> Picture:
 def weight_blocks() -> Picture:
     """A row of a weight in 8 bits with one scale, and a block of Q4_1."""
     picture = Picture(560, 235)
-    picture.text(20, 20, "8 bits, a scale for the row: a byte a number, 127 or -127 for the largest")
+    picture.text(
+        20, 20, "8 bits, a scale for the row: a byte a number, 127 or -127 for the largest"
+    )
     for i, code in enumerate((12, -3, 41, -127, 7, 0, 66, -18)):
         picture.box(20 + i * 46, 30, 44, 22, COLOURS["A"], str(code))
     picture.text(20 + 8 * 46 + 6, 46, "…")
@@ -168,15 +214,25 @@ def weight_blocks() -> Picture:
     picture.text(160, 144, "float16", "middle", "#777777")
     picture.text(220, 144, "16 bytes of two codes, 0 to 15 each", colour="#777777")
     picture.text(20, 182, "A product: integers times integers, added up exactly within a block;")
-    picture.text(20, 202, "then one multiplication by both scales, and one rounded sum after the other:")
-    picture.text(20, 222, "out = fma(scale × x_scale, Σ code × x_code, out), block after block", colour=COLOURS["new"])
+    picture.text(
+        20, 202, "then one multiplication by both scales, and one rounded sum after the other:"
+    )
+    picture.text(
+        20,
+        222,
+        "out = fma(scale × x_scale, Σ code × x_code, out), block after block",
+        colour=COLOURS["new"],
+    )
     return picture
 
 
 def pipelined_steps() -> Picture:
     """The host's work hidden behind the device's."""
     picture = Picture(600, 235)
-    for top, title, gap in ((30, "one step at a time: the device waits for the host", 40), (130, "two in flight", 0)):
+    for top, title, gap in (
+        (30, "one step at a time: the device waits for the host", 40),
+        (130, "two in flight", 0),
+    ):
         picture.text(20, top - 10, title)
         picture.text(20, top + 20, "host")
         picture.text(20, top + 54, "device")
@@ -188,7 +244,11 @@ def pipelined_steps() -> Picture:
             picture.box(host, top + 4, 38, 24, colour, str(step))
             picture.box(device, top + 38, 78, 24, colour, str(step))
             time += 80 + gap
-    picture.text(20, 220, "Step 2 is prepared when step 0's tokens are back, while step 1 is computed. Time runs →")
+    picture.text(
+        20,
+        220,
+        "Step 2 is prepared when step 0's tokens are back, while step 1 is computed. Time runs →",
+    )
     return picture
 
 
@@ -200,7 +260,11 @@ def accepted_and_rejected() -> Picture:
         (". The cat sat", "on", ""), ("the", "bat", "hat . The"), (". END", "", ""),
     )  # fmt: skip
     picture = Picture(560, 64 + 22 * len(steps))
-    picture.text(20, 20, "Green: guessed and right. Blue: what the model says itself. Red: guessed and wrong.")
+    picture.text(
+        20,
+        20,
+        "Green: guessed and right. Blue: what the model says itself. Red: guessed and wrong.",
+    )
     for number, (right, drawn, wrong) in enumerate(steps):
         top, left = 34 + 22 * number, 70.0
         picture.text(20, top + 14, f"step {number}")
@@ -208,7 +272,11 @@ def accepted_and_rejected() -> Picture:
         for word, colour in [*cells, *((word, "new") for word in wrong.split())]:
             picture.box(left, top, 44, 20, COLOURS[colour], word)
             left += 46 + (12 if colour == "A" else 0)
-    picture.text(20, 54 + 22 * len(steps), "22 tokens in 10 steps. Of the 22 guesses up to the end, 13 were right.")
+    picture.text(
+        20,
+        54 + 22 * len(steps),
+        "22 tokens in 10 steps. Of the 22 guesses up to the end, 13 were right.",
+    )
     return picture
 
 
@@ -254,7 +322,11 @@ def rotation() -> Picture:
             picture.arrow(left, top, left + 26 * math.cos(angle), top - 26 * math.sin(angle))
             if not row:
                 picture.text(left, top - 42, f"token {position}", "middle", "#777777")
-    picture.text(20, 242, "Between two tokens the angle depends on their distance alone, so the product does, too.")
+    picture.text(
+        20,
+        242,
+        "Between two tokens the angle depends on their distance alone, so the product does, too.",
+    )
     return picture
 
 

@@ -1,4 +1,5 @@
-"""Puts what the docs quote into them: tables of bench/results/results.md and of files like it, and code.
+"""Puts what the docs quote into them: tables of bench/results/results.md and of files like it, and
+code.
 
 A quotation stands between two comments, the first of which says what it is:
 
@@ -23,7 +24,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "results.md"
-_QUOTATION = re.compile(r"(<!-- (results|code|families): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_QUOTATION = re.compile(
+    r"(<!-- (results|code|families): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL
+)
 
 
 def documents() -> list[Path]:
@@ -60,7 +63,9 @@ def quote_table(what: str, document: Path) -> str:
         rows = _columns(rows, [name.strip() for name in columns.split(",")], document)
     name = results.relative_to(RESULTS.parent)
     source = f"[bench/results/{name}]({_relative(results, document)})"
-    origin = f"`{facts['command']}`, {facts['model']}, {facts['machine']}; {facts['date']}; {source}"
+    origin = (
+        f"`{facts['command']}`, {facts['model']}, {facts['machine']}; {facts['date']}; {source}"
+    )
     return "\n".join([*rows, "", f"{note} ({origin})", ""])
 
 
@@ -72,10 +77,13 @@ def quote_families(what: str, document: Path) -> str:
     rows = []
     for one in sorted(FAMILIES, key=lambda one: one.title.lower()):
         architectures, gguf = (
-            ", ".join(f"`{name}`" for name in names if name) for names in (one.architectures, [one.gguf])
+            ", ".join(f"`{name}`" for name in names if name)
+            for names in (one.architectures, [one.gguf])
         )
         rows.append(f"| {one.title} | {architectures} | {gguf} |")
-    return "\n".join(["| models | `architectures` in config.json | GGUF |", "|---|---|---|", *rows, ""])
+    return "\n".join(
+        ["| models | `architectures` in config.json | GGUF |", "|---|---|---|", *rows, ""]
+    )
 
 
 def quote_code(what: str, document: Path) -> str:
@@ -85,7 +93,9 @@ def quote_code(what: str, document: Path) -> str:
     source = path.read_text(encoding="utf-8")
     node: ast.AST = ast.parse(source)
     for part in symbol.split("."):
-        found = [child for child in ast.iter_child_nodes(node) if getattr(child, "name", None) == part]
+        found = [
+            child for child in ast.iter_child_nodes(node) if getattr(child, "name", None) == part
+        ]
         if not found:
             raise SystemExit(f"{document}: {name} has no {symbol}")
         node = found[0]
@@ -102,7 +112,9 @@ def _columns(rows: list[str], wanted: list[str], document: Path) -> list[str]:
     names = [name.strip() for name in cells[0]]
     for name in wanted:
         if name not in names:
-            raise SystemExit(f"{document}: the table has no column {name!r}; it has {', '.join(names)}")
+            raise SystemExit(
+                f"{document}: the table has no column {name!r}; it has {', '.join(names)}"
+            )
     picked = [[line[names.index(name)] for name in wanted] for line in cells]
     return [f"|{'|'.join(line)}|" for line in picked]
 
@@ -112,8 +124,12 @@ def _relative(path: Path, document: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if something is out of date")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; fail if something is out of date"
+    )
     check = parser.parse_args().check
     stale = [path for path in documents() if updated(path) != path.read_text(encoding="utf-8")]
     for path in stale:

@@ -1,4 +1,5 @@
-"""Walks one request through Quire and prints what is there at every stop of docs/life_of_a_request.md.
+"""Walks one request through Quire and prints what is there at every stop of
+docs/life_of_a_request.md.
 
 python docs/walk.py [MODEL] [TEXT]
 """
@@ -23,7 +24,9 @@ def show(**values: object) -> None:
         print(f"    {name:22} {value}")
 
 
-def walk(model: str = "smollm2", text: str = "The capital of France is", max_tokens: int = 3) -> None:
+def walk(
+    model: str = "smollm2", text: str = "The capital of France is", max_tokens: int = 3
+) -> None:
     with LLM(model, kv_cache_memory="64MiB", max_num_seqs=4) as llm:
         engine, tokenizer = llm.engine, llm.engine.tokenizer
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
@@ -32,7 +35,11 @@ def walk(model: str = "smollm2", text: str = "The capital of France is", max_tok
 
         ids = llm.encode(text)
         stop("quire/frontend/tokenizer.py", "text becomes tokens")
-        show(text=repr(text), token_ids=ids, pieces=[tokenizer.token_bytes(token_id) for token_id in ids])
+        show(
+            text=repr(text),
+            token_ids=ids,
+            pieces=[tokenizer.token_bytes(token_id) for token_id in ids],
+        )
 
         name = llm.add_request(text, params)
         request = engine.core.scheduler.table.requests[name]
@@ -42,7 +49,9 @@ def walk(model: str = "smollm2", text: str = "The capital of France is", max_tok
 
         logits: list[Tensor] = []
 
-        def observe(scheduled: Sequence[ScheduledRequest], positions: object, scores: Tensor) -> None:
+        def observe(
+            scheduled: Sequence[ScheduledRequest], positions: object, scores: Tensor
+        ) -> None:
             logits.append(scores[0].float().cpu())
 
         engine.runner.observe_logits = observe
@@ -72,19 +81,29 @@ def show_step(llm: LLM, entry: StepLogEntry, logits: Tensor) -> None:
     scheduled = step.scheduled[0]
     stop("quire/engine/scheduler.py", f"step {step.step_id} is decided")
     if step.admitted:
-        show(admitted=f"row {step.admitted[0].row}, {step.admitted[0].num_cached_tokens} tokens from the cache")
+        show(
+            admitted=f"row {step.admitted[0].row}, {step.admitted[0].num_cached_tokens} tokens from the cache"
+        )
     last = scheduled.start + scheduled.num_tokens - 1
-    show(computes=f"tokens {scheduled.start} to {last} of row {scheduled.row}", samples=scheduled.samples)
+    show(
+        computes=f"tokens {scheduled.start} to {last} of row {scheduled.row}",
+        samples=scheduled.samples,
+    )
     show(new_blocks=scheduled.new_block_ids, free_blocks=step.num_free_blocks)
     rows = llm.engine.runner._request_rows  # nobody else looks at them
     stop("quire/runner/request_rows.py", "the request's row on the device")
     blocks = -(-(last + 1) // llm.engine.plan.block_size)
     show(block_table=rows.block_tables[0, scheduled.row, :blocks].tolist())
-    first = rows.block_tables[0, scheduled.row, scheduled.start // llm.engine.plan.block_size].item()
+    first = rows.block_tables[
+        0, scheduled.row, scheduled.start // llm.engine.plan.block_size
+    ].item()
     slot = first * llm.engine.plan.block_size + scheduled.start % llm.engine.plan.block_size
     show(first_slot=f"{slot} (block {first}, place {scheduled.start % llm.engine.plan.block_size})")
     count = scheduled.num_tokens
-    stop("quire/models/decoder.py", f"{count} tokens through {llm.info.num_layers} layers, the last one is scored")
+    stop(
+        "quire/models/decoder.py",
+        f"{count} tokens through {llm.info.num_layers} layers, the last one is scored",
+    )
     values, best = logits.topk(3)
     known = [tokenizer.decode([one]) if one < tokenizer.vocab_size else "" for one in best.tolist()]
     shown = [f"{text!r} {value:.2f}" for value, text in zip(values.tolist(), known, strict=True)]

@@ -1,4 +1,6 @@
-"""A conversation. The second question sends the first one along again: its tokens come from the prefix cache."""
+"""A conversation. The second question sends the first one along again: its tokens come from the
+prefix cache.
+"""
 
 import sys
 
@@ -14,4 +16,6 @@ with LLM(sys.argv[1] if len(sys.argv) > 1 else "smollm2") as llm:
         messages.append({"role": "assistant", "content": output.text})
         metrics = output.metrics
         print(f"> {question}\n{output.text}")
-        print(f"  ({metrics.num_prompt_tokens} prompt tokens, {metrics.cached_tokens} of them from the cache)")
+        print(
+            f"  ({metrics.num_prompt_tokens} prompt tokens, {metrics.cached_tokens} of them from the cache)"
+        )

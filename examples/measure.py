@@ -1,6 +1,8 @@
-"""Is my change faster? Measure both in turn, several times, take medians, and see that no answer changed.
+"""Is my change faster? Measure both in turn, several times, take medians, and see that no answer
+changed.
 
-Here the "change" is the prefix cache: put your own setting, or your own branch's build, in its place.
+Here the "change" is the prefix cache: put your own setting, or your own branch's build, in its
+place.
 """
 
 import statistics
@@ -11,7 +13,10 @@ from quire import LLM, SamplingParams
 
 model = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
 rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 3
-prompts = ["You are a careful assistant. " * 12 + question for question in ("Hi!", "Who are you?", "1 + 1 =")]
+prompts = [
+    "You are a careful assistant. " * 12 + question
+    for question in ("Hi!", "Who are you?", "1 + 1 =")
+]
 params = SamplingParams(temperature=0, max_tokens=8)
 llms = {
     "before": LLM(model, kv_cache_memory="256MiB", prefix_caching=False),

@@ -7,11 +7,24 @@ import sys
 import openai
 
 model = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
-command = [sys.executable, "-m", "quire", "serve", "--model", model, "--served-model-name", "mine", "--port", "0"]
+command = [
+    sys.executable,
+    "-m",
+    "quire",
+    "serve",
+    "--model",
+    model,
+    "--served-model-name",
+    "mine",
+    "--port",
+    "0",
+]
 server = subprocess.Popen([*command, *sys.argv[2:]], stderr=subprocess.PIPE, text=True)
 try:
     assert server.stderr is not None
-    address = next(found[0] for line in server.stderr if (found := re.search(r"http://[\d.]+:\d+", line)))
+    address = next(
+        found[0] for line in server.stderr if (found := re.search(r"http://[\d.]+:\d+", line))
+    )
     client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
     stream = client.chat.completions.create(
         model="mine",

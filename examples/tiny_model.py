@@ -1,4 +1,6 @@
-"""A model made by hand: one `.npy` file per weight. Its logits are checked, and it goes on with the alphabet."""
+"""A model made by hand: one `.npy` file per weight. Its logits are checked, and it goes on with the
+alphabet.
+"""
 
 import subprocess
 import sys
@@ -14,9 +16,11 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "export_npy.py"
 with tempfile.TemporaryDirectory() as folder:
     subprocess.run([sys.executable, str(SCRIPT), "--out", folder], check=True)
     tokens = np.load(f"{folder}/test_tokens.npy").tolist()
-    expected = np.load(f"{folder}/test_logits.npy")  # by a forward pass that shares no code with Quire
+    # by a forward pass that shares no code with Quire
+    expected = np.load(f"{folder}/test_logits.npy")
     with LLM(folder, dtype="float32", kv_cache_memory="64MiB") as llm:
-        # The logprob of each token of the prompt, given those before it, is its logit less the logsumexp of all.
+        # The logprob of each token of the prompt, given those before it, is its logit less the
+        # logsumexp of all.
         scored = llm.generate(tokens, SamplingParams(max_tokens=1, prompt_logprobs=0))[0]
         ours = np.array([entry.logprob for entry in scored.prompt_logprobs[1:]])
         rows = expected[:-1].astype(np.float64)

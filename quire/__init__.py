@@ -4,7 +4,8 @@
     with LLM("smollm2") as llm:
         print(llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].text)
 
-Names are imported when they are first used, so `import quire` is quick and needs neither torch nor a GPU.
+Names are imported when they are first used, so `import quire` is quick and needs neither torch nor
+a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ if TYPE_CHECKING:
     from quire.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "QuireError", "RequestDelta", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "QuireError",
+    "RequestDelta",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "quire.llm",

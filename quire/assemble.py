@@ -1,4 +1,6 @@
-"""Builds an engine from all its parts: worker (decoder, cache, runner), scheduler and loop, tokenizer, step log."""
+"""Builds an engine from all its parts: worker (decoder, cache, runner), scheduler and loop,
+tokenizer, step log.
+"""
 
 from __future__ import annotations
 
@@ -61,10 +63,14 @@ class Engine:
     """Reads the weights from the model's files again; None where there are no files."""
 
     def sleep(self, level: int = 1) -> None:
-        """Gives the memory of weights and cache back; requests are refused until `wake_up`. At level 1 the weights are
-        kept in host memory, at level 2 they are dropped. The prefix cache is forgotten."""
+        """Gives the memory of weights and cache back; requests are refused until `wake_up`. At
+        level 1 the weights are kept in host memory, at level 2 they are dropped. The prefix cache
+        is forgotten.
+        """
         if level not in (1, 2):
-            raise InvalidRequestError("level", f"must be 1 (weights are kept in host memory) or 2, not {level!r}")
+            raise InvalidRequestError(
+                "level", f"must be 1 (weights are kept in host memory) or 2, not {level!r}"
+            )
         if self.runner.is_asleep:
             raise EngineError("the engine is asleep already: wake it up first")
         self.core.settle("sleeping", time.monotonic())
@@ -73,8 +79,10 @@ class Engine:
         self.core.refusal = "the engine is asleep and takes no requests: wake it up first"
 
     def wake_up(self, reload: bool = True) -> None:
-        """Takes the memory again, and after level 2 reads the weights from the model's files; without `reload` requests
-        are refused until `update_weights` has brought all of them. Does nothing where nothing is missing."""
+        """Takes the memory again, and after level 2 reads the weights from the model's files;
+        without `reload` requests are refused until `update_weights` has brought all of them. Does
+        nothing where nothing is missing.
+        """
         if self.runner.is_asleep:
             self.runner.wake()
         try:
@@ -84,8 +92,9 @@ class Engine:
             self._take_requests()
 
     def update_weights(self, weights: Mapping[str, Weight]) -> None:
-        """Replaces weights, by the decoder's names, where they lie (see `Parameters.update`), and forgets the prefix
-        cache, which was computed with the old ones."""
+        """Replaces weights, by the decoder's names, where they lie (see `Parameters.update`), and
+        forgets the prefix cache, which was computed with the old ones.
+        """
         self.core.settle("an update of weights", time.monotonic())
         if self.runner.is_asleep:
             raise EngineError("the engine is asleep: wake it up before its weights are replaced")
@@ -108,7 +117,9 @@ class Engine:
     def info(self) -> EngineInfo:
         """What `description` says, as fields."""
         config = self.core.scheduler.config
-        return engine_info(self.spec, self.decoder, self.tokenizer, self.plan, config, self.eos_token_ids)
+        return engine_info(
+            self.spec, self.decoder, self.tokenizer, self.plan, config, self.eos_token_ids
+        )
 
 
 def build_engine(
@@ -117,7 +128,9 @@ def build_engine(
     progress: Progress | None = None,
     listeners: Sequence[Callable[[StepLogEntry], None]] = (),
 ) -> Engine:
-    """Loads a model and builds an engine; `progress` is called while weights are read, `listeners` after each step."""
+    """Loads a model and builds an engine; `progress` is called while weights are read, `listeners`
+    after each step.
+    """
     use_own_cores()
     ranks: Ranks | None = None
     if config.tensor_parallel_size > 1:
@@ -125,12 +138,19 @@ def build_engine(
 
         ranks = start_ranks(source, config)
     try:
-        share, device = (Share(), pick_device(config.device)) if ranks is None else (ranks.share, ranks.device)
+        share, device = (
+            (Share(), pick_device(config.device)) if ranks is None else (ranks.share, ranks.device)
+        )
         config = config if ranks is None else ranks.config
         loaded = load_model(source, config, device, share, progress)
-        about = {name: getattr(loaded, name) for name in ("tokenizer", "eos_token_ids", "formats", "draft", "spec")}
+        about = {
+            name: getattr(loaded, name)
+            for name in ("tokenizer", "eos_token_ids", "formats", "draft", "spec")
+        }
         reload = partial(reload_weights, loaded.decoder, source, config, device, share)
-        engine = assemble(loaded.decoder, config, name=source.name, listeners=listeners, ranks=ranks, **about)
+        engine = assemble(
+            loaded.decoder, config, name=source.name, listeners=listeners, ranks=ranks, **about
+        )
         return replace(engine, reload=reload)
     except BaseException as error:
         if ranks is None:
@@ -152,17 +172,23 @@ def assemble(
     spec: ModelSpec | None = None,
     ranks: Ranks | None = None,
 ) -> Engine:
-    """An engine around a decoder whose weights are loaded; without a tokenizer, tokens are bytes. Each of `listeners`
-    is called after every step; `formats` names the weights' formats; `grammars` may be shared with another engine. With
-    `ranks` (tensor parallelism) the decoder has a part of the model, and `spec` describes the whole model."""
+    """An engine around a decoder whose weights are loaded; without a tokenizer, tokens are bytes.
+    Each of `listeners` is called after every step; `formats` names the weights' formats; `grammars`
+    may be shared with another engine. With `ranks` (tensor parallelism) the decoder has a part of
+    the model, and `spec` describes the whole model.
+    """
     tokenizer = Tokenizer.of_bytes() if tokenizer is None else tokenizer
     grammars = grammars or GrammarCompiler(tokenizer, decoder.spec.vocab_size, eos_token_ids)
-    worker = start_worker(decoder, config, grammars, formats, draft, None if ranks is None else ranks.agree)
+    worker = start_worker(
+        decoder, config, grammars, formats, draft, None if ranks is None else ranks.agree
+    )
     runner = worker.runner if ranks is None else ranks.runner(worker.runner)
     has_ngrams, has_drafts = config.speculation == "ngram", draft is not None
     speculator = Speculator(decoder.spec.vocab_size, ngrams=has_ngrams, runner_drafts=has_drafts)
     path = Path(config.step_log) if config.step_log is not None else None
-    scheduling = scheduler_config(config, worker.plan, config.limits(on_gpu=device_of(decoder.device).is_gpu))
+    scheduling = scheduler_config(
+        config, worker.plan, config.limits(on_gpu=device_of(decoder.device).is_gpu)
+    )
     whole = decoder.spec if spec is None else spec
     about = about_model(name, config, whole, decoder, path is not None and ranks is None)
     about |= {"depth": worker.depth, **asdict(scheduling)}
@@ -170,8 +196,26 @@ def assemble(
     num_drafts = None if config.speculation == "off" else speculator.num_drafts
     scheduler = Scheduler(scheduling, guess=speculator.guess, num_drafts=num_drafts)
     core = EngineCore(
-        scheduler, runner, depth=worker.depth, on_step=step_log.append, clock=time.monotonic, held=worker.runner
+        scheduler,
+        runner,
+        depth=worker.depth,
+        on_step=step_log.append,
+        clock=time.monotonic,
+        held=worker.runner,
     )
-    description = f"{name}: {worker.description}" + ("" if ranks is None else f"; {ranks.description}")
+    description = f"{name}: {worker.description}" + (
+        "" if ranks is None else f"; {ranks.description}"
+    )
     logger.info(description)
-    return Engine(core, step_log, runner, decoder, whole, tokenizer, worker.plan, eos_token_ids, grammars, description)
+    return Engine(
+        core,
+        step_log,
+        runner,
+        decoder,
+        whole,
+        tokenizer,
+        worker.plan,
+        eos_token_ids,
+        grammars,
+        description,
+    )

@@ -1,4 +1,6 @@
-"""How far back groups of layers look, and what recurrent ones carry on: the words of scheduler and runner for it."""
+"""How far back groups of layers look, and what recurrent ones carry on: the words of scheduler and
+runner for it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,15 @@ from typing import Literal, NamedTuple
 
 
 class BlockGroup(NamedTuple):
-    """A group of layers that read equally far back: each has a block of its own for the same tokens, and gives it up
-    when no later token can see it."""
+    """A group of layers that read equally far back: each has a block of its own for the same
+    tokens, and gives it up when no later token can see it.
+    """
 
     keeps: Literal["all", "window", "chunk", "records"] = "all"
-    """all: every token. window: the last `size` tokens. chunk: those from the begin of the present chunk of `size`
-    tokens on. records: likewise, and when a chunk is over the `StateSpec`'s state has all there was to know of it."""
+    """all: every token. window: the last `size` tokens. chunk: those from the begin of the present
+    chunk of `size` tokens on. records: likewise, and when a chunk is over the `StateSpec`'s state
+    has all there was to know of it.
+    """
     size: int = 0
 
     def first_token(self, position: int) -> int:
@@ -24,11 +29,13 @@ class BlockGroup(NamedTuple):
 
 
 class StateSpec(NamedTuple):
-    """A state that recurrent layers carry from chunk to chunk: what they know of all tokens before the present chunk.
+    """A state that recurrent layers carry from chunk to chunk: what they know of all tokens before
+    the present chunk.
 
-    The state at a chunk's begin is made by the step that computes the last token before it. A running request has room
-    for two: those of even and of odd chunks. So a step whose last tokens are guesses can go over a chunk's end, and if
-    they are wrong, the state before it is still there. Of a step that passes several chunks' ends, the last two stay.
+    The state at a chunk's begin is made by the step that computes the last token before it. A
+    running request has room for two: those of even and of odd chunks. So a step whose last tokens
+    are guesses can go over a chunk's end, and if they are wrong, the state before it is still
+    there. Of a step that passes several chunks' ends, the last two stay.
     """
 
     chunk: int
@@ -36,5 +43,6 @@ class StateSpec(NamedTuple):
     num_blocks: int
     """Blocks of one state, in all layers together."""
     interval: int
-    """Steps that compute a prompt end at multiples of this number of tokens: states there are kept in the prefix cache,
-    like those at a prompt's and an answer's end."""
+    """Steps that compute a prompt end at multiples of this number of tokens: states there are kept
+    in the prefix cache, like those at a prompt's and an answer's end.
+    """

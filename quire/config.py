@@ -12,7 +12,16 @@ from typing import Any, Literal
 
 from quire.errors import InvalidRequestError
 
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "quantization": ("auto", "none", "int8", "int4", "fp8"),
@@ -45,49 +54,68 @@ class EngineConfig:
     device: str = "auto"
     """auto (a GPU if there is one), cpu, cuda or cuda:N."""
     dtype: str = "auto"
-    """auto (what is fastest on the device; float32 for quantised weights on a CPU, so that every CPU gives the same
-    answers), float32, bfloat16 or float16."""
+    """auto (what is fastest on the device; float32 for quantised weights on a CPU, so that every
+    CPU gives the same answers), float32, bfloat16 or float16.
+    """
     quantization: str = "auto"
-    """What becomes of the weights: auto (quantised ones are computed with as they are stored, where there are kernels
-    for it, and expanded elsewhere), none (all are expanded), int8 or fp8 (a scale per output; fp8 on a GPU) or int4 (a
-    scale per 32 numbers), made of weights that are not quantised yet, while they are loaded."""
+    """What becomes of the weights: auto (quantised ones are computed with as they are stored, where
+    there are kernels for it, and expanded elsewhere), none (all are expanded), int8 or fp8 (a scale
+    per output; fp8 on a GPU) or int4 (a scale per 32 numbers), made of weights that are not
+    quantised yet, while they are loaded.
+    """
     kernels: str = "auto"
     """auto (the fastest that run here), reference (plain torch), cpu or triton."""
     max_model_len: int | None = None
-    """The longest sequence, prompt and answer; None: the model's own limit, or what the cache can hold."""
+    """The longest sequence, prompt and answer; None: the model's own limit, or what the cache can
+    hold.
+    """
     max_num_seqs: int | None = None
     """How many requests run at once; None: 64 on a CPU, 256 on a GPU."""
     max_batched_tokens: int | None = None
-    """How many tokens one step computes at most; longer prompts are computed in chunks. None: 512 on a CPU, 16384 on a
-    GPU (8192 in a server)."""
+    """How many tokens one step computes at most; longer prompts are computed in chunks. None: 512
+    on a CPU, 16384 on a GPU (8192 in a server).
+    """
     block_size: int = 16
     """Tokens per block of the cache."""
     kv_cache_memory: int | float | str | None = None
-    """Memory for keys and values: bytes (`2**30`, "2GiB") or a fraction of what weights and activations leave free
-    (0.25); None: 0.25 on a CPU, 0.9 on a GPU. Bytes are those of all devices together, a fraction is of each one's."""
+    """Memory for keys and values: bytes (`2**30`, "2GiB") or a fraction of what weights and
+    activations leave free (0.25); None: 0.25 on a CPU, 0.9 on a GPU. Bytes are those of all devices
+    together, a fraction is of each one's.
+    """
     kv_cache_dtype: str = "auto"
-    """How keys and values are stored: model (in the model's dtype), int8 (on a CPU: a byte each and a scale per token
-    and head, so about a quarter of float32), fp8 (half of bfloat16, with the checkpoint's scales if it has any; on a
-    CPU slower than int8) or auto (fp8 on a GPU where the checkpoint says so, else model). Answers change a little."""
+    """How keys and values are stored: model (in the model's dtype), int8 (on a CPU: a byte each and
+    a scale per token and head, so about a quarter of float32), fp8 (half of bfloat16, with the
+    checkpoint's scales if it has any; on a CPU slower than int8) or auto (fp8 on a GPU where the
+    checkpoint says so, else model). Answers change a little.
+    """
     host_cache_memory: int | str = 0
     """Memory of the host tier below the prefix cache, in bytes; 0 turns it off."""
     prefix_caching: bool = True
     """Whether requests share the computed blocks of equal prefixes."""
     skip_tokenizer_init: bool = False
-    """Load no tokenizer: prompts are token ids, and so are answers, which have no text. For folders without one."""
+    """Load no tokenizer: prompts are token ids, and so are answers, which have no text. For folders
+    without one.
+    """
     cuda_graphs: bool = True
-    """Whether decode steps are captured and launched as a whole; on a CPU, recorded and made again without Python. The
-    same bits either way."""
+    """Whether decode steps are captured and launched as a whole; on a CPU, recorded and made again
+    without Python. The same bits either way.
+    """
     tensor_parallel_size: int = 1
-    """Over how many devices the model is divided: the first GPUs (with cuda:N all on that one, which is for tests), or
-    with the device cpu over this many processes that share the cores. Answers don't depend on it."""
+    """Over how many devices the model is divided: the first GPUs (with cuda:N all on that one,
+    which is for tests), or with the device cpu over this many processes that share the cores.
+    Answers don't depend on it.
+    """
     speculation: str = "off"
-    """Where draft tokens come from, several of which one step checks: off, ngram (what followed the last time the same
-    tokens occurred in the text), self (the same weights in 4 bits) or draft:MODEL (a smaller model with the same
-    vocabulary). The answers are the same with any of them."""
+    """Where draft tokens come from, several of which one step checks: off, ngram (what followed the
+    last time the same tokens occurred in the text), self (the same weights in 4 bits) or
+    draft:MODEL (a smaller model with the same vocabulary). The answers are the same with any of
+    them.
+    """
     acceptance: str = "exact"
-    """Which guesses are accepted: exact (a guess that equals the token which would have been sampled: answers never
-    change) or rejection (rejection sampling: tokens keep their probabilities, but answers depend on the guesses)."""
+    """Which guesses are accepted: exact (a guess that equals the token which would have been
+    sampled: answers never change) or rejection (rejection sampling: tokens keep their
+    probabilities, but answers depend on the guesses).
+    """
     policy: Literal["fcfs", "priority"] = "fcfs"
     """The order of waiting requests: by arrival, or by priority and then arrival."""
     step_log: Path | str | None = None
@@ -95,20 +123,32 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise InvalidRequestError("device", f"must be auto, cpu, cuda or cuda:N, not {self.device!r}")
+            raise InvalidRequestError(
+                "device", f"must be auto, cpu, cuda or cuda:N, not {self.device!r}"
+            )
         if not re.fullmatch(r"off|ngram|self|draft:.+", self.speculation):
             raise InvalidRequestError(
                 "speculation", f"must be off, ngram, self or draft:MODEL, not {self.speculation!r}"
             )
         for field, choices in _CHOICES.items():
             if (value := getattr(self, field)) not in choices:
-                raise InvalidRequestError(field, f"must be one of {', '.join(choices)}, not {value!r}")
-        for field in ("max_num_seqs", "max_batched_tokens", "max_model_len", "block_size", "tensor_parallel_size"):
+                raise InvalidRequestError(
+                    field, f"must be one of {', '.join(choices)}, not {value!r}"
+                )
+        for field in (
+            "max_num_seqs",
+            "max_batched_tokens",
+            "max_model_len",
+            "block_size",
+            "tensor_parallel_size",
+        ):
             value = getattr(self, field)
             if value is None and field not in ("block_size", "tensor_parallel_size"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidRequestError(field, f"must be a whole number of at least 1, not {value!r}")
+                raise InvalidRequestError(
+                    field, f"must be a whole number of at least 1, not {value!r}"
+                )
         if isinstance(self.kv_cache_memory, float) and not 0 < self.kv_cache_memory <= 1:
             message = f"as a fraction of free memory must be above 0 and at most 1, not {self.kv_cache_memory}"
             raise InvalidRequestError("kv_cache_memory", message)
@@ -122,7 +162,9 @@ class EngineConfig:
         known = cls.__dataclass_fields__
         for name in options:
             if name not in known:
-                raise InvalidRequestError(name, f"is no engine option; there are: {', '.join(known)}")
+                raise InvalidRequestError(
+                    name, f"is no engine option; there are: {', '.join(known)}"
+                )
         return cls(**options)
 
     def limits(self, *, on_gpu: bool) -> Limits:
@@ -156,7 +198,9 @@ def parse_bytes(field: str, value: int | str, low: int = 0) -> int:
         number = value
     if number is None or number < low:
         shown = value[:64] if isinstance(value, str) else value
-        raise InvalidRequestError(field, f"must be a number of bytes such as 536870912, 512MiB or 2GB, not {shown!r}")
+        raise InvalidRequestError(
+            field, f"must be a number of bytes such as 536870912, 512MiB or 2GB, not {shown!r}"
+        )
     return number
 
 

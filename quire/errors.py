@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class QuireError(Exception):
-    """Base of everything Quire raises on purpose: the message is for the user, no stack trace needed."""
+    """Base of everything Quire raises on purpose: the message is for the user, no stack trace
+    needed.
+    """
 
 
 class ModelNotFoundError(QuireError):
@@ -12,7 +14,9 @@ class ModelNotFoundError(QuireError):
 
 
 class ModelFormatError(QuireError):
-    """A model's files are broken or don't belong together: names the file, the tensor, expected and got."""
+    """A model's files are broken or don't belong together: names the file, the tensor, expected and
+    got.
+    """
 
 
 class UnsupportedModelError(QuireError):

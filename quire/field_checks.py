@@ -1,7 +1,8 @@
-"""Checks of values that come from users: each names the field and its range in an InvalidRequestError.
+"""Checks of values that come from users: each names the field and its range in an
+InvalidRequestError.
 
-A dataclass whose fields are made by `real`, `whole`, `flag`, `token_ids`, `strings` and `text` says what a value may be
-where its field is declared; its `__post_init__` calls `check_fields`.
+A dataclass whose fields are made by `real`, `whole`, `flag`, `token_ids`, `strings` and `text` says
+what a value may be where its field is declared; its `__post_init__` calls `check_fields`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ Check = Callable[[str, Any], Any]
 
 
 def check_fields(checked: Any, prefix: str = "") -> None:
-    """Checks every field of a dataclass, which may be frozen; `prefix` comes before their names in errors."""
+    """Checks every field of a dataclass, which may be frozen; `prefix` comes before their names in
+    errors.
+    """
     for one in fields(checked):
         value = getattr(checked, one.name)
         if value is not None or not one.metadata["optional"]:
@@ -33,20 +36,30 @@ def checked(default: Any, check: Check, *, optional: bool = False) -> Any:
     return field(default=default, metadata={"check": check, "optional": optional})
 
 
-def real(default: float | None, low: float, high: float, *, optional: bool = False, **ends: bool) -> Any:
-    return checked(default, lambda name, value: check_real(name, value, low, high, **ends), optional=optional)
+def real(
+    default: float | None, low: float, high: float, *, optional: bool = False, **ends: bool
+) -> Any:
+    return checked(
+        default, lambda name, value: check_real(name, value, low, high, **ends), optional=optional
+    )
 
 
 def whole(default: int | None, low: int, high: int, *, optional: bool = False) -> Any:
-    return checked(default, lambda name, value: check_int(name, value, low, high), optional=optional)
+    return checked(
+        default, lambda name, value: check_int(name, value, low, high), optional=optional
+    )
 
 
 def flag(default: bool) -> Any:
     return checked(default, check_bool)
 
 
-def token_ids(default: tuple[int, ...] | None, most: int, *, least: int = 0, optional: bool = False) -> Any:
-    return checked(default, lambda name, value: checked_ids(name, value, most, least), optional=optional)
+def token_ids(
+    default: tuple[int, ...] | None, most: int, *, least: int = 0, optional: bool = False
+) -> Any:
+    return checked(
+        default, lambda name, value: checked_ids(name, value, most, least), optional=optional
+    )
 
 
 def strings(default: tuple[str, ...], most: int, longest: int) -> Any:
@@ -79,7 +92,13 @@ def check_int(name: str, value: Any, low: int, high: int) -> Any:
 
 
 def check_real(
-    name: str, value: Any, low: float, high: float, *, low_open: bool = False, high_open: bool = False
+    name: str,
+    value: Any,
+    low: float,
+    high: float,
+    *,
+    low_open: bool = False,
+    high_open: bool = False,
 ) -> Any:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidRequestError(name, f"must be a number, not {value!r}")
@@ -104,7 +123,9 @@ def checked_ids(name: str, value: Any, most: int, least: int = 0) -> tuple[int, 
 
 
 def checked_strings(name: str, value: Any, most: int, longest: int) -> tuple[str, ...]:
-    """The strings of a list or tuple, none of them empty, as a tuple; one string counts as a list of one."""
+    """The strings of a list or tuple, none of them empty, as a tuple; one string counts as a list
+    of one.
+    """
     given = (value,) if isinstance(value, str) else value
     if not isinstance(given, list | tuple) or len(given) > most:
         raise InvalidRequestError(name, f"must be a list of at most {most} strings")

@@ -41,13 +41,15 @@ Message = Mapping[str, Any]
 class LLM:
     """A model in memory, with its engine.
 
-    `model` is an alias (`smollm2`), a folder in Hugging Face layout, a `.gguf` file, a Hugging Face id or a
-    folder of `.npy` files. Engine options are keywords; see `quire.config.EngineConfig`. `config` is a TOML file with
-    both, which `quire serve --print-config` writes; keywords go before it. `traces` is a collector's address for spans
-    of requests, such as http://localhost:4318/v1/traces.
+    `model` is an alias (`smollm2`), a folder in Hugging Face layout, a `.gguf` file, a Hugging Face
+    id or a folder of `.npy` files. Engine options are keywords; see `quire.config.EngineConfig`.
+    `config` is a TOML file with both, which `quire serve --print-config` writes; keywords go before
+    it. `traces` is a collector's address for spans of requests, such as
+    http://localhost:4318/v1/traces.
 
-    One call at a time: calls from several threads wait for each other. A process that was forked can't use the LLM of
-    its parent, whose threads and devices it has not got; one that was spawned makes its own.
+    One call at a time: calls from several threads wait for each other. A process that was forked
+    can't use the LLM of its parent, whose threads and devices it has not got; one that was spawned
+    makes its own.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class LLM:
         self._observer = OfflineObserver(model, traces)
         with ModelBars(model) as bars:
             source, listeners = resolve(model, progress=bars("download")), (self._observer.observe,)
-            self._engine: Engine | None = build_engine(source, engine_config, bars("load"), listeners)
+            self._engine: Engine | None = build_engine(
+                source, engine_config, bars("load"), listeners
+            )
         self._live: dict[str, LiveRequest] = {}
         self._owners: dict[str, tuple[LiveRequest, int]] = {}
         self._searches: list[LiveBeams] = []
@@ -115,13 +119,16 @@ class LLM:
         *,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answers to one or many prompts (text or token ids), in their order, computed as one batch.
+        """Answers to one or many prompts (text or token ids), in their order, computed as one
+        batch.
 
-        `params` is one for all or one per prompt. A request that fails does not stop the others: its
-        output says finish_reason "error" and why. `progress` is a bar on the terminal; None shows one for
-        several prompts. There is none where stderr is no terminal.
+        `params` is one for all or one per prompt. A request that fails does not stop the others:
+        its output says finish_reason "error" and why. `progress` is a bar on the terminal; None
+        shows one for several prompts. There is none where stderr is no terminal.
         """
-        return self._run([self._text_prompt(prompt) for prompt in inputs.as_prompts(prompts)], params, progress)
+        return self._run(
+            [self._text_prompt(prompt) for prompt in inputs.as_prompts(prompts)], params, progress
+        )
 
     def chat(
         self,
@@ -131,8 +138,14 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answers to one or many conversations, through the model's chat template; docs/tools.md says how they read."""
-        return self._run([self._chat_prompt(one, tools) for one in inputs.as_conversations(messages)], params, progress)
+        """Answers to one or many conversations, through the model's chat template; docs/tools.md
+        says how they read.
+        """
+        return self._run(
+            [self._chat_prompt(one, tools) for one in inputs.as_conversations(messages)],
+            params,
+            progress,
+        )
 
     def beam_search(
         self,
@@ -144,10 +157,12 @@ class LLM:
         ignore_eos: bool = False,
         stop_token_ids: Sequence[int] = (),
     ) -> BeamSearchOutput:
-        """The `beam_width` likeliest continuations found by beam search; `quire.frontend.beam_search` says exactly how.
+        """The `beam_width` likeliest continuations found by beam search;
+        `quire.frontend.beam_search` says exactly how.
 
-        Beams end at the model's end-of-sequence tokens (unless `ignore_eos`) and at `stop_token_ids`. They run beside
-        other requests, share the blocks of their common tokens, and compute one token each per step.
+        Beams end at the model's end-of-sequence tokens (unless `ignore_eos`) and at
+        `stop_token_ids`. They run beside other requests, share the blocks of their common tokens,
+        and compute one token each per step.
         """
         engine = self.engine
         start = self._text_prompt(prompt)
@@ -157,7 +172,9 @@ class LLM:
         params = params.within(engine.plan.max_model_len - len(start.token_ids))
         with self._drive():
             self._counter += 1
-            search = LiveBeams(engine.core, f"beams-{self._counter}", start.token_ids, params, time.monotonic())
+            search = LiveBeams(
+                engine.core, f"beams-{self._counter}", start.token_ids, params, time.monotonic()
+            )
             self._searches.append(search)
             try:
                 while not search.is_done:
@@ -176,13 +193,17 @@ class LLM:
         """Text deltas of one answer. Leaving the loop early aborts the request."""
         return self._stream(self._text_prompt(prompt), params)
 
-    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[str]:
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> Iterator[str]:
         """Text deltas of the answer to a conversation."""
         return self._stream(self._chat_prompt(messages, None), params)
 
     # The engine by hand
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> str:
         """Queues a request and returns its id; `step` computes."""
         return self._add(self._text_prompt(prompt), params, request_id)
 
@@ -229,8 +250,10 @@ class LLM:
     # Its memory
 
     def sleep(self, level: int = 1) -> None:
-        """Gives the memory of weights and cache back; requests, of which none may run now, are refused until `wake_up`.
-        Level 1 keeps the weights in host memory; with level 2 `wake_up` reads the model's files again."""
+        """Gives the memory of weights and cache back; requests, of which none may run now, are
+        refused until `wake_up`. Level 1 keeps the weights in host memory; with level 2 `wake_up`
+        reads the model's files again.
+        """
         with self._drive() as engine:
             engine.sleep(level)
 
@@ -272,8 +295,10 @@ class LLM:
 
     @contextlib.contextmanager
     def _drive(self) -> Iterator[Engine]:
-        """The engine, for one thread at a time. `self.engine` raises if it can't be used, and is asked before the lock,
-        which in a forked process might never be released, and after it, as another thread may have closed it."""
+        """The engine, for one thread at a time. `self.engine` raises if it can't be used, and is
+        asked before the lock, which in a forked process might never be released, and after it, as
+        another thread may have closed it.
+        """
         assert self.engine
         with self._turn:
             yield self.engine
@@ -281,20 +306,29 @@ class LLM:
     def _text_prompt(self, prompt: Prompt) -> EncodedPrompt:
         token_ids = inputs.check_prompt(prompt, self.engine.decoder.spec.vocab_size)
         if token_ids is None:
-            return EncodedPrompt(str(prompt), self.engine.tokenizer.encode(str(prompt)), continues=True)
+            return EncodedPrompt(
+                str(prompt), self.engine.tokenizer.encode(str(prompt)), continues=True
+            )
         return EncodedPrompt(None, token_ids, continues=True)
 
-    def _chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> EncodedPrompt:
+    def _chat_prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> EncodedPrompt:
         return EncodedPrompt(None, self.encode_chat(messages, tools=tools), continues=False)
 
-    def _add(self, prompt: EncodedPrompt, params: SamplingParams | None, request_id: str | None = None) -> str:
+    def _add(
+        self, prompt: EncodedPrompt, params: SamplingParams | None, request_id: str | None = None
+    ) -> str:
         params = inputs.check_params(params) or SamplingParams()
         engine = self.engine
         params.check_token_ids(engine.decoder.spec.vocab_size)
         if params.priority and engine.core.scheduler.config.policy != "priority":
-            raise InvalidRequestError("priority", 'counts only in an LLM made with policy="priority"')
+            raise InvalidRequestError(
+                "priority", 'counts only in an LLM made with policy="priority"'
+            )
         resolved = resolve_tokens(params, engine.tokenizer)
-        # Compiled here, so that a bad grammar fails only this call; kept in `live`, so that it is ready at admission.
+        # Compiled here, so that a bad grammar fails only this call; kept in `live`, so that it is
+        # ready at admission.
         grammar = None if params.structured is None else engine.grammars.compile(params.structured)
         with self._drive():
             if request_id is None:
@@ -303,21 +337,38 @@ class LLM:
             if inputs.check_id(request_id) in self._live:
                 raise InvalidRequestError("request_id", f"{request_id!r} is in use")
             seed = params.seed if params.seed is not None else secrets.randbits(64)
-            requests = make_requests(request_id, prompt.token_ids, params, seed, engine.eos_token_ids, resolved)
+            requests = make_requests(
+                request_id, prompt.token_ids, params, seed, engine.eos_token_ids, resolved
+            )
             tokens = tuple(prompt.token_ids)
-            live = LiveRequest(request_id, prompt.text, tokens, requests, params, engine.tokenizer, prompt.continues)
+            live = LiveRequest(
+                request_id,
+                prompt.text,
+                tokens,
+                requests,
+                params,
+                engine.tokenizer,
+                prompt.continues,
+            )
             live.grammar = grammar
             engine.core.add_requests(requests, time.monotonic())
             self._live[request_id] = live
-            self._owners |= {request.request_id: (live, index) for index, request in enumerate(requests)}
+            self._owners |= {
+                request.request_id: (live, index) for index, request in enumerate(requests)
+            }
             return request_id
 
     def _deltas(self, updates: list[RequestUpdate]) -> list[RequestDelta]:
         deltas: list[RequestDelta] = []
-        ended = {update.request_id: update.metrics for update in updates if update.finish_reason is not None}
+        ended = {
+            update.request_id: update.metrics
+            for update in updates
+            if update.finish_reason is not None
+        }
         for update in updates:
             owner = self._owners.get(update.request_id)
-            if owner is None:  # a request of a beam search, or one that was aborted because its caller left
+            # a request of a beam search, or one that was aborted because its caller left
+            if owner is None:
                 for search in self._searches:
                     if update.request_id in search.names:
                         search.take(update, time.monotonic())
@@ -337,7 +388,9 @@ class LLM:
         return deltas
 
     def _end(self, name: str, ended: Mapping[str, RequestMetrics | None]) -> RequestMetrics:
-        """Ends an answer whose text has a stop string, unless the engine has just ended it; returns its metrics."""
+        """Ends an answer whose text has a stop string, unless the engine has just ended it; returns
+        its metrics.
+        """
         return ended.get(name) or self.engine.core.end(name, "stop", time.monotonic())
 
     def _run(
@@ -349,7 +402,8 @@ class LLM:
         each = inputs.as_params(params, len(prompts))
         request_ids: list[str] = []
         outputs: dict[str, RequestOutput] = {}
-        with self._drive():  # for the whole call: a step by another thread would receive our answers
+        # for the whole call: a step by another thread would receive our answers
+        with self._drive():
             try:
                 for prompt, one in zip(prompts, each, strict=True):
                     request_ids.append(self._add(prompt, one))
@@ -359,7 +413,11 @@ class LLM:
                 with full_collections_put_off(), shown as bar:
                     while len(outputs) < len(own):
                         deltas = [delta for delta in self.step() if delta.request_id in own]
-                        outputs |= {delta.request_id: delta.output for delta in deltas if delta.output is not None}
+                        outputs |= {
+                            delta.request_id: delta.output
+                            for delta in deltas
+                            if delta.output is not None
+                        }
                         if bar is not None:
                             bar.take(deltas)
             finally:

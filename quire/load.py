@@ -1,6 +1,7 @@
 """Loads a model: its files, its tokenizer, its weights, and those of a draft model if there is one.
 
-Every process that computes does this, also each rank of tensor parallelism; `quire.assemble` builds the engine.
+Every process that computes does this, also each rank of tensor parallelism; `quire.assemble` builds
+the engine.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 class Share:
-    """Which part of a model a process computes: here all of it. `quire.parallel.share` has the share of one rank."""
+    """Which part of a model a process computes: here all of it. `quire.parallel.share` has the
+    share of one rank.
+    """
 
     def files(self, files: ModelFiles) -> ModelFiles:
         """The files with only what this process reads of them."""
@@ -63,19 +66,29 @@ class LoadedModel:
 
 
 def load_model(
-    source: ModelSource, config: EngineConfig, device: Device, share: Share, progress: Progress | None = None
+    source: ModelSource,
+    config: EngineConfig,
+    device: Device,
+    share: Share,
+    progress: Progress | None = None,
 ) -> LoadedModel:
-    """Opens a model and loads this process's share of its weights; `progress` is called while they are read."""
-    pick_dtype(config.dtype, device)  # a dtype that the device lacks is an error before files are opened
+    """Opens a model and loads this process's share of its weights; `progress` is called while they
+    are read.
+    """
+    # a dtype that the device lacks is an error before files are opened
+    pick_dtype(config.dtype, device)
     with ThreadPoolExecutor(1, "device") as beside:
         initialising = beside.submit(device.initialise)
         # The tokenizer takes long and holds the interpreter's lock.
         files, tokenizer = _open(source, config.skip_tokenizer_init)
     try:
         initialising.result()
-        device.return_freed_memory()  # of engines that were here before: the plan counts what is free
+        # of engines that were here before: the plan counts what is free
+        device.return_freed_memory()
         weights = _choose(files, config, device, share)
-        scheduler_config(config, expected_plan(weights, config), config.limits(on_gpu=device.is_gpu))
+        scheduler_config(
+            config, expected_plan(weights, config), config.limits(on_gpu=device.is_gpu)
+        )
         decoder = load_planned(weights, config.max_model_len, progress, share.source_of(files.spec))
         draft = _load_draft(config, files.spec, weights, decoder, tokenizer, share)
     finally:
@@ -84,7 +97,9 @@ def load_model(
     return LoadedModel(files.spec, decoder, tokenizer, ends, weights.describe(), draft)
 
 
-def reload_weights(decoder: Decoder, source: ModelSource, config: EngineConfig, device: Device, share: Share) -> None:
+def reload_weights(
+    decoder: Decoder, source: ModelSource, config: EngineConfig, device: Device, share: Share
+) -> None:
     """Fills a decoder from its files again, in the memory that it has."""
     files = open_model(source.path)
     try:
@@ -101,7 +116,12 @@ def _choose(files: ModelFiles, config: EngineConfig, device: Device, share: Shar
 
 
 def _load_draft(
-    config: EngineConfig, whole: ModelSpec, weights: WeightPlan, decoder: Decoder, tokenizer: Tokenizer, share: Share
+    config: EngineConfig,
+    whole: ModelSpec,
+    weights: WeightPlan,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    share: Share,
 ) -> Draft | None:
     """The decoder that makes guesses, if `speculation` wants one."""
     spec = decoder.spec
@@ -113,7 +133,13 @@ def _load_draft(
                 f"is self, but the weights are computed with as they are stored ({', '.join(stored)}), and there are "
                 'no quicker ones to draft with: use ngram, or quantization="none"',
             )
-        plan = plan_weights(weights.files, weights.kernels, weights.dtype, weights.device, "auto" if stored else "int4")
+        plan = plan_weights(
+            weights.files,
+            weights.kernels,
+            weights.dtype,
+            weights.device,
+            "auto" if stored else "int4",
+        )
         drafter = load_planned(plan, config.max_model_len, wrap_source=share.source_of(whole))
         return Draft(drafter, False, f"drafts by itself in {plan.describe()}")
     if not config.speculation.startswith("draft:"):
@@ -121,14 +147,23 @@ def _load_draft(
     source = resolve(config.speculation.removeprefix("draft:"))
     files, own_tokenizer = _open(source, config.skip_tokenizer_init)
     try:
-        sizes = {own_tokenizer.vocab_size, tokenizer.vocab_size, spec.vocab_size, files.spec.vocab_size}
+        sizes = {
+            own_tokenizer.vocab_size,
+            tokenizer.vocab_size,
+            spec.vocab_size,
+            files.spec.vocab_size,
+        }
         known = range(min(sizes))
-        differs = next((i for i in known if own_tokenizer.token_bytes(i) != tokenizer.token_bytes(i)), None)
+        differs = next(
+            (i for i in known if own_tokenizer.token_bytes(i) != tokenizer.token_bytes(i)), None
+        )
         if differs is not None or files.spec.vocab_size != spec.vocab_size:
             where = ""
             if differs is not None:
                 theirs, ours = own_tokenizer.token_bytes(differs), tokenizer.token_bytes(differs)
-                where = f", and the first that differs is {differs}: {theirs!r} there, {ours!r} here"
+                where = (
+                    f", and the first that differs is {differs}: {theirs!r} there, {ours!r} here"
+                )
             raise InvalidRequestError(
                 "speculation",
                 f"{source.name} can't draft for this model: its vocabulary has {files.spec.vocab_size} tokens, the "
@@ -138,7 +173,11 @@ def _load_draft(
         config = replace(config, dtype=str(decoder.dtype).removeprefix("torch."))
         plan = _choose(files, config, device_of(weights.device), share)
         name = f"{source.name} drafts ({plan.describe()})"
-        return Draft(load_planned(plan, decoder.max_position, wrap_source=share.source_of(files.spec)), True, name)
+        return Draft(
+            load_planned(plan, decoder.max_position, wrap_source=share.source_of(files.spec)),
+            True,
+            name,
+        )
     finally:
         files.checkpoint.close()
 
@@ -153,8 +192,13 @@ def open_tokenizer(source: ModelSource) -> Tokenizer:
 def _open(source: ModelSource, without_text: bool) -> tuple[ModelFiles, Tokenizer]:
     files = open_model(source.path)
     try:
-        tokenizer = Tokenizer.without_text() if without_text else _open_tokenizer(files.checkpoint, source.path)
-        files.checkpoint.metadata = {}  # a GGUF file's vocabulary as Python objects, which nobody needs any more
+        tokenizer = (
+            Tokenizer.without_text()
+            if without_text
+            else _open_tokenizer(files.checkpoint, source.path)
+        )
+        # a GGUF file's vocabulary as Python objects, which nobody needs any more
+        files.checkpoint.metadata = {}
         gc_pauses.return_freed_memory()
         return files, tokenizer
     except BaseException:
@@ -183,6 +227,9 @@ def _open_tokenizer(checkpoint: Checkpoint, path: Path) -> Tokenizer:
     if checkpoint.kind == "gguf":
         return Tokenizer.from_gguf(checkpoint.metadata)
     if checkpoint.kind == "npy" and not (path / "tokenizer.json").exists():
-        logger.warning("%s has no tokenizer.json: text is read and written as UTF-8 bytes, token i being byte i", path)
+        logger.warning(
+            "%s has no tokenizer.json: text is read and written as UTF-8 bytes, token i being byte i",
+            path,
+        )
         return Tokenizer.of_bytes()
     return Tokenizer.from_hf_folder(path)

@@ -9,7 +9,9 @@ from quire.step import FinishReason, RequestMetrics
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely the model held a token, by its own logits: before masks, penalties and temperature."""
+    """How likely the model held a token, by its own logits: before masks, penalties and
+    temperature.
+    """
 
     token_id: int
     logprob: float
@@ -43,7 +45,9 @@ class Completion:
     finish_reason: FinishReason
     """stop (the model, a stop string or the grammar ended it), length, abort, deadline or error."""
     stop_reason: str | int | None
-    """The stop string or the token id that ended it. None if the grammar did, or `finish_reason` is not "stop"."""
+    """The stop string or the token id that ended it. None if the grammar did, or `finish_reason` is
+    not "stop".
+    """
     seed: int
     """What to pass as `seed`, with n=1, to get this answer again."""
     error: str | None
@@ -55,8 +59,9 @@ class Completion:
 
     @property
     def stop_token_id(self) -> int | None:
-        """The token that ended it, if one did; it is the last of `token_ids` and not part of `text`, unless
-        `include_stop_str_in_output` asks for it."""
+        """The token that ended it, if one did; it is the last of `token_ids` and not part of
+        `text`, unless `include_stop_str_in_output` asks for it.
+        """
         return self.stop_reason if isinstance(self.stop_reason, int) else None
 
 
@@ -71,8 +76,9 @@ class RequestOutput:
     completions: tuple[Completion, ...]
     """By index; with `best_of`, the best first."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """One for each of `prompt_token_ids`, if they were asked for. The first is None: nothing precedes it. So are
-    those that a request which was aborted or failed has not computed."""
+    """One for each of `prompt_token_ids`, if they were asked for. The first is None: nothing
+    precedes it. So are those that a request which was aborted or failed has not computed.
+    """
 
     @property
     def text(self) -> str:
@@ -107,7 +113,9 @@ class RequestDelta:
     index: int
     """Which answer; with `best_of`, which candidate, before they are ranked."""
     text: str
-    """New text. The beginning of a possible stop string is held back: it comes with a later delta, or never."""
+    """New text. The beginning of a possible stop string is held back: it comes with a later delta,
+    or never.
+    """
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     """One for each of `token_ids`, if they were asked for."""

@@ -1,8 +1,9 @@
 """A step as a value: what the scheduler decided, what the runner must do, and what came of it.
 
-A runner takes a step apart in this order: rows of `preempted` and `finished` are given up, rows of `admitted`
-are set up, `copies` are executed one after the other, then `scheduled` is computed. All device work of all
-steps happens in the order of submission (one stream), and the scheduler counts on it.
+A runner takes a step apart in this order: rows of `preempted` and `finished` are given up, rows of
+`admitted` are set up, `copies` are executed one after the other, then `scheduled` is computed. All
+device work of all steps happens in the order of submission (one stream), and the scheduler counts
+on it.
 """
 
 from __future__ import annotations
@@ -20,18 +21,23 @@ Pooling = Literal["mean", "last"]
 
 
 StateIds = tuple[tuple[int, ...], ...]
-"""Blocks of two states of recurrent layers, at the begin of an even chunk and of an odd one; () if there are none."""
+"""Blocks of two states of recurrent layers, at the begin of an even chunk and of an odd one; () if
+there are none.
+"""
 
 
 class ScheduledRequest(NamedTuple):
-    """Compute tokens `start` to `start + num_tokens` of a request row; the last `len(guesses)` of them are guesses. If
-    `samples`, draw the token after the last token that is no guess and write it to the row. If that token equals the
-    first guess, draw the token after that guess too, and so on up to the first guess that is wrong.
+    """Compute tokens `start` to `start + num_tokens` of a request row; the last `len(guesses)` of
+    them are guesses. If `samples`, draw the token after the last token that is no guess and write
+    it to the row. If that token equals the first guess, draw the token after that guess too, and so
+    on up to the first guess that is wrong.
 
-    A request may be scheduled again before its guesses are checked (`runs_ahead`): then `start` assumes that all of
-    them are right. The row on the device knows how many really were, and the runner begins there instead.
+    A request may be scheduled again before its guesses are checked (`runs_ahead`): then `start`
+    assumes that all of them are right. The row on the device knows how many really were, and the
+    runner begins there instead.
 
-    A named tuple rather than a dataclass, which takes longer to make: one is made for every row of every step.
+    A named tuple rather than a dataclass, which takes longer to make: one is made for every row of
+    every step.
     """
 
     request_id: str
@@ -45,32 +51,52 @@ class ScheduledRequest(NamedTuple):
     """Draft tokens that may follow the known ones; only where `samples`."""
     runs_ahead: bool = False
     num_drafts: int = 0
-    """How many tokens after the sampled one the runner should draft, as guesses for a later step. The row has blocks
-    for the keys and values of all of these but the last."""
+    """How many tokens after the sampled one the runner should draft, as guesses for a later step.
+    The row has blocks for the keys and values of all of these but the last.
+    """
 
 
 new_tuple = tuple.__new__
-"""Makes a named tuple in half the time that its own constructor takes, and checks nothing. So it is used here, next to
-the types, by functions that take names, and in two loops over all rows of a step, which write out what these functions
-do. `tests/engine/test_step_values.py` compares all of them with constructors, and the fields are checked below."""
+"""Makes a named tuple in half the time that its own constructor takes, and checks nothing. So it is
+used here, next to the types, by functions that take names, and in two loops over all rows of a
+step, which write out what these functions do. `tests/engine/test_step_values.py` compares all of
+them with constructors, and the fields are checked below.
+"""
 
 
 def decode_entry(
     request_id: str, row: int, start: int, new_block_ids: tuple[int, ...], runs_ahead: bool
 ) -> ScheduledRequest:
     """An entry that computes one token and samples the next."""
-    return new_tuple(ScheduledRequest, (request_id, row, start, 1, True, new_block_ids, (), runs_ahead, 0))
+    return new_tuple(
+        ScheduledRequest, (request_id, row, start, 1, True, new_block_ids, (), runs_ahead, 0)
+    )
 
 
 def with_guesses(
-    entry: ScheduledRequest, new_block_ids: tuple[int, ...], guesses: tuple[int, ...], num_drafts: int
+    entry: ScheduledRequest,
+    new_block_ids: tuple[int, ...],
+    guesses: tuple[int, ...],
+    num_drafts: int,
 ) -> ScheduledRequest:
-    """An entry without guesses, which computes and checks these too and has the runner draft tokens after them."""
+    """An entry without guesses, which computes and checks these too and has the runner draft tokens
+    after them.
+    """
     request_id, row, start, num_tokens, samples, _, _, runs_ahead, _ = entry
     num_tokens += len(guesses)
     return new_tuple(
         ScheduledRequest,
-        (request_id, row, start, num_tokens, samples, new_block_ids, guesses, runs_ahead, num_drafts),
+        (
+            request_id,
+            row,
+            start,
+            num_tokens,
+            samples,
+            new_block_ids,
+            guesses,
+            runs_ahead,
+            num_drafts,
+        ),
     )
 
 
@@ -128,14 +154,17 @@ class Admission:
     arrival: float
     resolved: ResolvedTokens = field(default_factory=ResolvedTokens)
     score_prompt_from: int | None = None
-    """The first prompt position whose logprobs are still wanted; None: no position's. Position p is scored by computing
-    token p - 1, so the cached tokens end before that one."""
+    """The first prompt position whose logprobs are still wanted; None: no position's. Position p is
+    scored by computing token p - 1, so the cached tokens end before that one.
+    """
     pooling: Pooling | None = None
-    """The request wants its prompt's hidden states, pooled this way (an embedding), and no answer: the token that is
-    sampled is ignored. For "mean" no token of the prompt is taken from the cache."""
+    """The request wants its prompt's hidden states, pooled this way (an embedding), and no answer:
+    the token that is sampled is ignored. For "mean" no token of the prompt is taken from the cache.
+    """
     state_ids: StateIds = ()
-    """The blocks of its states. That of the chunk in which computing begins is filled by this step's copies, unless it
-    is the first chunk, before which there is nothing to know."""
+    """The blocks of its states. That of the chunk in which computing begins is filled by this
+    step's copies, unless it is the first chunk, before which there is nothing to know.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +210,16 @@ class Step:
     num_waiting: int = 0
     num_running: int = 0
     num_decodes: int = 0
-    """The first `num_decodes` entries of `scheduled` compute one token, sample the next one and have no guesses."""
+    """The first `num_decodes` entries of `scheduled` compute one token, sample the next one and
+    have no guesses.
+    """
 
     @property
     def is_empty(self) -> bool:
         """Nothing to do and nothing to tell: such a step is neither submitted nor committed."""
-        return not (self.scheduled or self.admitted or self.preempted or self.finished or self.copies)
+        return not (
+            self.scheduled or self.admitted or self.preempted or self.finished or self.copies
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -194,15 +227,18 @@ class Step:
 
 
 class TokenScore(NamedTuple):
-    """How likely the model held a token, and which ones it held most likely: from the logits as the model
-    gave them, before masks, penalties and temperature."""
+    """How likely the model held a token, and which ones it held most likely: from the logits as the
+    model gave them, before masks, penalties and temperature.
+    """
 
     token_id: int
     logprob: float
     rank: int
     """1 for the most likely token; among equals the lower id comes first."""
     top: tuple[tuple[int, float], ...] = ()
-    """(token id, logprob) of the most likely tokens, as many as were asked for, the first ranks first."""
+    """(token id, logprob) of the most likely tokens, as many as were asked for, the first ranks
+    first.
+    """
     named: tuple[tuple[int, float, int], ...] = ()
     """(token id, logprob, rank) of the tokens that were asked for by id, in that order."""
 
@@ -216,8 +252,9 @@ class PromptScores(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a runner found: for each request that samples, one token and one more for every guess that was right; or
-    an error that concerns this request only."""
+    """What a runner found: for each request that samples, one token and one more for every guess
+    that was right; or an error that concerns this request only.
+    """
 
     step_id: int
     tokens: Mapping[str, tuple[int, ...]]
@@ -229,9 +266,13 @@ class StepResult:
     ended: frozenset[str] = frozenset()
     """Requests that end with these tokens because their grammar allows no further one."""
     pooled: Mapping[str, bytes] = field(default_factory=dict)
-    """For requests with pooling that sample: the pooled vector, not normalised, as little-endian float32."""
+    """For requests with pooling that sample: the pooled vector, not normalised, as little-endian
+    float32.
+    """
     drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Guesses for a later step: a draft model's tokens, or the only text that a grammar allows there."""
+    """Guesses for a later step: a draft model's tokens, or the only text that a grammar allows
+    there.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +328,9 @@ class RequestMetrics:
 
 
 class RequestUpdate(NamedTuple):
-    """What a request gained: tokens, scores, its end. Each request gets exactly one with a finish reason."""
+    """What a request gained: tokens, scores, its end. Each request gets exactly one with a finish
+    reason.
+    """
 
     request_id: str
     new_token_ids: tuple[int, ...]
@@ -300,9 +343,13 @@ class RequestUpdate(NamedTuple):
     scores: tuple[TokenScore, ...] = ()
     """One for each new token, if logprobs were asked for."""
     prompt_scores: PromptScores | None = None
-    """Scores of prompt positions. The same positions may come twice, for example from two answers to one prompt."""
+    """Scores of prompt positions. The same positions may come twice, for example from two answers
+    to one prompt.
+    """
     pooled: bytes | None = None
-    """With the finish reason "stop", if pooling was asked for: the vector, as little-endian float32."""
+    """With the finish reason "stop", if pooling was asked for: the vector, as little-endian
+    float32.
+    """
 
     @property
     def is_growth(self) -> bool:
@@ -313,9 +360,13 @@ class RequestUpdate(NamedTuple):
 _NOTHING_ELSE = RequestUpdate(request_id="", new_token_ids=())[2:]
 
 
-def tokens_update(request_id: str, new_token_ids: tuple[int, ...], scores: tuple[TokenScore, ...]) -> RequestUpdate:
+def tokens_update(
+    request_id: str, new_token_ids: tuple[int, ...], scores: tuple[TokenScore, ...]
+) -> RequestUpdate:
     """The update of a request that gained tokens and goes on."""
-    return new_tuple(RequestUpdate, (request_id, new_token_ids, None, None, None, None, scores, None, None))
+    return new_tuple(
+        RequestUpdate, (request_id, new_token_ids, None, None, None, None, scores, None, None)
+    )
 
 
 assert " ".join(RequestUpdate._fields) == (

@@ -1,8 +1,10 @@
-"""Writes a tiny Llama-style model as one .npy file per weight, with tokens and logits to check a loader by.
+"""Writes a tiny Llama-style model as one .npy file per weight, with tokens and logits to check a
+loader by.
 
 The logits come from the forward pass below, which is written straight from the definition of the
-architecture and shares no code with Quire: if Quire loads the folder and gets the same logits, both the
-loading and the decoder are right. Asked as text (its tokens are bytes), the model goes on with the alphabet.
+architecture and shares no code with Quire: if Quire loads the folder and gets the same logits, both
+the loading and the decoder are right. Asked as text (its tokens are bytes), the model goes on with
+the alphabet.
 
     python scripts/export_npy.py --out tiny-llama
 """
@@ -66,15 +68,19 @@ def make_weights(seed: int) -> dict[str, Tensor]:
         weights[f"{prefix}.mlp.up_proj.weight"] = matrix(INTERMEDIATE, HIDDEN)
         weights[f"{prefix}.mlp.down_proj.weight"] = matrix(HIDDEN, INTERMEDIATE)
     weights["model.norm.weight"] = norm()
-    weights["lm_head.weight"] = _readable(matrix(VOCABULARY, HIDDEN), weights["model.embed_tokens.weight"])
+    weights["lm_head.weight"] = _readable(
+        matrix(VOCABULARY, HIDDEN), weights["model.embed_tokens.weight"]
+    )
     return weights
 
 
 def _readable(head: Tensor, embedding: Tensor) -> Tensor:
-    """A head that makes random layers write what one can read, in a vocabulary whose first 256 tokens are bytes.
+    """A head that makes random layers write what one can read, in a vocabulary whose first 256
+    tokens are bytes.
 
-    The residual stream still holds much of the last token's embedding when it reaches the head. Of each letter it is
-    added to the row of the next one, so "abc" goes on with "defg"; and printable characters score higher than the rest.
+    The residual stream still holds much of the last token's embedding when it reaches the head. Of
+    each letter it is added to the row of the next one, so "abc" goes on with "defg"; and printable
+    characters score higher than the rest.
     """
     head[32:127] *= 3
     for cycle in ("abcdefghijklmnopqrstuvwxyz ", "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789,"):
@@ -103,7 +109,8 @@ def rope(x: Tensor) -> Tensor:
 def attention(x: Tensor, weights: dict[str, Tensor], prefix: str) -> Tensor:
     count = x.shape[0]
     query, key, value = (
-        (x @ weights[f"{prefix}.{name}_proj.weight"].T).view(count, NUM_HEADS, HEAD_DIM) for name in "qkv"
+        (x @ weights[f"{prefix}.{name}_proj.weight"].T).view(count, NUM_HEADS, HEAD_DIM)
+        for name in "qkv"
     )
     scores = torch.einsum("qhd,khd->hqk", rope(query), rope(key)) / HEAD_DIM**0.5
     future = torch.ones(count, count, dtype=torch.bool).triu(1)
@@ -146,7 +153,9 @@ def export(out: Path, seed: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a tiny Llama-style model as .npy files.")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to; made if missing")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder to write to; made if missing"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     export(arguments.out, arguments.seed)

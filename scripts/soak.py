@@ -1,11 +1,12 @@
 """Mixed requests for a long time, three in ten of them cut by their clients: does anything grow?
 
-Starts a server, loads it in rounds, and after each round waits until it is idle: then all blocks must be free, and a
-fixed request must get its known tokens. One request in ten is HTTP as no client should write it, some answers are as
-large as they come, and once in a round both processes are paused for a moment. Memory and descriptors of both are
-noted when the server has rested for a moment; in the second half of the run none of them may have a slope. In the
-first half logs of fixed size fill: of the last 4,096 steps, and of the last 2,048 requests; the run says when they
-were full. Exits with 1 if anything is wrong.
+Starts a server, loads it in rounds, and after each round waits until it is idle: then all blocks
+must be free, and a fixed request must get its known tokens. One request in ten is HTTP as no client
+should write it, some answers are as large as they come, and once in a round both processes are
+paused for a moment. Memory and descriptors of both are noted when the server has rested for a
+moment; in the second half of the run none of them may have a slope. In the first half logs of fixed
+size fill: of the last 4,096 steps, and of the last 2,048 requests; the run says when they were
+full. Exits with 1 if anything is wrong.
 
     make soak                       10 minutes
     SOAK_SECONDS=120 make soak
@@ -49,7 +50,12 @@ STORED = 64
 IDLE_SECONDS = 60
 REST_SECONDS = 1.5
 """Without requests, after which both processes have given back what they could."""
-CANARY = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+CANARY = {
+    "prompt": "The capital of France is",
+    "max_tokens": 8,
+    "temperature": 0,
+    "return_token_ids": True,
+}
 LIMITS = {"memory": (0.015, 6 * 2**20), "descriptors": (0.0, 2.0)}
 """What may be gained in the second half: a share of what there is, or this much."""
 SCHEMA = {
@@ -81,21 +87,44 @@ WORDS = (
 def make_request(source: random.Random) -> tuple[str, dict[str, Any], int]:
     """A path, a body, and the status it should get."""
     text = " ".join(source.choices(WORDS, k=source.choice((3, 20, 120))))
-    sampling = {"temperature": source.choice((0, 0.8)), "seed": source.randrange(100), "max_tokens": 24}
+    sampling = {
+        "temperature": source.choice((0, 0.8)),
+        "seed": source.randrange(100),
+        "max_tokens": 24,
+    }
     chat = {"messages": [{"role": "user", "content": text}], **sampling}
-    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "person", "schema": SCHEMA, "strict": True},
+    }
     requests: tuple[tuple[str, dict[str, Any], int], ...] = (
         ("/v1/chat/completions", {**chat, "stream": True}, 200),
         ("/v1/chat/completions", {**chat, "n": 3, "logprobs": True, "top_logprobs": 3}, 200),
         ("/v1/chat/completions", {**chat, "stream": True, "response_format": form}, 200),
-        ("/v1/chat/completions", {**chat, "stream": True, "tools": [TOOL], "tool_choice": "required"}, 200),
-        ("/v1/completions", {"prompt": text, **sampling, "stream": True, "stop": ["e", "the"]}, 200),
+        (
+            "/v1/chat/completions",
+            {**chat, "stream": True, "tools": [TOOL], "tool_choice": "required"},
+            200,
+        ),
+        (
+            "/v1/completions",
+            {"prompt": text, **sampling, "stream": True, "stop": ["e", "the"]},
+            200,
+        ),
         ("/v1/completions", {"prompt": [text, text[:9], "x"], **sampling, "ignore_eos": True}, 200),
         ("/v1/responses", {"input": text, "max_output_tokens": 16, "stream": True}, 200),
-        ("/v1/messages", {"messages": chat["messages"], "max_tokens": 16, "model": "smollm2", "stream": True}, 200),
+        (
+            "/v1/messages",
+            {"messages": chat["messages"], "max_tokens": 16, "model": "smollm2", "stream": True},
+            200,
+        ),
         ("/v1/embeddings", {"input": [text, "y"]}, 200),
         ("/v1/embeddings", {"input": ["y"] * 200}, 200),
-        ("/v1/completions", {"prompt": text, "max_tokens": 1, "n": 4, "echo": True, "logprobs": 20}, 200),
+        (
+            "/v1/completions",
+            {"prompt": text, "max_tokens": 1, "n": 4, "echo": True, "logprobs": 20},
+            200,
+        ),
         ("/tokenize", {"prompt": text * 100, "return_token_strs": True}, 200),
         ("/tokenize", {"prompt": text}, 200),
         ("/v1/completions", {"prompt": text, "temperature": -1}, 400),
@@ -106,7 +135,9 @@ def make_request(source: random.Random) -> tuple[str, dict[str, Any], int]:
 
 
 def make_attack(source: random.Random) -> tuple[bytes, bool, int]:
-    """The bytes of a request, whether the sender closes its half then, and the status it should get."""
+    """The bytes of a request, whether the sender closes its half then, and the status it should
+    get.
+    """
     body = b'{"prompt": "x", "max_tokens": 4}'
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
     chunked = head + b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(body), body)
@@ -151,14 +182,18 @@ class Soak:
             await asyncio.gather(self.pause(end), *(self.work(end) for _ in range(concurrency)))
             self.client.close()  # its connections are no leak of the server's
             if not await self.is_idle():
-                self.faults.append(f"round {number + 1}: after {IDLE_SECONDS} s without requests something still ran")
+                self.faults.append(
+                    f"round {number + 1}: after {IDLE_SECONDS} s without requests something still ran"
+                )
             if await self.canary() != canary:
                 self.faults.append(f"round {number + 1}: the canary's tokens changed")
             await asyncio.sleep(REST_SECONDS)
             self.times.append(time.monotonic() - start)
             await self.look_at_logs()
             self.sample()
-            shown = ", ".join(f"{name} {describe(name, values[-1])}" for name, values in self.samples.items())
+            shown = ", ".join(
+                f"{name} {describe(name, values[-1])}" for name, values in self.samples.items()
+            )
             print(f"{self.times[-1]:6.0f} s: {self.counts.total()} requests, {shown}", flush=True)
             if self.faults:
                 return
@@ -170,7 +205,9 @@ class Soak:
                 continue
             path, body, status = make_request(self.source)
             # Some requests are over before they are cut: their place is taken by others.
-            wants_cut = self.counts["cut"] <= CUTS * self.counts.total() and self.source.random() < 0.7
+            wants_cut = (
+                self.counts["cut"] <= CUTS * self.counts.total() and self.source.random() < 0.7
+            )
             cut = self.source.uniform(0, 1.5) if wants_cut else None
             try:
                 async with asyncio.timeout(cut):
@@ -225,17 +262,25 @@ class Soak:
                     raise HttpError(data.decode())
 
     async def canary(self) -> list[int]:
-        tokens: list[int] = (await self.client.post_json("/v1/completions", CANARY))["choices"][0]["token_ids"]
+        tokens: list[int] = (await self.client.post_json("/v1/completions", CANARY))["choices"][0][
+            "token_ids"
+        ]
         return tokens
 
     async def fill_cache(self) -> None:
-        """Uses every block once: memory counts only when it is first touched, and would look like a leak."""
+        """Uses every block once: memory counts only when it is first touched, and would look like a
+        leak.
+        """
         for _ in range(12):
             prompt = [self.source.randrange(100) for _ in range(900)]
             await self.client.post_json("/v1/completions", {"prompt": prompt, "max_tokens": 1})
 
     async def is_idle(self) -> bool:
-        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+        names = (
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting",
+            "vllm:kv_cache_usage_perc",
+        )
         end = time.monotonic() + IDLE_SECONDS
         while time.monotonic() < end:
             page = (await self.client.get("/metrics")).decode()
@@ -246,7 +291,12 @@ class Soak:
 
     async def look_at_logs(self) -> None:
         page = (await self.client.get("/metrics")).decode()
-        steps = sum(map(float, re.findall(r"^vllm:iteration_tokens_total_count\{.*\} (\S+)$", page, re.MULTILINE)))
+        steps = sum(
+            map(
+                float,
+                re.findall(r"^vllm:iteration_tokens_total_count\{.*\} (\S+)$", page, re.MULTILINE),
+            )
+        )
         for (name, most), found in zip(LOGS.items(), (steps, self.counts["200"]), strict=True):
             if found >= most:
                 self.filled.setdefault(name, self.times[-1])
@@ -262,7 +312,11 @@ class Soak:
         """Whether all is well; says what is not."""
         skipped = int(len(self.times) * WARM_UP)
         for name, most in LOGS.items():
-            when = f"full after {self.filled[name]:.0f} s" if name in self.filled else "not full at the end"
+            when = (
+                f"full after {self.filled[name]:.0f} s"
+                if name in self.filled
+                else "not full at the end"
+            )
             print(f"{name}: {most:,}, {when}")
         for name, values in self.samples.items():
             if len(values) - skipped < 4:
@@ -271,7 +325,9 @@ class Soak:
             gain = slope * (self.times[-1] - self.times[skipped])
             share, most = LIMITS[name.split()[1]]
             limit = max(share * values[skipped], most)
-            print(f"{name}: {describe(name, values[skipped])} at half time, gained {describe(name, gain)} since")
+            print(
+                f"{name}: {describe(name, values[skipped])} at half time, gained {describe(name, gain)} since"
+            )
             if gain > limit:
                 self.faults.append(
                     f"{name}: gained {describe(name, gain)}, at most {describe(name, limit)} are allowed"
@@ -285,7 +341,9 @@ class Soak:
 def slope_of(times: list[float], values: list[float]) -> float:
     """The median of the slopes between all pairs: a few odd samples don't matter."""
     pairs = combinations(zip(times, values, strict=True), 2)
-    return statistics.median((later[1] - earlier[1]) / (later[0] - earlier[0]) for earlier, later in pairs)
+    return statistics.median(
+        (later[1] - earlier[1]) / (later[0] - earlier[0]) for earlier, later in pairs
+    )
 
 
 def describe(name: str, value: float) -> str:
@@ -295,9 +353,22 @@ def describe(name: str, value: float) -> str:
 @contextlib.contextmanager
 def server(model: str) -> Iterator[tuple[str, dict[str, int]]]:
     """Its address and the ids of its two processes."""
-    options = ["--max-num-seqs=16", "--kv-cache-memory=128MiB", "--max-model-len=1024", "--served-model-name=smollm2"]
+    options = [
+        "--max-num-seqs=16",
+        "--kv-cache-memory=128MiB",
+        "--max-model-len=1024",
+        "--served-model-name=smollm2",
+    ]
     options += [f"--stored-responses={STORED}"]
-    command = [sys.executable, "-m", "quire.cli.main", "serve", "--port=0", f"--model={model}", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "quire.cli.main",
+        "serve",
+        "--port=0",
+        f"--model={model}",
+        *options,
+    ]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, cwd=ROOT, stderr=log)
         try:
@@ -310,7 +381,11 @@ def server(model: str) -> Iterator[tuple[str, dict[str, int]]]:
                 if process.poll() is not None:
                     raise SystemExit(f"the server did not start:\n{text}")
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            engine = next(int(pid) for pid in children if b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes())
+            engine = next(
+                int(pid)
+                for pid in children
+                if b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            )
             yield found[0], {"http": process.pid, "engine": engine}
             if process.poll() is not None:
                 raise SystemExit(f"the server ended with {process.returncode}")
@@ -320,8 +395,12 @@ def server(model: str) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=float(os.environ.get("SOAK_SECONDS", "600")))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float(os.environ.get("SOAK_SECONDS", "600"))
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--concurrency", type=int, default=12)
     options = parser.parse_args()

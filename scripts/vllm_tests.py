@@ -5,9 +5,9 @@
     python scripts/vllm_tests.py path/to/vllm -k test_tokenize -x   # what else pytest takes
     QUIRE_MODEL=path/to/model python scripts/vllm_tests.py path/to/vllm     # with another model than SmolLM2
 
-Nothing of vLLM is installed or needed but its `tests` folder: where they start `vllm serve`, `quire serve` is started
-with SmolLM2 under the name that the test gives its model. What else they import of vLLM is not there, and whoever asks
-for it fails. Cases that never talk to a server are left out.
+Nothing of vLLM is installed or needed but its `tests` folder: where they start `vllm serve`, `quire
+serve` is started with SmolLM2 under the name that the test gives its model. What else they import
+of vLLM is not there, and whoever asks for it fails. Cases that never talk to a server are left out.
 
 docs/clients.md has the count, and why each of the others differs.
 """
@@ -79,8 +79,9 @@ FILES = (
     "pooling/embed/test_online.py",
     "serve/instrumentator/test_metrics.py",
 )
-"""Those that start a server of a model for text. Left out: images, sound, adapters, gpt-oss (20 GB), rerankers,
-classifiers, and what runs inside of vLLM without a server."""
+"""Those that start a server of a model for text. Left out: images, sound, adapters, gpt-oss (20
+GB), rerankers, classifiers, and what runs inside of vLLM without a server.
+"""
 
 _MODEL_NAME = r'"((?!application/|v1/|typeof/)[A-Za-z][\w.-]+/[\w.-]+)"'
 _CONTEXT = 8192
@@ -94,7 +95,9 @@ class InternalsError(Exception):
 
 
 class Missing:
-    """Stands for anything of vLLM that is no part of its server's API: it may be imported, not used."""
+    """Stands for anything of vLLM that is no part of its server's API: it may be imported, not
+    used.
+    """
 
     def __init__(self, name: str) -> None:
         self.__name = name
@@ -141,8 +144,9 @@ class _MissingModule(ModuleType):
 
 
 class QuireServer:
-    """In the place of vLLM's `RemoteOpenAIServer`. Starting one takes longer than most tests do, so all whose settings
-    don't matter are one, which knows every model's name."""
+    """In the place of vLLM's `RemoteOpenAIServer`. Starting one takes longer than most tests do, so
+    all whose settings don't matter are one, which knows every model's name.
+    """
 
     DUMMY_API_KEY = "token-abc123"
     _running: ClassVar[dict[tuple[str, ...], tuple[int, subprocess.Popen[bytes]]]] = {}
@@ -160,13 +164,26 @@ class QuireServer:
         self.url_root = f"http://{self.host}:{self.port}"
 
     def _start(self, arguments: tuple[str, ...]) -> None:
-        port = int(arguments[arguments.index("--port") + 1]) if "--port" in arguments else free_port()
+        port = (
+            int(arguments[arguments.index("--port") + 1]) if "--port" in arguments else free_port()
+        )
         names = [part for name in _model_names() for part in ("--served-model-name", name)]
-        command = [sys.executable, "-m", "quire", "serve", MODEL, *(arguments or names), "--port", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "quire",
+            "serve",
+            MODEL,
+            *(arguments or names),
+            "--port",
+            str(port),
+        ]
         command += ["--kv-cache-memory", "128MiB", "--max-model-len", str(_CONTEXT)]
         command += ["--speculation", "ngram"]  # the same answers, sooner
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         atexit.register(_stop, process)
         self._running[arguments] = port, process
         _wait_until_up(f"http://127.0.0.1:{port}/health", process)
@@ -184,14 +201,19 @@ class QuireServer:
         import openai
 
         return openai.OpenAI(
-            base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **_in_time(options)
+            base_url=self.url_for("v1"),
+            api_key=self.DUMMY_API_KEY,
+            max_retries=0,
+            **_in_time(options),
         )
 
     def get_async_client(self, **options: Any) -> Any:
         import openai
 
         url = self.url_for("v1")
-        return openai.AsyncOpenAI(base_url=url, api_key=self.DUMMY_API_KEY, max_retries=0, **_in_time(options))
+        return openai.AsyncOpenAI(
+            base_url=url, api_key=self.DUMMY_API_KEY, max_retries=0, **_in_time(options)
+        )
 
     def get_client_anthropic(self, **options: Any) -> Any:
         import anthropic
@@ -204,7 +226,9 @@ class QuireServer:
         import anthropic
 
         url = self.url_root
-        return anthropic.AsyncAnthropic(base_url=url, api_key=self.DUMMY_API_KEY, max_retries=0, **_in_time(options))
+        return anthropic.AsyncAnthropic(
+            base_url=url, api_key=self.DUMMY_API_KEY, max_retries=0, **_in_time(options)
+        )
 
 
 def _in_time(options: dict[str, Any]) -> dict[str, Any]:
@@ -212,10 +236,13 @@ def _in_time(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _translated(model: str, given: Sequence[str]) -> tuple[str, ...]:
-    """vLLM's arguments as ours: none, if the common server will do. Those about kernels, memory and lengths have
-    nothing to say here."""
+    """vLLM's arguments as ours: none, if the common server will do. Those about kernels, memory and
+    lengths have nothing to say here.
+    """
     arguments: list[str] = []
-    words = [part for word in given for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    words = [
+        part for word in given for part in (word.split("=", 1) if word.startswith("--") else [word])
+    ]
     for place, word in enumerate(words):
         if word in ("--api-key", "--port"):
             arguments += [word, words[place + 1]]
@@ -318,7 +345,9 @@ class Count:
             signal.alarm(0)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if (report.when == "call" or report.outcome != "passed") and self.cases.get(report.nodeid) != "failed":
+        if (report.when == "call" or report.outcome != "passed") and self.cases.get(
+            report.nodeid
+        ) != "failed":
             self.cases[report.nodeid] = report.outcome
             self.reasons[report.nodeid] = _reason(report)
 
@@ -337,12 +366,23 @@ class Count:
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    lines = [line.removeprefix("E ").strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
+    lines = [
+        line.removeprefix("E ").strip()
+        for line in report.longreprtext.splitlines()
+        if line.startswith("E ")
+    ]
     return (lines[0] if lines else report.longreprtext.strip().rpartition("\n")[2])[:200]
 
 
 def _talks(item: pytest.Function) -> bool:
-    fixtures = {"server", "client", "async_client", "remote_server", "server_with_store", "openai_client"}
+    fixtures = {
+        "server",
+        "client",
+        "async_client",
+        "remote_server",
+        "server_with_store",
+        "openai_client",
+    }
     starts = "RemoteOpenAIServer(" in inspect.getsource(item.function)
     return starts or not fixtures.isdisjoint(item.fixturenames)
 
@@ -358,14 +398,40 @@ def main(checkout: str, *more: str) -> int:
     for name in ("tests.utils", "tests.conftest"):  # before pytest looks for them
         importlib.import_module(name)
     _own_file("vllm.utils.serial_utils")
-    files = [word for word in more if word.startswith("tests/")] or [ENTRYPOINTS + name for name in FILES]
-    options = ["-p", "pytest_asyncio", "-o", "asyncio_mode=strict", "-p", "no:cacheprovider", "--no-header", "-q"]
-    options += ["--confcutdir", ENTRYPOINTS, "--rootdir", ".", "-c", os.devnull, "-W", "ignore", "--tb", "short"]
+    files = [word for word in more if word.startswith("tests/")] or [
+        ENTRYPOINTS + name for name in FILES
+    ]
+    options = [
+        "-p",
+        "pytest_asyncio",
+        "-o",
+        "asyncio_mode=strict",
+        "-p",
+        "no:cacheprovider",
+        "--no-header",
+        "-q",
+    ]
+    options += [
+        "--confcutdir",
+        ENTRYPOINTS,
+        "--rootdir",
+        ".",
+        "-c",
+        os.devnull,
+        "-W",
+        "ignore",
+        "--tb",
+        "short",
+    ]
     options += ["--show-capture", "no", "--continue-on-collection-errors"]
     signal.signal(signal.SIGALRM, _too_long)
     if "--collect-only" not in more:
         QuireServer("", ())  # the one that most cases share
-    return int(pytest.main([*options, *files, *(word for word in more if word not in files)], plugins=[Count()]))
+    return int(
+        pytest.main(
+            [*options, *files, *(word for word in more if word not in files)], plugins=[Count()]
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -19,19 +19,23 @@ from hypothesis import HealthCheck, settings
 from tests.skips import skipped_lines
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton's kernels then run on the CPU; read when it is imported
+    # Triton's kernels then run on the CPU; read when it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The same examples on every run; HYPOTHESIS_PROFILE=explore looks for new ones.
-settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Started in the background, a shell has us ignore Ctrl-C, and every process that a test interrupts would, too.
+    # Started in the background, a shell has us ignore Ctrl-C, and every process that a test
+    # interrupts would, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Workers of pytest-xdist share the cores between them: with more threads than cores, OpenMP spends its
-    # time waiting at barriers. The variable is for the processes that tests start.
+    # Workers of pytest-xdist share the cores between them: with more threads than cores, OpenMP
+    # spends its time waiting at barriers. The variable is for the processes that tests start.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         threads = max(1, (os.cpu_count() or 1) // workers)
@@ -49,8 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Thousands of tests with their marks and parameters stay until the end: full collections, of which tests cause
-    hundreds, need not walk over them every time."""
+    """Thousands of tests with their marks and parameters stay until the end: full collections, of
+    which tests cause hundreds, need not walk over them every time.
+    """
     gc.collect()
     gc.freeze()
 

@@ -25,10 +25,14 @@ def load_decoder(
     quantization: str = "auto",
 ) -> Decoder:
     """A decoder with its weights on the device, in the formats that `plan_weights` chooses."""
-    return load_planned(plan_weights(files, kernels, dtype, device, quantization), max_position, progress)
+    return load_planned(
+        plan_weights(files, kernels, dtype, device, quantization), max_position, progress
+    )
 
 
-def make_caches(decoder: Decoder, num_blocks: int, block_size: int = BLOCK_SIZE) -> list[LayerCache]:
+def make_caches(
+    decoder: Decoder, num_blocks: int, block_size: int = BLOCK_SIZE
+) -> list[LayerCache]:
     """Caches full of NaN: whoever reads a slot nobody wrote is found out."""
     spec = decoder.spec
     shape = (num_blocks, spec.head_shapes[0].num_kv_heads, block_size, spec.head_shapes[0].head_dim)
@@ -41,7 +45,9 @@ def make_caches(decoder: Decoder, num_blocks: int, block_size: int = BLOCK_SIZE)
 
 
 def paged_batch(
-    sequences: Sequence[tuple[int, int, Sequence[int]]], block_size: int, device: torch.device | str = "cpu"
+    sequences: Sequence[tuple[int, int, Sequence[int]]],
+    block_size: int,
+    device: torch.device | str = "cpu",
 ) -> PagedBatch:
     """A batch of (start, number of new tokens, block table) per sequence."""
     width = max(len(table) for _, _, table in sequences)
@@ -50,7 +56,10 @@ def paged_batch(
     query_start = [0]
     for i, (start, count, table) in enumerate(sequences):
         tables[i, : len(table)] = torch.tensor(table, dtype=torch.int32)
-        slots += [table[t // block_size] * block_size + t % block_size for t in range(start, start + count)]
+        slots += [
+            table[t // block_size] * block_size + t % block_size
+            for t in range(start, start + count)
+        ]
         query_start.append(query_start[-1] + count)
     context_lens = [start + count for start, count, _ in sequences]
     return PagedBatch(
@@ -64,7 +73,12 @@ def paged_batch(
 
 
 def attend(
-    kernels: Kernels, query: Tensor, cache: LayerCache, batch: PagedBatch, scale: float, window: int | None
+    kernels: Kernels,
+    query: Tensor,
+    cache: LayerCache,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """`Kernels.attention` with heads as the tensors have them."""
     heads = HeadShape(query.shape[1], cache.keys.shape[1], query.shape[2])
@@ -72,8 +86,12 @@ def attend(
 
 
 @torch.inference_mode()
-def run_tokens(decoder: Decoder, caches: list[LayerCache], tokens: Sequence[int], start: int) -> Tensor:
-    """Logits of tokens[start:], the earlier ones being in the caches already (blocks 1, 2, 3, … in order)."""
+def run_tokens(
+    decoder: Decoder, caches: list[LayerCache], tokens: Sequence[int], start: int
+) -> Tensor:
+    """Logits of tokens[start:], the earlier ones being in the caches already (blocks 1, 2, 3, … in
+    order).
+    """
     block_size = caches[0].block_size
     table = list(range(1, 1 + -(-len(tokens) // block_size)))
     device = decoder.device

@@ -1,5 +1,6 @@
-"""A device of another kind, to run on where there is no GPU: it computes as the CPU does, but lets the host see nothing
-before it has waited for it."""
+"""A device of another kind, to run on where there is no GPU: it computes as the CPU does, but lets
+the host see nothing before it has waited for it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Libraries that only some tests need: every worker of pytest-xdist imports all test files, but runs a part of them."""
+"""Libraries that only some tests need: every worker of pytest-xdist imports all test files, but
+runs a part of them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ from typing import Any
 
 
 class LateModule:
-    """Stands for a module, which is imported when something of it is first used. Importing openai, anthropic,
-    langchain and schemathesis takes six seconds."""
+    """Stands for a module, which is imported when something of it is first used. Importing openai,
+    anthropic, langchain and schemathesis takes six seconds.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,5 +1,7 @@
-"""Tests that search (many seeds, many drawn examples) have two lengths: `make test` runs the short one, `make soak` the
-long one, by setting QUIRE_LONG_TESTS. Mark such a test with `pytest.mark.soak`, so that `make soak` finds it."""
+"""Tests that search (many seeds, many drawn examples) have two lengths: `make test` runs the short
+one, `make soak` the long one, by setting QUIRE_LONG_TESTS. Mark such a test with
+`pytest.mark.soak`, so that `make soak` finds it.
+"""
 
 from __future__ import annotations
 

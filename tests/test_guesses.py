@@ -1,4 +1,6 @@
-"""Steps that check guesses on a real model: the same tokens, logits and scores as without, right or wrong guesses."""
+"""Steps that check guesses on a real model: the same tokens, logits and scores as without, right or
+wrong guesses.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,34 @@ from tests.test_exactness import DTYPES, make_kernels
 EVERYTHING = [
     SamplingParams(temperature=0, max_tokens=30),
     SamplingParams(temperature=0.8, seed=3, max_tokens=25, logprobs=3),
-    SamplingParams(temperature=0.9, seed=4, max_tokens=40, repetition_penalty=1.3, frequency_penalty=0.4),
-    SamplingParams(temperature=0.7, seed=5, max_tokens=22, top_k=12, top_p=0.9, min_tokens=12, stop_token_ids=(7, 9)),
-    SamplingParams(temperature=0, max_tokens=30, no_repeat_ngram_size=3, logprobs=0, prompt_logprobs=1),
-    SamplingParams(temperature=1.0, seed=6, max_tokens=30, dry_multiplier=0.8, xtc_probability=0.5, n=2),
-    SamplingParams(temperature=0.6, seed=7, max_tokens=18, logit_bias={5: 3.0}, min_p=0.05, stop_token_ids=(3,)),
+    SamplingParams(
+        temperature=0.9, seed=4, max_tokens=40, repetition_penalty=1.3, frequency_penalty=0.4
+    ),
+    SamplingParams(
+        temperature=0.7,
+        seed=5,
+        max_tokens=22,
+        top_k=12,
+        top_p=0.9,
+        min_tokens=12,
+        stop_token_ids=(7, 9),
+    ),
+    SamplingParams(
+        temperature=0, max_tokens=30, no_repeat_ngram_size=3, logprobs=0, prompt_logprobs=1
+    ),
+    SamplingParams(
+        temperature=1.0, seed=6, max_tokens=30, dry_multiplier=0.8, xtc_probability=0.5, n=2
+    ),
+    SamplingParams(
+        temperature=0.6, seed=7, max_tokens=18, logit_bias={5: 3.0}, min_p=0.05, stop_token_ids=(3,)
+    ),
 ]
 
 
 class Guesser:
-    """Knows the answers; every guess is right with some chance, and now and then there are more than are left."""
+    """Knows the answers; every guess is right with some chance, and now and then there are more
+    than are left.
+    """
 
     def __init__(self, answers: dict[str, list[int]], right: float, seed: int) -> None:
         self.answers = answers
@@ -38,7 +58,10 @@ class Guesser:
         first = request.num_tokens - 1 - request.num_prompt_tokens
         known = self.answers[request.request_id][first : first + self.rng.randint(0, 7)]
         self.num_guesses += len(known)
-        return [token if self.rng.random() < self.right else self.rng.randrange(97) for token in [*known, 0]]
+        return [
+            token if self.rng.random() < self.right else self.rng.randrange(97)
+            for token in [*known, 0]
+        ]
 
 
 def assert_same(got: Transcript, expected: Transcript) -> None:
@@ -67,7 +90,9 @@ def expected(decoder: Decoder) -> Transcript:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
-def test_guesses_change_no_bit(decoder: Decoder, expected: Transcript, right: float, depth: int) -> None:
+def test_guesses_change_no_bit(
+    decoder: Decoder, expected: Transcript, right: float, depth: int
+) -> None:
     guesser = Guesser(expected.tokens, right, depth)
     bench = Bench(decoder, depth=depth, guess=guesser)
     got = bench.run(prompts(), EVERYTHING)
@@ -81,7 +106,11 @@ def test_guesses_change_no_bit(decoder: Decoder, expected: Transcript, right: fl
 
 @pytest.mark.parametrize(
     "settings",
-    [{"max_batched_tokens": 12, "max_num_seqs": 5}, {"preempt_every": 3}, {"num_blocks": 20, "num_host_blocks": 12}],
+    [
+        {"max_batched_tokens": 12, "max_num_seqs": 5},
+        {"preempt_every": 3},
+        {"num_blocks": 20, "num_host_blocks": 12},
+    ],
 )
 def test_guesses_meet_chunks_preemption_and_scarcity(
     decoder: Decoder, expected: Transcript, settings: dict[str, int]

@@ -1,4 +1,6 @@
-"""Looking inside: facts of a model, where two models part, where a NaN begins, counters and spans offline."""
+"""Looking inside: facts of a model, where two models part, where a NaN begins, counters and spans
+offline.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ def test_inspect_shows_settings_tensors_tokenizer_template_and_memory(folder: Pa
     assert "<|im_start|>" in facts["templates"]["default"]
 
 
-def test_what_does_not_fit_is_said_and_the_rest_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_said_and_the_rest_shown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(CpuDevice, "free_memory", lambda device: 1000)
     code, shown = inspect(folder, "--device", "cpu")
     assert code == 0
@@ -117,14 +121,18 @@ def test_a_transpose_is_recognised(folder: Path, changed: Callable[..., Path]) -
     assert code == 1
     weight, stage = shown.splitlines()
     original = load_file(folder / "model.safetensors")[name]
-    assert weight.startswith(f"weight layers.1.attention.output.weight ({name}) differs from [0, 1] on")
+    assert weight.startswith(
+        f"weight layers.1.attention.output.weight ({name}) differs from [0, 1] on"
+    )
     assert f"{original[0, 1]:.6g}, " in weight
     assert f"{original[1, 0]:.6g}, " in weight
     assert "A transpose explains it" in weight
     assert stage.startswith("stage layers.1.attention differs from")
 
 
-def test_a_transpose_of_another_shape_is_recognised_too(folder: Path, changed: Callable[..., Path]) -> None:
+def test_a_transpose_of_another_shape_is_recognised_too(
+    folder: Path, changed: Callable[..., Path]
+) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
 
     def transpose(tensors: dict[str, Tensor]) -> None:
@@ -159,14 +167,20 @@ def test_a_setting_that_differs_is_named_with_the_first_layer_that_feels_it(
     assert "weight " not in shown
 
 
-def test_numbers_that_only_float32_changed_are_the_same_setting(folder: Path, changed: Callable[..., Path]) -> None:
+def test_numbers_that_only_float32_changed_are_the_same_setting(
+    folder: Path, changed: Callable[..., Path]
+) -> None:
     eps = json.loads((folder / "config.json").read_text())["rms_norm_eps"]
     as_float32 = float(torch.tensor(eps, dtype=torch.float32))
     assert as_float32 != eps
-    assert inspect(folder, "--against", changed(lambda tensors: None, rms_norm_eps=as_float32))[0] == 0
+    assert (
+        inspect(folder, "--against", changed(lambda tensors: None, rms_norm_eps=as_float32))[0] == 0
+    )
 
 
-def test_a_nan_is_traced_to_the_layer_where_it_began(folder: Path, changed: Callable[..., Path]) -> None:
+def test_a_nan_is_traced_to_the_layer_where_it_began(
+    folder: Path, changed: Callable[..., Path]
+) -> None:
     def break_it(tensors: dict[str, Tensor]) -> None:
         tensors["model.layers.1.mlp.down_proj.weight"][7, 0] = float("nan")
 
@@ -200,7 +214,8 @@ def test_a_trace_ends_with_the_decoders_own_logits(family: str) -> None:
         assert names[:4] == ["embedding", "layers.0.attention", "layers.0.mlp", "layers.0"]
         assert names[-2:] == ["final_norm", "logits"]
         assert first_bad(decoder, tokens) is None
-        assert torch.equal(all_logits(decoder, tokens), stages[-1].values)  # nothing is left behind in the decoder
+        # nothing is left behind in the decoder
+        assert torch.equal(all_logits(decoder, tokens), stages[-1].values)
 
 
 # LLM
@@ -223,8 +238,19 @@ def test_encode_and_decode_are_each_others_inverse(llm: LLM) -> None:
 
 def test_info_has_the_facts_as_fields(llm: LLM) -> None:
     info = llm.info
-    assert (info.num_layers, info.hidden_size, info.num_heads, info.num_kv_heads, info.head_dim) == (2, 64, 4, 2, 16)
-    assert (info.device, info.dtype, info.max_num_seqs, info.policy) == ("cpu", "float32", 4, "fcfs")
+    assert (
+        info.num_layers,
+        info.hidden_size,
+        info.num_heads,
+        info.num_kv_heads,
+        info.head_dim,
+    ) == (2, 64, 4, 2, 16)
+    assert (info.device, info.dtype, info.max_num_seqs, info.policy) == (
+        "cpu",
+        "float32",
+        4,
+        "fcfs",
+    )
     assert info.weight_formats == ("F32",)
     assert info.weight_bytes == llm.engine.decoder.nbytes
     assert info.cache_bytes_per_token == 2 * 2 * 2 * 16 * 4
@@ -235,7 +261,9 @@ def test_info_has_the_facts_as_fields(llm: LLM) -> None:
 def test_metrics_count_what_the_engine_did(llm: LLM) -> None:
     before = llm.metrics
     outputs = llm.generate(["ab " * 20, "cd"], GREEDY)
-    llm.generate("ab " * 20, SamplingParams(temperature=0, max_tokens=20, stop=(outputs[0].text[1:3],)))
+    llm.generate(
+        "ab " * 20, SamplingParams(temperature=0, max_tokens=20, stop=(outputs[0].text[1:3],))
+    )
     after = llm.metrics
     assert after.output_tokens - before.output_tokens >= 11
     assert after.finished["length"] - before.finished["length"] == 2

@@ -48,7 +48,9 @@ def alone(decoder: Decoder, prompt: tuple[int, ...], params: BeamSearchParams) -
 class Searches:
     """A bench on which beam searches and ordinary requests run together."""
 
-    def __init__(self, decoder: Decoder, depth: int = 1, preempt_every: int = 0, **settings: Any) -> None:
+    def __init__(
+        self, decoder: Decoder, depth: int = 1, preempt_every: int = 0, **settings: Any
+    ) -> None:
         bench = Bench(decoder, **settings)
         self.core, self.log = bench.core, bench.log
         self.core.depth = depth
@@ -126,7 +128,9 @@ def test_the_beams_are_those_of_a_search_without_an_engine(
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_each_beam_computes_one_token_per_step(decoder: Decoder, block_size: int, depth: int) -> None:
+def test_each_beam_computes_one_token_per_step(
+    decoder: Decoder, block_size: int, depth: int
+) -> None:
     engine = Searches(decoder, depth, block_size=block_size)
     engine.start(PROMPT, BeamSearchParams(4, 12, 1.0, frozenset()))
     engine.run()
@@ -144,13 +148,18 @@ def test_full_blocks_are_shared_and_beams_free_theirs_at_once(decoder: Decoder) 
     while engine.core.has_work:
         engine.turn()
         most = max(most, engine.num_held_blocks)
-    # The prompt's nine full blocks once, and for each beam what its own tokens fill: up to 20 after the 36th.
+    # The prompt's nine full blocks once, and for each beam what its own tokens fill: up to 20 after
+    # the 36th.
     assert most <= 9 + 4 * 5
     assert engine.num_held_blocks == 0
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_blocks": 30, "block_size": 4, "max_num_seqs": 5}, {"preempt_every": 3}])
-def test_several_searches_and_ordinary_requests_at_once(decoder: Decoder, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_blocks": 30, "block_size": 4, "max_num_seqs": 5}, {"preempt_every": 3}]
+)
+def test_several_searches_and_ordinary_requests_at_once(
+    decoder: Decoder, settings: dict[str, Any]
+) -> None:
     searches = {
         4: (PROMPT, BeamSearchParams(4, 8, 1.0, ENDS)),
         3: (PROMPT[:20], BeamSearchParams(3, 12, 0.0, frozenset())),

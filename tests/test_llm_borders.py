@@ -1,4 +1,6 @@
-"""The Python API's borders: other threads, other processes, other types. Whatever comes, the engine stays whole."""
+"""The Python API's borders: other threads, other processes, other types. Whatever comes, the engine
+stays whole.
+"""
 
 from __future__ import annotations
 
@@ -79,14 +81,20 @@ def test_calls_from_several_threads_get_their_own_answers(llm: LLM) -> None:
     ids = [llm.generate(text, LONG)[0].token_ids for text in texts]
     words = "".join(llm.stream("four", LONG))
     beams = llm.beam_search("five", 3, 5)
-    calls: list[Callable[[], Any]] = [lambda text=text: llm.generate([text, text], LONG) for text in texts]  # type: ignore[misc]
+    calls: list[Callable[[], Any]] = [
+        lambda text=text: llm.generate([text, text], LONG) for text in texts
+    ]  # type: ignore[misc]
     calls += [lambda: "".join(llm.stream("four", LONG))] * 2
     calls += [lambda: llm.beam_search("five", 3, 5)]
     for _ in range(3):
         found = together(*calls)
-        assert [[one.token_ids for one in outputs] for outputs in found[:3]] == [[one, one] for one in ids]
+        assert [[one.token_ids for one in outputs] for outputs in found[:3]] == [
+            [one, one] for one in ids
+        ]
         assert found[3:5] == [words, words]
-        assert [beam.token_ids for beam in found[5].beams] == [beam.token_ids for beam in beams.beams]
+        assert [beam.token_ids for beam in found[5].beams] == [
+            beam.token_ids for beam in beams.beams
+        ]
 
 
 def test_a_stream_that_is_dropped_in_another_thread(llm: LLM) -> None:
@@ -96,13 +104,17 @@ def test_a_stream_that_is_dropped_in_another_thread(llm: LLM) -> None:
         del stream
         gc.collect()
 
-    found = together(lambda: llm.generate("one", LONG), drop, drop, lambda: llm.abort("nothing of this name"))
+    found = together(
+        lambda: llm.generate("one", LONG), drop, drop, lambda: llm.abort("nothing of this name")
+    )
     assert not any(isinstance(one, Exception) for one in found), found
 
 
 def test_closing_in_another_thread(folder: Path) -> None:
     llm = LLM(folder, **OPTIONS)
-    found = together(lambda: llm.generate("one", LONG), llm.close, lambda: llm.generate("two", LONG))
+    found = together(
+        lambda: llm.generate("one", LONG), llm.close, lambda: llm.generate("two", LONG)
+    )
     for one in (found[0], found[2]):
         assert isinstance(one, list) or "was closed" in str(one)
 
@@ -182,8 +194,25 @@ def test_an_llm_is_not_to_be_copied(llm: LLM, copied: Callable[[Any], Any]) -> N
 
 # Types
 
-NO_PROMPTS: list[Any] = [None, b"abc", bytearray(b"abc"), memoryview(b"abc"), {"prompt": "a"}, {1, 2}, 5, 1.5, True]
-NO_PARAMS: list[Any] = [5, "greedy", {"temperature": 0}, SamplingParams, b"x", GREEDY.__class__.__name__]
+NO_PROMPTS: list[Any] = [
+    None,
+    b"abc",
+    bytearray(b"abc"),
+    memoryview(b"abc"),
+    {"prompt": "a"},
+    {1, 2},
+    5,
+    1.5,
+    True,
+]
+NO_PARAMS: list[Any] = [
+    5,
+    "greedy",
+    {"temperature": 0},
+    SamplingParams,
+    b"x",
+    GREEDY.__class__.__name__,
+]
 Call = Callable[[LLM, Any], Any]
 TYPES: list[tuple[str, str, Call, list[Any]]] = [
     ("generate", "prompts", lambda llm, value: llm.generate(value), [*NO_PROMPTS, iter(["a"])]),
@@ -191,29 +220,82 @@ TYPES: list[tuple[str, str, Call, list[Any]]] = [
     ("stream", "prompt", lambda llm, value: llm.stream(value), NO_PROMPTS),
     ("add_request", "prompt", lambda llm, value: llm.add_request(value), NO_PROMPTS),
     ("beam_search", "prompt", lambda llm, value: llm.beam_search(value, 2, 2), NO_PROMPTS),
-    ("chat", "messages", lambda llm, value: llm.chat(value), [*NO_PROMPTS, "hi", [], ["hi"], [[]], [None], [5]]),
-    ("stream_chat", "messages", lambda llm, value: llm.stream_chat(value), [*NO_PROMPTS, "hi", [], ["hi"], [None]]),
+    (
+        "chat",
+        "messages",
+        lambda llm, value: llm.chat(value),
+        [*NO_PROMPTS, "hi", [], ["hi"], [[]], [None], [5]],
+    ),
+    (
+        "stream_chat",
+        "messages",
+        lambda llm, value: llm.stream_chat(value),
+        [*NO_PROMPTS, "hi", [], ["hi"], [None]],
+    ),
     ("params", "params", lambda llm, value: llm.generate("a", value), NO_PARAMS),
-    ("params of each", "params", lambda llm, value: llm.generate(["a", "b"], [GREEDY, value]), NO_PARAMS),
-    ("a stream's params", "params", lambda llm, value: llm.stream("a", value), [*NO_PARAMS, [GREEDY]]),
-    ("a request's params", "params", lambda llm, value: llm.add_request("a", value), [*NO_PARAMS, [GREEDY]]),
-    ("request_id", "request_id", lambda llm, value: llm.add_request("a", GREEDY, value), [5, b"x", "", ["x"]]),
+    (
+        "params of each",
+        "params",
+        lambda llm, value: llm.generate(["a", "b"], [GREEDY, value]),
+        NO_PARAMS,
+    ),
+    (
+        "a stream's params",
+        "params",
+        lambda llm, value: llm.stream("a", value),
+        [*NO_PARAMS, [GREEDY]],
+    ),
+    (
+        "a request's params",
+        "params",
+        lambda llm, value: llm.add_request("a", value),
+        [*NO_PARAMS, [GREEDY]],
+    ),
+    (
+        "request_id",
+        "request_id",
+        lambda llm, value: llm.add_request("a", GREEDY, value),
+        [5, b"x", "", ["x"]],
+    ),
     ("abort", "request_id", lambda llm, value: llm.abort(value), [None, 5, ["x"]]),
-    ("tools", "tools", lambda llm, value: llm.chat([{"role": "user", "content": "a"}], tools=value), [5, "x", b"x"]),
-    ("beam_width", "beam_width", lambda llm, value: llm.beam_search("a", value, 2), [None, "2", 1.5]),
-    ("max_tokens", "max_tokens", lambda llm, value: llm.beam_search("a", 2, value), [None, "2", 1.5]),
-    ("stop_token_ids", "stop", lambda llm, value: llm.beam_search("a", 2, 2, stop_token_ids=value), [None, 5, "ab"]),
+    (
+        "tools",
+        "tools",
+        lambda llm, value: llm.chat([{"role": "user", "content": "a"}], tools=value),
+        [5, "x", b"x"],
+    ),
+    (
+        "beam_width",
+        "beam_width",
+        lambda llm, value: llm.beam_search("a", value, 2),
+        [None, "2", 1.5],
+    ),
+    (
+        "max_tokens",
+        "max_tokens",
+        lambda llm, value: llm.beam_search("a", 2, value),
+        [None, "2", 1.5],
+    ),
+    (
+        "stop_token_ids",
+        "stop",
+        lambda llm, value: llm.beam_search("a", 2, 2, stop_token_ids=value),
+        [None, 5, "ab"],
+    ),
     ("model", "model", lambda llm, value: LLM(value), [None, b"x", 5, ["smollm2"]]),
 ]
 CASES = [
-    pytest.param(field, call, value, id=f"{name}-{value!r:.10}")  # no addresses: workers must agree on names
+    # no addresses: workers must agree on names
+    pytest.param(field, call, value, id=f"{name}-{value!r:.10}")
     for name, field, call, values in TYPES
     for value in values
 ]
 
 
 @pytest.mark.parametrize(("field", "call", "value"), CASES)
-def test_what_is_of_the_wrong_type_is_named(loaded: LLM, field: str, call: Call, value: Any) -> None:
+def test_what_is_of_the_wrong_type_is_named(
+    loaded: LLM, field: str, call: Call, value: Any
+) -> None:
     with pytest.raises(InvalidRequestError, match=rf"^{field}"):
         call(loaded, value)
     assert not loaded._live
@@ -229,7 +311,9 @@ def test_after_all_that(llm: LLM) -> None:
 
 
 def test_a_priority_is_refused_where_nobody_would_look_at_it(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match='priority: counts only in an LLM made with policy="priority"'):
+    with pytest.raises(
+        InvalidRequestError, match='priority: counts only in an LLM made with policy="priority"'
+    ):
         llm.generate("ab", SamplingParams(max_tokens=1, priority=1))
 
 

@@ -1,4 +1,6 @@
-"""Answers of gpt-oss through `LLM.chat`: told as other models write theirs, reasoning and calls between tags."""
+"""Answers of gpt-oss through `LLM.chat`: told as other models write theirs, reasoning and calls
+between tags.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,16 @@ def saying(llm: LLM, text: str, **fields: Any) -> SamplingParams:
         logits[ids[min(len(token_ids) - start, len(ids) - 1)]] += 1000.0
         return logits
 
-    ends = [llm.engine.tokenizer.encode(one, add_special_tokens=False, allow_special=True)[0] for one in (CALL, RETURN)]
-    given = {"max_tokens": len(ids), "temperature": 0, "stop_token_ids": tuple(ends), "logits_processors": (say,)}
+    ends = [
+        llm.engine.tokenizer.encode(one, add_special_tokens=False, allow_special=True)[0]
+        for one in (CALL, RETURN)
+    ]
+    given = {
+        "max_tokens": len(ids),
+        "temperature": 0,
+        "stop_token_ids": tuple(ends),
+        "logits_processors": (say,),
+    }
     return SamplingParams(**given | fields)
 
 

@@ -32,15 +32,29 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "chunks of 7": {"max_num_seqs": 4, "max_batched_tokens": 7},
     "no prefix cache": {"prefix_caching": False},
     "blocks of 4": {"block_size": 4, "max_num_seqs": 5},
-    "preempted every third step": {"preempt_every": 3, "max_batched_tokens": 40, "max_num_seqs": 24},
-    "swapped every third step": {"preempt_every": 3, "num_host_blocks": 64, "max_batched_tokens": 40},
-    "hardly any memory and a host tier": {"num_blocks": 24, "num_host_blocks": 12, "max_batched_tokens": 96},
+    "preempted every third step": {
+        "preempt_every": 3,
+        "max_batched_tokens": 40,
+        "max_num_seqs": 24,
+    },
+    "swapped every third step": {
+        "preempt_every": 3,
+        "num_host_blocks": 64,
+        "max_batched_tokens": 40,
+    },
+    "hardly any memory and a host tier": {
+        "num_blocks": 24,
+        "num_host_blocks": 12,
+        "max_batched_tokens": 96,
+    },
 }
 
 
 def score_tokens(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenScore]:
     kernels = select_kernels(logits.device, torch.float32)
-    return read_scores(score_rows(logits, lambda rows: rows, token_ids, max(num_top), kernels), num_top)
+    return read_scores(
+        score_rows(logits, lambda rows: rows, token_ids, max(num_top), kernels), num_top
+    )
 
 
 def make_decoder(family: str, dtype: torch.dtype) -> Decoder:
@@ -55,7 +69,9 @@ def define(logits: Tensor, token_id: int, num_top: int) -> TokenScore:
     return TokenScore(token_id, logprobs[token_id], 1 + order.index(token_id), top)
 
 
-def define_all(decoder: Decoder, tokens: Sequence[int], start: int, num_top: int) -> list[TokenScore]:
+def define_all(
+    decoder: Decoder, tokens: Sequence[int], start: int, num_top: int
+) -> list[TokenScore]:
     """The scores of tokens[start:], from logits computed without any engine."""
     logits = all_logits(decoder, tokens)
     return [define(logits[i - 1], tokens[i], num_top) for i in range(start, len(tokens))]
@@ -83,7 +99,9 @@ def workload(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-def assert_defined(decoder: Decoder, prompts: list[list[int]], params: list[SamplingParams], got: Transcript) -> None:
+def assert_defined(
+    decoder: Decoder, prompts: list[list[int]], params: list[SamplingParams], got: Transcript
+) -> None:
     for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
         if one.prompt_logprobs is None or len(prompt) == 1:
             assert str(i) not in got.prompt_scores
@@ -96,7 +114,9 @@ def assert_defined(decoder: Decoder, prompts: list[list[int]], params: list[Samp
             if one.logprobs is None:
                 assert got.scores[name] == []
             else:
-                assert got.scores[name] == define_all(decoder, prompt + answer, len(prompt), one.logprobs)
+                assert got.scores[name] == define_all(
+                    decoder, prompt + answer, len(prompt), one.logprobs
+                )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -146,13 +166,19 @@ def test_a_long_prompt_is_scored_a_few_rows_at_a_time(monkeypatch: pytest.Monkey
     decoder = make_decoder("llama", torch.float32)
     seen: list[int] = []
     head = decoder.logits
-    monkeypatch.setattr(decoder, "logits", lambda hidden: (seen.append(len(hidden)), head(hidden))[1])
+    monkeypatch.setattr(
+        decoder, "logits", lambda hidden: (seen.append(len(hidden)), head(hidden))[1]
+    )
     prompt = [random.Random(5).randrange(97) for _ in range(400)]
-    Bench(decoder, recorded=False).run([prompt], [SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)])
+    Bench(decoder, recorded=False).run(
+        [prompt], [SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0)]
+    )
     assert max(seen) <= ROWS_AT_ONCE
     assert sum(seen) == 399 + 2  # the prompt's, and the answer's two
     seen.clear()
-    Bench(decoder, recorded=False).run([prompt], [SamplingParams(temperature=0, max_tokens=2, logprobs=3)])
+    Bench(decoder, recorded=False).run(
+        [prompt], [SamplingParams(temperature=0, max_tokens=2, logprobs=3)]
+    )
     assert seen == [1, 1]
 
 
@@ -229,8 +255,14 @@ def test_a_completion_tells_the_logprobs_of_its_tokens(llm: LLM) -> None:
         assert (entry.token_id, entry.logprob) == (entry.top[0].token_id, entry.top[0].logprob)
         assert 0 >= entry.top[0].logprob >= entry.top[1].logprob >= entry.top[2].logprob
     assert completion.cumulative_logprob == sum(entry.logprob for entry in completion.logprobs)
-    silent = llm.generate("The capital of France is", replace(params, logprobs=None))[0].completions[0]
-    assert (silent.token_ids, silent.logprobs, silent.cumulative_logprob) == (completion.token_ids, None, None)
+    silent = llm.generate("The capital of France is", replace(params, logprobs=None))[
+        0
+    ].completions[0]
+    assert (silent.token_ids, silent.logprobs, silent.cumulative_logprob) == (
+        completion.token_ids,
+        None,
+        None,
+    )
 
 
 def test_logprobs_are_the_models_own_whatever_sampling_does(llm: LLM) -> None:
@@ -262,7 +294,9 @@ def test_prompt_logprobs_of_a_prompt_seen_before_and_of_several_answers(llm: LLM
 
 
 def test_deltas_carry_the_logprobs_of_their_tokens(llm: LLM) -> None:
-    name = llm.add_request("One, two, three,", SamplingParams(temperature=0, max_tokens=5, logprobs=1))
+    name = llm.add_request(
+        "One, two, three,", SamplingParams(temperature=0, max_tokens=5, logprobs=1)
+    )
     entries: list[TokenLogprobs] = []
     while llm.has_work:
         for delta in llm.step():
@@ -279,7 +313,10 @@ def test_best_of_returns_the_answers_with_the_highest_mean_logprob(llm: LLM) -> 
     params = SamplingParams(seed=20, max_tokens=6, n=2, best_of=5)
     output = llm.generate(prompt, params)[0]
     singles = [
-        llm.generate(prompt, SamplingParams(seed=20 + i, max_tokens=6, logprobs=0))[0].completions[0] for i in range(5)
+        llm.generate(prompt, SamplingParams(seed=20 + i, max_tokens=6, logprobs=0))[0].completions[
+            0
+        ]
+        for i in range(5)
     ]
     means = {one.seed: (one.cumulative_logprob or 0) / len(one.token_ids) for one in singles}
     best = sorted(means, key=lambda seed: -means[seed])[:2]
@@ -291,7 +328,9 @@ def test_best_of_returns_the_answers_with_the_highest_mean_logprob(llm: LLM) -> 
         assert completion.cumulative_logprob == alone.cumulative_logprob
         assert completion.logprobs is None
     with_logprobs = llm.generate(prompt, replace(params, logprobs=1))[0]
-    assert [one.token_ids for one in with_logprobs.completions] == [one.token_ids for one in output.completions]
+    assert [one.token_ids for one in with_logprobs.completions] == [
+        one.token_ids for one in output.completions
+    ]
     assert all(len(one.logprobs or ()) == len(one.token_ids) for one in with_logprobs.completions)
     with pytest.raises(InvalidRequestError, match="best_of"):
         llm.stream(prompt, replace(params, n=1))
@@ -305,7 +344,9 @@ def test_a_request_that_cannot_choose_fails_alone_though_it_asks_for_logprobs(ll
         raise ValueError("not today")
 
     good = SamplingParams(temperature=0, max_tokens=3, logprobs=2)
-    params = [replace(good, logits_processors=(function,)) for function in (forbid_all, raise_always)]
+    params = [
+        replace(good, logits_processors=(function,)) for function in (forbid_all, raise_always)
+    ]
     outputs = llm.generate(["One, two,"] * 3, [*params, good])
     assert [output.finish_reason for output in outputs] == ["error", "error", "length"]
     assert len(outputs[2].completions[0].logprobs or ()) == 3

@@ -39,7 +39,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not is_there:
         pytest.skip("setuptools 77 is needed to build a wheel")
     script = "import setuptools.build_meta as backend, sys; print(backend.build_wheel(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", script, str(folder)], cwd=source, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", script, str(folder)], cwd=source, check=True, capture_output=True
+    )
     wheel = next(folder.glob("*.whl"))
     assert wheel.name == f"quire-{quire.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
@@ -48,7 +50,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def python(installed: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(
+    installed: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=installed.parent,
@@ -61,12 +65,16 @@ def python(installed: Path, *arguments: str, **environment: str) -> subprocess.C
 
 
 def test_all_that_git_has_of_the_package_is_in_the_wheel(installed: Path) -> None:
-    listed = subprocess.run(["git", "ls-files", "quire"], cwd=ROOT, capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        ["git", "ls-files", "quire"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if listed.returncode != 0:
         pytest.skip("no git here")
     for name in listed.stdout.split():
         if (ROOT / name).exists():
-            assert (installed / name).exists(), f"{name} is not in the wheel: see package-data in pyproject.toml"
+            assert (installed / name).exists(), (
+                f"{name} is not in the wheel: see package-data in pyproject.toml"
+            )
 
 
 def test_the_wheel_answers_without_the_source_tree(installed: Path) -> None:
@@ -86,7 +94,9 @@ def test_the_wheel_answers_without_the_source_tree(installed: Path) -> None:
     assert python(installed, "-m", "quire", "--version").stdout == f"quire {quire.__version__}\n"
 
 
-def test_where_no_compiler_is_the_wheel_says_what_to_install(installed: Path, tmp_path: Path) -> None:
+def test_where_no_compiler_is_the_wheel_says_what_to_install(
+    installed: Path, tmp_path: Path
+) -> None:
     script = "from quire.backends.cpu.build import load_library; load_library()"
     done = python(installed, "-c", script, PATH=str(tmp_path), QUIRE_HOME=str(tmp_path))
     assert "No C++ compiler was found" in done.stderr
@@ -101,7 +111,11 @@ def test_versions_agree() -> None:
 def test_extras_are_those_that_messages_and_docs_name() -> None:
     extras = set(PROJECT["optional-dependencies"])
     assert "gpu" in extras
-    texts = [path for pattern in ("quire/**/*.py", "docs/*.md", "*.md", "examples/*") for path in ROOT.glob(pattern)]
+    texts = [
+        path
+        for pattern in ("quire/**/*.py", "docs/*.md", "*.md", "examples/*")
+        for path in ROOT.glob(pattern)
+    ]
     found = [one for path in texts for one in re.findall(r"quire\[([\w,]+)\]", path.read_text())]
     named = {one for several in found for one in several.split(",")}
     assert named <= extras
@@ -110,7 +124,11 @@ def test_extras_are_those_that_messages_and_docs_name() -> None:
 
 def test_the_workflow_runs_the_two_commands_on_every_python_we_name() -> None:
     workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
-    versions = [line.rpartition(":: ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    versions = [
+        line.rpartition(":: ")[2]
+        for line in PROJECT["classifiers"]
+        if re.search(r":: 3\.\d+$", line)
+    ]
     assert versions == ["3.11", "3.12", "3.13"]
     for python_version in versions:
         assert f'"{python_version}"' in workflow
@@ -119,7 +137,9 @@ def test_the_workflow_runs_the_two_commands_on_every_python_we_name() -> None:
 
 
 def test_workflows_are_well_formed() -> None:
-    """What can be told without GitHub: keys it knows, steps that do one thing, actions of a given version."""
+    """What can be told without GitHub: keys it knows, steps that do one thing, actions of a given
+    version.
+    """
     yaml = pytest.importorskip("yaml")
     for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
         text = path.read_text()
@@ -129,7 +149,16 @@ def test_workflows_are_well_formed() -> None:
         assert set(events) <= {"push", "pull_request", "workflow_dispatch", "schedule"}
         assert set(workflow) <= {"name", "permissions", "concurrency", "jobs", "env", "defaults"}
         for job in workflow["jobs"].values():
-            known = {"runs-on", "timeout-minutes", "strategy", "steps", "env", "needs", "if", "name"}
+            known = {
+                "runs-on",
+                "timeout-minutes",
+                "strategy",
+                "steps",
+                "env",
+                "needs",
+                "if",
+                "name",
+            }
             assert {"runs-on", "timeout-minutes", "steps"} <= set(job) <= known
             used = set(re.findall(r"matrix\.(\w+)", str(job["steps"])))
             assert used <= set(job.get("strategy", {}).get("matrix", {}))
@@ -142,7 +171,11 @@ def test_workflows_are_well_formed() -> None:
 def test_issue_templates_ask_for_what_is_needed() -> None:
     yaml = pytest.importorskip("yaml")
     folder = ROOT / ".github" / "ISSUE_TEMPLATE"
-    forms = [yaml.safe_load(path.read_text()) for path in sorted(folder.glob("*.yml")) if path.stem != "config"]
+    forms = [
+        yaml.safe_load(path.read_text())
+        for path in sorted(folder.glob("*.yml"))
+        if path.stem != "config"
+    ]
     assert len(forms) >= 2
     for form in forms:
         assert form["name"]

@@ -1,4 +1,6 @@
-"""The promise for quantised weights: the same bits in every scenario, for every format, on every instruction set."""
+"""The promise for quantised weights: the same bits in every scenario, for every format, on every
+instruction set.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,16 @@ def widened(family: str) -> ModelSpec:
         else replace(one, mlp=replace(one.mlp, intermediate_size=256))
         for one in spec.layers
     )
-    attention = replace(layers[0].mixer, heads=replace(layers[0].mixer.heads, num_heads=8, head_dim=32))
+    attention = replace(
+        layers[0].mixer, heads=replace(layers[0].mixer.heads, num_heads=8, head_dim=32)
+    )
     return replace(spec, layers=tuple(replace(one, mixer=attention) for one in layers))
 
 
 def in_format(name: str, value: Tensor) -> Weight:
-    """The numbers in a format, or for formats that nothing here can make, random blocks of the same size."""
+    """The numbers in a format, or for formats that nothing here can make, random blocks of the same
+    size.
+    """
     if name == "INT8":
         return Weight.of(FORMATS[name], tuple(value.shape), *to_codes(INT8, value))
     if name == "Q4_0":
@@ -54,20 +60,31 @@ def in_format(name: str, value: Tensor) -> Weight:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_format_is_exact_in_every_scenario(name: str, family: str) -> None:
     spec = widened(family)
-    decoder = random_decoder(spec, CpuKernels(), torch.float32, quantize=lambda value: in_format(name, value))
+    decoder = random_decoder(
+        spec, CpuKernels(), torch.float32, quantize=lambda value: in_format(name, value)
+    )
     assert not any(weight.is_dense for weight in decoder.weights.values() if len(weight.shape) == 3)
     count = short_or_long(6, 12)
     prompts, params = workload(count, seed=3, longest=70)
     expected = solo(decoder, prompts, params)
-    assert len({tuple(tokens) for tokens in expected.tokens.values()}) > count // 2  # or nothing is shown
-    for scenario in ("one batch", "chunks of 7", "nothing recorded", "swapped every third step", "hardly any memory"):
+    # or nothing is shown
+    assert len({tuple(tokens) for tokens in expected.tokens.values()}) > count // 2
+    for scenario in (
+        "one batch",
+        "chunks of 7",
+        "nothing recorded",
+        "swapped every third step",
+        "hardly any memory",
+    ):
         assert_same(Bench(decoder, **SCENARIOS[scenario]).run(prompts, params), expected)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "phi3", "olmo2", "starcoder2", "glm4_moe", "gpt_oss"])
 @pytest.mark.parametrize("name", ["Q5_1", "INT8", "MXFP4"])
 def test_newer_families_are_exact_with_quantised_weights(name: str, family: str) -> None:
-    decoder = random_decoder(widened(family), CpuKernels(), torch.float32, quantize=lambda v: in_format(name, v))
+    decoder = random_decoder(
+        widened(family), CpuKernels(), torch.float32, quantize=lambda v: in_format(name, v)
+    )
     prompts, params = workload(6, seed=3, longest=40)
     expected = solo(decoder, prompts, params)
     assert len({tuple(tokens) for tokens in expected.tokens.values()}) > 2
@@ -77,11 +94,15 @@ def test_newer_families_are_exact_with_quantised_weights(name: str, family: str)
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "INT8"])
 def test_scores_of_an_answer_are_those_of_the_same_text_as_a_prompt(name: str) -> None:
-    decoder = random_decoder(widened("llama"), CpuKernels(), torch.float32, quantize=lambda v: in_format(name, v))
+    decoder = random_decoder(
+        widened("llama"), CpuKernels(), torch.float32, quantize=lambda v: in_format(name, v)
+    )
     prompt = list(range(20))
     answered = Bench(decoder).run([prompt], [SamplingParams(seed=1, max_tokens=30, logprobs=2)])
     text = prompt + answered.tokens["0"]
-    scored = Bench(decoder, max_batched_tokens=64).run([text], [SamplingParams(max_tokens=1, prompt_logprobs=2)])
+    scored = Bench(decoder, max_batched_tokens=64).run(
+        [text], [SamplingParams(max_tokens=1, prompt_logprobs=2)]
+    )
     found = [scored.prompt_scores["0"][position] for position in range(20, 50)]
     assert found == answered.scores["0"]
 
@@ -97,7 +118,9 @@ def test_a_model_answers_with_the_same_bits_on_every_instruction_set() -> None:
             kernels = CpuKernels(architecture, use_amx)
         except DeviceError as error:
             pytest.skip(str(error))
-        decoder = random_decoder(widened("qwen3"), kernels, torch.float32, quantize=lambda v: in_format("Q4_K", v))
+        decoder = random_decoder(
+            widened("qwen3"), kernels, torch.float32, quantize=lambda v: in_format("Q4_K", v)
+        )
         got = Bench(decoder).run(prompts, params)
         expected = expected or got
         assert_same(got, expected)

@@ -95,7 +95,9 @@ ELSEWHERE = {
 """The fields that have no part in how a token is chosen, by the folder that reads them."""
 
 
-@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in BAD.items() for value in values])
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in BAD.items() for value in values]
+)
 def test_bad_value_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError, match=f"^{field}: ") as caught:
         SamplingParams(**{field: value})
@@ -107,12 +109,17 @@ def test_every_field_is_tried_above() -> None:
 
 
 def test_every_field_has_a_check_and_one_user() -> None:
-    """A field that no feature of the sampler declares and nobody else reads would be accepted and ignored."""
+    """A field that no feature of the sampler declares and nobody else reads would be accepted and
+    ignored.
+    """
     owners = [*((*feature.switches, *feature.settings) for feature in FEATURES), EVERY_DRAW]
     users = Counter(name for names in (*owners, *ELSEWHERE.values()) for name in names)
     fields = dataclasses.fields(SamplingParams)
     assert users == Counter(field.name for field in fields)
-    assert all(callable(field.metadata["check"]) for field in (*fields, *dataclasses.fields(StructuredOutput)))
+    assert all(
+        callable(field.metadata["check"])
+        for field in (*fields, *dataclasses.fields(StructuredOutput))
+    )
 
 
 @pytest.mark.parametrize("folder", ["sampling", "engine", "frontend", "speculate"])
@@ -131,8 +138,13 @@ def test_the_fields_of_no_feature_are_read(folder: str) -> None:
 def test_the_order_in_the_docs_is_that_of_the_table() -> None:
     text = (Path(quire.__file__).parents[1] / "docs" / "sampling.md").read_text()
     rows = [line.split("|")[2:4] for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
-    documented = [(name.strip(" `"), tuple(re.findall(r"`(\w+)`", fields))) for name, fields in rows]
-    assert documented == [*((feature.__name__, feature.switches) for feature in FEATURES), ("the draw", EVERY_DRAW)]
+    documented = [
+        (name.strip(" `"), tuple(re.findall(r"`(\w+)`", fields))) for name, fields in rows
+    ]
+    assert documented == [
+        *((feature.__name__, feature.switches) for feature in FEATURES),
+        ("the draw", EVERY_DRAW),
+    ]
     by_kernels = [name.removeprefix("log_").replace("threshold", "probability") for name in FILTERS]
     assert by_kernels == ["temperature", *Filters.switches]
 
@@ -165,15 +177,22 @@ def test_params_can_be_hashed_compared_and_copied() -> None:
 
 
 def test_ids_outside_the_vocabulary_are_refused_by_field() -> None:
-    for field, value in (("stop_token_ids", [9]), ("allowed_token_ids", [0, 9]), ("logit_bias", {9: 1.0})):
+    for field, value in (
+        ("stop_token_ids", [9]),
+        ("allowed_token_ids", [0, 9]),
+        ("logit_bias", {9: 1.0}),
+    ):
         params = SamplingParams(**{field: value})  # type: ignore[arg-type]
         params.check_token_ids(10)
-        with pytest.raises(InvalidRequestError, match=f"^{field}: 9 is outside the vocabulary of 9"):
+        with pytest.raises(
+            InvalidRequestError, match=f"^{field}: 9 is outside the vocabulary of 9"
+        ):
             params.check_token_ids(9)
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [(field, value) for field, values in BAD_STRUCTURED.items() for value in values]
+    ("field", "value"),
+    [(field, value) for field, values in BAD_STRUCTURED.items() for value in values],
 )
 def test_bad_structured_output_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError, match=rf"^structured\.{field}: "):

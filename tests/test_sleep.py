@@ -1,4 +1,6 @@
-"""Weights replaced in a running engine, and engines that sleep and wake: the answers of a fresh one, bit for bit."""
+"""Weights replaced in a running engine, and engines that sleep and wake: the answers of a fresh
+one, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,18 @@ from tests.random_models import SPECS, Bench, Transcript
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-SMALL = {"device": "cpu", "kv_cache_memory": "256KiB", "max_model_len": 128, "max_num_seqs": 4, "dtype": "float32"}
+SMALL = {
+    "device": "cpu",
+    "kv_cache_memory": "256KiB",
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "dtype": "float32",
+}
 PROMPTS = [list(range(1, 40)), [5], [*range(1, 33), 7, 7], list(range(90, 40, -1))]
-SCORED = [SamplingParams(temperature=i % 2, seed=i, max_tokens=9, logprobs=2, prompt_logprobs=0) for i in range(4)]
+SCORED = [
+    SamplingParams(temperature=i % 2, seed=i, max_tokens=9, logprobs=2, prompt_logprobs=0)
+    for i in range(4)
+]
 Answer = list[tuple[list[int], list[TokenScore]]]
 
 
@@ -48,7 +59,9 @@ def decoder_of(spec: ModelSpec, seed: int, dtype: torch.dtype = torch.float32) -
 
 
 def engine_of(spec: ModelSpec, seed: int, draft: Draft | None = None, **options: Any) -> Engine:
-    return assemble(decoder_of(spec, seed), EngineConfig(**SMALL | options), name="small", draft=draft)
+    return assemble(
+        decoder_of(spec, seed), EngineConfig(**SMALL | options), name="small", draft=draft
+    )
 
 
 def answers(engine: Engine) -> Answer:
@@ -76,7 +89,9 @@ def fresh_answers(family: str, seed: int) -> Answer:
 
 def same(one: Transcript, other: Transcript) -> bool:
     assert one.logits.keys() == other.logits.keys()
-    return one.tokens == other.tokens and all(torch.equal(row, other.logits[key]) for key, row in one.logits.items())
+    return one.tokens == other.tokens and all(
+        torch.equal(row, other.logits[key]) for key, row in one.logits.items()
+    )
 
 
 # Weights replaced
@@ -85,7 +100,9 @@ def same(one: Transcript, other: Transcript) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", SPECS)
 def test_a_decoder_with_new_weights_is_a_new_decoder(family: str, dtype: torch.dtype) -> None:
-    """All of them: matrices, experts, norms, biases, sinks; prompts and steps that were recorded with the old ones."""
+    """All of them: matrices, experts, norms, biases, sinks; prompts and steps that were recorded
+    with the old ones.
+    """
     spec = SPECS[family]
     bench, fresh = (Bench(decoder_of(spec, seed, dtype)) for seed in (0, 1))
     params = [GREEDY] * len(PROMPTS)
@@ -99,7 +116,9 @@ def test_a_decoder_with_new_weights_is_a_new_decoder(family: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("quantized", [None, in_q8])
-def test_a_recorded_step_computes_with_the_new_weights(quantized: Callable[[Tensor], Weight] | None) -> None:
+def test_a_recorded_step_computes_with_the_new_weights(
+    quantized: Callable[[Tensor], Weight] | None,
+) -> None:
     spec, kernels = SPECS["llama"], select_kernels(CPU, torch.float32)
     recorded: list[object] = []
     record = kernels.record
@@ -111,7 +130,9 @@ def test_a_recorded_step_computes_with_the_new_weights(quantized: Callable[[Tens
 
     kernels.record = noted  # type: ignore[misc]
     decoder = Decoder(spec, kernels, whole_weights(spec, torch.float32, quantized), torch.float32)
-    places = {name: weight.parts[0].tensors[0].data_ptr() for name, weight in decoder.weights.items()}
+    places = {
+        name: weight.parts[0].tensors[0].data_ptr() for name, weight in decoder.weights.items()
+    }
     bench = Bench(decoder)
     bench.run(PROMPTS, [GREEDY] * 4)
     count = len(recorded)
@@ -120,9 +141,14 @@ def test_a_recorded_step_computes_with_the_new_weights(quantized: Callable[[Tens
     bench.core.reset_prefix_cache(0.0)
     new = bench.run(PROMPTS, [GREEDY] * 4)
     assert len(recorded) == count, "nothing was recorded anew"
-    assert {name: weight.parts[0].tensors[0].data_ptr() for name, weight in decoder.weights.items()} == places
+    assert {
+        name: weight.parts[0].tensors[0].data_ptr() for name, weight in decoder.weights.items()
+    } == places
     other = Decoder(
-        spec, select_kernels(CPU, torch.float32), whole_weights(spec, torch.float32, quantized, seed=1), torch.float32
+        spec,
+        select_kernels(CPU, torch.float32),
+        whole_weights(spec, torch.float32, quantized, seed=1),
+        torch.float32,
     )
     assert same(new, Bench(other, recorded=False).run(PROMPTS, [GREEDY] * 4))
 
@@ -144,13 +170,23 @@ def test_some_weights_may_be_replaced_alone() -> None:
     ("name", "weight", "said"),
     [
         ("layers.9.mlp.down.weight", torch.zeros(64, 96), "no parameter layers.9.mlp.down.weight"),
-        ("layers.1.mlp.down.weight", torch.zeros(96, 64), r"layers.1.mlp.down.weight has shape \[96, 64\].*\[64, 96\]"),
-        ("layers.1.mlp.down.weight", torch.zeros(64, 96).bfloat16(), "layers.1.mlp.down.weight is BF16.*F32"),
+        (
+            "layers.1.mlp.down.weight",
+            torch.zeros(96, 64),
+            r"layers.1.mlp.down.weight has shape \[96, 64\].*\[64, 96\]",
+        ),
+        (
+            "layers.1.mlp.down.weight",
+            torch.zeros(64, 96).bfloat16(),
+            "layers.1.mlp.down.weight is BF16.*F32",
+        ),
         ("final_norm", torch.zeros(63), r"final_norm has shape \[63\]"),
         ("final_norm", torch.zeros(64).bfloat16(), "final_norm is BF16"),
     ],
 )
-def test_a_weight_that_has_no_place_is_refused_and_nothing_changes(name: str, weight: Tensor, said: str) -> None:
+def test_a_weight_that_has_no_place_is_refused_and_nothing_changes(
+    name: str, weight: Tensor, said: str
+) -> None:
     engine = engine_of(SPECS["mistral"], 0)
     good = whole_weights(SPECS["mistral"], torch.float32, seed=1)
     with pytest.raises(ModelFormatError, match=said):
@@ -158,7 +194,9 @@ def test_a_weight_that_has_no_place_is_refused_and_nothing_changes(name: str, we
     assert answers(engine) == fresh_answers("mistral", 0)
 
 
-def test_a_weight_that_fails_is_named_with_those_replaced_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_that_fails_is_named_with_those_replaced_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = engine_of(SPECS["mistral"], 0)
     kernels = engine.decoder.kernels
     pack_into = kernels.pack_into
@@ -209,7 +247,9 @@ def test_a_draft_model_sleeps_too() -> None:
             engine.update_weights(whole_weights(spec, torch.float32))
         assert answers(engine) == before
     accepted = [
-        len(entry.result.tokens["0"]) for entry in engine.step_log if entry.result and "0" in entry.result.tokens
+        len(entry.result.tokens["0"])
+        for entry in engine.step_log
+        if entry.result and "0" in entry.result.tokens
     ]
     assert max(accepted[-4:]) > 1, "its drafts are as good as before"
 
@@ -237,7 +277,11 @@ def test_what_can_not_be_done_asleep_is_refused() -> None:
     engine.wake_up()  # is awake
     (request,) = make_requests("a", [1, 2, 3], GREEDY, 0)
     engine.core.add_request(request, 0.0)
-    for call in (engine.sleep, lambda: engine.core.reset_prefix_cache(0.0), lambda: engine.update_weights({})):
+    for call in (
+        engine.sleep,
+        lambda: engine.core.reset_prefix_cache(0.0),
+        lambda: engine.update_weights({}),
+    ):
         with pytest.raises(EngineError, match="has to wait until no request runs"):
             call()
     while engine.core.has_work:
@@ -256,7 +300,12 @@ def test_what_can_not_be_done_asleep_is_refused() -> None:
     assert answers(engine) == fresh_answers("mistral", 0)
 
 
-@given(st.lists(st.sampled_from(["ask", "update", "partial", "sleep 1", "sleep 2", "wake", "reset"]), max_size=12))
+@given(
+    st.lists(
+        st.sampled_from(["ask", "update", "partial", "sleep 1", "sleep 2", "wake", "reset"]),
+        max_size=12,
+    )
+)
 @settings(max_examples=15)
 def test_whatever_happens_answers_are_those_of_a_fresh_engine(calls: list[str]) -> None:
     """`halves`: the seeds of the weights that each half of the model has now; None: they are gone."""
@@ -298,9 +347,16 @@ def test_whatever_happens_answers_are_those_of_a_fresh_engine(calls: list[str]) 
 @cache
 def _mixed_answers(first: int, second: int) -> Answer:
     spec = SPECS["llama"]
-    weights, others = (list(whole_weights(spec, torch.float32, seed=seed).items()) for seed in (first, second))
+    weights, others = (
+        list(whole_weights(spec, torch.float32, seed=seed).items()) for seed in (first, second)
+    )
     half = len(weights) // 2
-    decoder = Decoder(spec, select_kernels(CPU, torch.float32), dict(weights[:half] + others[half:]), torch.float32)
+    decoder = Decoder(
+        spec,
+        select_kernels(CPU, torch.float32),
+        dict(weights[:half] + others[half:]),
+        torch.float32,
+    )
     return answers(assemble(decoder, EngineConfig(**SMALL), name="small"))
 
 
@@ -309,14 +365,22 @@ def _mixed_answers(first: int, second: int) -> Answer:
 
 @pytest.fixture(scope="module")
 def llm(smollm2_gguf: Path) -> Iterator[LLM]:
-    with LLM(smollm2_gguf, device="cpu", kv_cache_memory="64MiB", host_cache_memory="8MiB", max_model_len=512) as llm:
+    with LLM(
+        smollm2_gguf,
+        device="cpu",
+        kv_cache_memory="64MiB",
+        host_cache_memory="8MiB",
+        max_model_len=512,
+    ) as llm:
         yield llm
 
 
 def resident() -> int:
     """Bytes of memory that this process has touched and not given back, without its files."""
     status = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
+    return 1024 * int(
+        next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]
+    )
 
 
 def test_a_model_sleeps_wakes_and_answers_the_same(llm: LLM) -> None:

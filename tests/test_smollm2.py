@@ -39,12 +39,20 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def llm(smollm2_gguf: Path) -> Iterator[LLM]:
-    with LLM(smollm2_gguf, dtype="float32", quantization="none", kv_cache_memory="512MiB", max_model_len=1024) as llm:
+    with LLM(
+        smollm2_gguf,
+        dtype="float32",
+        quantization="none",
+        kv_cache_memory="512MiB",
+        max_model_len=1024,
+    ) as llm:
         yield llm
 
 
 RECORDED = Path(__file__).with_name("smollm2_continuations.json")
-"""The first tokens of transformers' answers, by prompt: loading the file into it takes longer than all tests here."""
+"""The first tokens of transformers' answers, by prompt: loading the file into it takes longer than
+all tests here.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +60,9 @@ def reference(smollm2_gguf: Path) -> Any:
     import transformers
 
     folder, name = str(smollm2_gguf.parent), smollm2_gguf.name
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=name, dtype=torch.float32
+    )
     return model.eval()
 
 
@@ -60,7 +70,9 @@ def test_twenty_greedy_continuations_are_those_that_transformers_gave(llm: LLM) 
     recorded = json.loads(RECORDED.read_text())
     assert list(recorded) == PROMPTS
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    assert {output.prompt: list(output.token_ids) for output in llm.generate(PROMPTS, params)} == recorded
+    assert {
+        output.prompt: list(output.token_ids) for output in llm.generate(PROMPTS, params)
+    } == recorded
 
 
 @pytest.mark.soak

@@ -40,7 +40,9 @@ WORDS = st.text(alphabet="abé", min_size=1, max_size=5)
        cuts=st.lists(st.integers(0, 24), max_size=12), include=st.booleans())  # fmt: skip
 @example(text="abcd", strings=["abcd", "bc"], cuts=[], include=False)
 @example(text="aabaabaab", strings=["aabaac", "baabaab"], cuts=[1, 2, 3], include=False)
-def test_it_finds_what_a_plain_search_finds(text: str, strings: list[str], cuts: list[int], include: bool) -> None:
+def test_it_finds_what_a_plain_search_finds(
+    text: str, strings: list[str], cuts: list[int], include: bool
+) -> None:
     matcher = StopMatcher(StopAutomaton(strings), include)
     shown = ""
     read = ""
@@ -123,7 +125,11 @@ def pieces(llm: LLM, token_ids: tuple[int, ...]) -> list[str]:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_across_tokens_ends_the_answer(
-    llm: LLM, free: tuple[str, tuple[int, ...]], include: bool, depth: int, monkeypatch: pytest.MonkeyPatch
+    llm: LLM,
+    free: tuple[str, tuple[int, ...]],
+    include: bool,
+    depth: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(llm.engine.core, "depth", depth)
     text, token_ids = free
@@ -135,12 +141,18 @@ def test_a_stop_string_across_tokens_ends_the_answer(
     begin = text.find(stop)
     end = begin + len(stop)
     count = next(i for i in range(len(each)) if len("".join(each[: i + 1])) >= end) + 1
-    params = replace(FREE, stop=("no such text", stop), include_stop_str_in_output=include, logprobs=0)
+    params = replace(
+        FREE, stop=("no such text", stop), include_stop_str_in_output=include, logprobs=0
+    )
     output = llm.generate(PROMPT, params)[0]
     (completion,) = output.completions
     assert completion.text == text[: end if include else begin]
     assert completion.token_ids == token_ids[:count]
-    assert (completion.finish_reason, completion.stop_reason, completion.stop_token_id) == ("stop", stop, None)
+    assert (completion.finish_reason, completion.stop_reason, completion.stop_token_id) == (
+        "stop",
+        stop,
+        None,
+    )
     assert len(completion.logprobs or ()) == count
     assert completion.metrics.num_output_tokens == count
     shown = ""
@@ -154,7 +166,9 @@ def test_a_stop_string_across_tokens_ends_the_answer(
     assert llm.engine.core.scheduler.blocks.pool.num_free == llm.engine.plan.num_blocks - 1
 
 
-def test_the_engine_logs_a_stop_and_computes_no_further(llm: LLM, free: tuple[str, tuple[int, ...]]) -> None:
+def test_the_engine_logs_a_stop_and_computes_no_further(
+    llm: LLM, free: tuple[str, tuple[int, ...]]
+) -> None:
     log = llm.engine.step_log
     assert log is not None
     while llm.has_work:  # the end of an earlier request may still be to be logged
@@ -169,29 +183,41 @@ def test_the_engine_logs_a_stop_and_computes_no_further(llm: LLM, free: tuple[st
     assert sum(len(entry.step.scheduled) for entry in entries) < 6
 
 
-def test_text_held_back_comes_out_when_the_answer_ends_otherwise(llm: LLM, free: tuple[str, tuple[int, ...]]) -> None:
+def test_text_held_back_comes_out_when_the_answer_ends_otherwise(
+    llm: LLM, free: tuple[str, tuple[int, ...]]
+) -> None:
     text, token_ids = free
     params = replace(FREE, stop=(text[-5:] + "never",))
     output = llm.generate(PROMPT, params)[0]
     assert (output.text, output.token_ids, output.finish_reason) == (text, token_ids, "length")
     assert output.completions[0].stop_reason is None
     assert "".join(llm.stream(PROMPT, params)) == text
-    ended = llm.generate(PROMPT, replace(params, stop=text[:2] + "never", stop_token_ids=token_ids[1:2]))[0]
+    ended = llm.generate(
+        PROMPT, replace(params, stop=text[:2] + "never", stop_token_ids=token_ids[1:2])
+    )[0]
     assert ended.text == pieces(llm, token_ids)[0]
     assert ended.completions[0].stop_reason == ended.completions[0].stop_token_id == token_ids[1]
 
 
-def test_a_stop_string_with_the_last_token_is_a_stop(llm: LLM, free: tuple[str, tuple[int, ...]]) -> None:
+def test_a_stop_string_with_the_last_token_is_a_stop(
+    llm: LLM, free: tuple[str, tuple[int, ...]]
+) -> None:
     text, token_ids = free
     each = pieces(llm, token_ids)
     assert each[2] not in "".join(each[:2])
     output = llm.generate(PROMPT, replace(FREE, max_tokens=3, stop=each[2]))[0]
-    assert (output.text, output.token_ids, output.finish_reason) == ("".join(each[:2]), token_ids[:3], "stop")
+    assert (output.text, output.token_ids, output.finish_reason) == (
+        "".join(each[:2]),
+        token_ids[:3],
+        "stop",
+    )
     short = llm.generate(PROMPT, replace(FREE, max_tokens=2, stop=text[:1]))[0]
     assert (short.text, short.finish_reason, len(short.token_ids)) == ("", "stop", 1)
 
 
-def test_min_tokens_keeps_early_stop_strings_as_text(llm: LLM, free: tuple[str, tuple[int, ...]]) -> None:
+def test_min_tokens_keeps_early_stop_strings_as_text(
+    llm: LLM, free: tuple[str, tuple[int, ...]]
+) -> None:
     text, token_ids = free
     each = pieces(llm, token_ids)
     first, second = (i for i in range(5) if each[i] == ",")
@@ -221,14 +247,19 @@ def test_special_tokens_are_shown_only_when_asked(llm: LLM) -> None:
     assert shown.text == "<|im_end|>" * 3
     ended = replace(params, ignore_eos=False, skip_special_tokens=False)
     assert llm.generate(PROMPT, ended)[0].text == ""
-    assert llm.generate(PROMPT, replace(ended, include_stop_str_in_output=True))[0].text == "<|im_end|>"
+    assert (
+        llm.generate(PROMPT, replace(ended, include_stop_str_in_output=True))[0].text
+        == "<|im_end|>"
+    )
     stopped = llm.generate(PROMPT, replace(params, skip_special_tokens=False, stop="end|><|im"))[0]
     assert (stopped.text, stopped.completions[0].stop_reason) == ("<|im_", "end|><|im")
 
 
 @pytest.mark.parametrize("spaces", [True, False])
 def test_spaces_between_special_tokens_are_those_of_the_tokenizer(llm: LLM, spaces: bool) -> None:
-    """There are none: Quire decodes as transformers' fast tokenizers do, which put no spaces for either value."""
+    """There are none: Quire decodes as transformers' fast tokenizers do, which put no spaces for
+    either value.
+    """
     params = SamplingParams(
         temperature=0, max_tokens=3, logit_bias={2: 100.0}, ignore_eos=True, skip_special_tokens=False,
         spaces_between_special_tokens=spaces,

@@ -13,8 +13,10 @@ from tests.test_exactness import make_kernels
 
 
 def check_long_answers(decoder: Decoder, num_prompt: int, num_new: int) -> None:
-    """Two requests in company, one of them preempted again and again: their logits are those of the whole sequence in a
-    cache that gives nothing back; and while they run, they hold less than that would."""
+    """Two requests in company, one of them preempted again and again: their logits are those of the
+    whole sequence in a cache that gives nothing back; and while they run, they hold less than that
+    would.
+    """
     prompts = [[(7 * i + start) % 97 for i in range(num_prompt)] for start in (0, 5)]
     params = [SamplingParams(temperature=0, max_tokens=num_new)] * 2
     bench = Bench(decoder, preempt_every=29, max_batched_tokens=64)
@@ -27,7 +29,9 @@ def check_long_answers(decoder: Decoder, num_prompt: int, num_new: int) -> None:
             assert torch.equal(got.logits[str(name), position], whole[position - 1]), position
     config = bench.core.scheduler.config
     steps = [entry.step for entry in bench.log]
-    held = [config.num_usable_blocks - step.num_free_blocks for step in steps if step.num_running == 2]
+    held = [
+        config.num_usable_blocks - step.num_free_blocks for step in steps if step.num_running == 2
+    ]
     assert min(held[-10:]) < 2 * config.blocks_for(num_prompt)
 
 

@@ -1,4 +1,6 @@
-"""A model folder without a tokenizer: prompts and answers are token ids (vLLM's `skip_tokenizer_init`)."""
+"""A model folder without a tokenizer: prompts and answers are token ids (vLLM's
+`skip_tokenizer_init`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from quire.errors import InvalidRequestError, ModelNotFoundError
 from tests.frontend.templates import QWEN
 from tests.server.random_model import write_model
 
-ENGINE: dict[str, Any] = {"kv_cache_memory": "4MiB", "max_model_len": 256, "max_num_seqs": 4, "dtype": "float32"}
+ENGINE: dict[str, Any] = {
+    "kv_cache_memory": "4MiB",
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "dtype": "float32",
+}
 PROMPT = [40, 41, 42, 43]
 GREEDY = {"temperature": 0, "max_tokens": 8}
 
@@ -47,7 +54,9 @@ def test_tokens_are_those_of_the_model_with_its_tokenizer(llm: LLM, folder: Path
     assert found.text == ""
     assert found.logprobs is not None
     assert expected.logprobs is not None
-    assert [entry.logprob for entry in found.logprobs] == [entry.logprob for entry in expected.logprobs]
+    assert [entry.logprob for entry in found.logprobs] == [
+        entry.logprob for entry in expected.logprobs
+    ]
     assert expected.logprobs is expected.completions[0].logprobs
 
 
@@ -67,7 +76,13 @@ def test_the_logprobs_of_named_tokens_are_those_among_the_likeliest(llm: LLM) ->
 
 
 @pytest.mark.parametrize(
-    "params", [{"stop": ("a",)}, {"bad_words": ("a",)}, {"structured": {"regex": "a"}}, {"dry_multiplier": 1.0}]
+    "params",
+    [
+        {"stop": ("a",)},
+        {"bad_words": ("a",)},
+        {"structured": {"regex": "a"}},
+        {"dry_multiplier": 1.0},
+    ],
 )
 def test_what_needs_text_is_refused_by_name(llm: LLM, params: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=next(iter(params))):

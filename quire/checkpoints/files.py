@@ -1,7 +1,8 @@
-"""What every reader of model files needs: what a folder holds, safe paths, JSON within bounds, whole reads.
+"""What every reader of model files needs: what a folder holds, safe paths, JSON within bounds,
+whole reads.
 
-Model folders come from strangers. Whatever is read here is checked for size before it is held in memory,
-and every failure is a `ModelFormatError` naming the file.
+Model folders come from strangers. Whatever is read here is checked for size before it is held in
+memory, and every failure is a `ModelFormatError` naming the file.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ FileStamp = tuple[int, int, int]
 
 
 def quote(value: object, limit: int = 100) -> str:
-    """Something from a file, fit for a message: text quoted, control characters escaped, cut at `limit`."""
+    """Something from a file, fit for a message: text quoted, control characters escaped, cut at
+    `limit`.
+    """
     text = repr(value[: limit + 1] if isinstance(value, str) else value)
     return text if len(text) <= limit + 2 else text[:limit] + "…"
 
@@ -40,14 +43,18 @@ def file_stamp(file: BinaryIO) -> FileStamp:
 
 @contextmanager
 def open_checked(path: Path, stamp: FileStamp | None = None) -> Iterator[BinaryIO]:
-    """Opens a regular file unbuffered; with a stamp, only if the file is still the one it was taken from."""
+    """Opens a regular file unbuffered; with a stamp, only if the file is still the one it was taken
+    from.
+    """
     try:
         # Opening a pipe or a device could wait forever.
         if not path.is_file():
             raise ModelFormatError(f"{path}: is not a file; is the download complete?")
         with path.open("rb", buffering=0) as file:
             if stamp is not None and file_stamp(file) != stamp:
-                raise ModelFormatError(f"{path}: the file changed while it was being loaded; load it again")
+                raise ModelFormatError(
+                    f"{path}: the file changed while it was being loaded; load it again"
+                )
             yield file
     except OSError as error:
         raise ModelFormatError(f"{path}: can't be read: {error.strerror or error}") from error
@@ -61,7 +68,9 @@ def read_exact(file: BinaryIO, path: Path, offset: int, num_bytes: int) -> bytea
 
 
 def read_exact_into(file: BinaryIO, path: Path, offset: int, target: memoryview) -> None:
-    """Fills `target`, which is made of bytes, or raises a `ModelFormatError`. Other threads run meanwhile."""
+    """Fills `target`, which is made of bytes, or raises a `ModelFormatError`. Other threads run
+    meanwhile.
+    """
     num_bytes = len(target)
     file.seek(offset)
     done = 0
@@ -77,11 +86,13 @@ def read_exact_into(file: BinaryIO, path: Path, offset: int, target: memoryview)
 def safe_member(folder: Path, name: str) -> Path:
     """The file called `name` in `folder`; refuses names and links that lead out of it.
 
-    Links into the blobs of the same Hugging Face cache entry are how that cache stores its snapshots and
-    are followed.
+    Links into the blobs of the same Hugging Face cache entry are how that cache stores its
+    snapshots and are followed.
     """
     # The Windows rules are the stricter ones: they also know backslashes and drive letters.
-    plain = name == PureWindowsPath(name).name and name not in {"", ".", ".."} and name.isprintable()
+    plain = (
+        name == PureWindowsPath(name).name and name not in {"", ".", ".."} and name.isprintable()
+    )
     if not plain or len(os.fsencode(name)) > 255:
         raise ModelFormatError(
             f"{folder}: unsafe file name {quote(name)}: expected the plain name of a file in this folder"
@@ -94,7 +105,9 @@ def safe_member(folder: Path, name: str) -> Path:
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, up to Python 3.12
         raise ModelFormatError(f"{path}: can't be read: {error}") from error
     if not any(real.is_relative_to(allowed) for allowed in (home, *_cache_blobs(home))):
-        raise ModelFormatError(f"{path}: unsafe link: it leads out of its folder to {real}; put the file itself there")
+        raise ModelFormatError(
+            f"{path}: unsafe link: it leads out of its folder to {real}; put the file itself there"
+        )
     if not present:
         raise ModelFormatError(f"{path}: the file is missing; is the download complete?")
     return path
@@ -119,14 +132,18 @@ def read_text(path: Path, max_bytes: int) -> str:
     try:
         return _read_member(path, max_bytes, "text").decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ModelFormatError(f"{path}: not valid UTF-8 at byte {error.start}; save it as UTF-8") from error
+        raise ModelFormatError(
+            f"{path}: not valid UTF-8 at byte {error.start}; save it as UTF-8"
+        ) from error
 
 
 def _read_member(path: Path, max_bytes: int, what: str) -> bytes:
     with open_checked(safe_member(path.parent, path.name)) as file:
         size = file_stamp(file)[1]
         if size > max_bytes:
-            raise ModelFormatError(f"{path}: expected at most {max_bytes} bytes of {what}, got {size}")
+            raise ModelFormatError(
+                f"{path}: expected at most {max_bytes} bytes of {what}, got {size}"
+            )
         return bytes(read_exact(file, path, 0, size))
 
 
@@ -135,7 +152,9 @@ def parse_json(data: bytes, path: Path) -> dict[str, object]:
     # Counted before parsing, since a parsed value takes far more memory than its text.
     num_values = data.count(b",") + data.count(b"[") + data.count(b"{")
     if num_values > MAX_JSON_VALUES:
-        raise ModelFormatError(f"{path}: expected at most {MAX_JSON_VALUES} JSON values, got {num_values}")
+        raise ModelFormatError(
+            f"{path}: expected at most {MAX_JSON_VALUES} JSON values, got {num_values}"
+        )
     try:
         value = json.loads(data, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except RecursionError as error:
@@ -173,7 +192,9 @@ def weight_kinds(folder: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def no_weights_error(folder: Path, kinds: frozenset[str]) -> ModelFormatError | UnsupportedModelError:
+def no_weights_error(
+    folder: Path, kinds: frozenset[str]
+) -> ModelFormatError | UnsupportedModelError:
     """For a folder with neither safetensors nor npy: says what to do with what is there."""
     if "pickle" in kinds:
         return UnsupportedModelError(
@@ -181,7 +202,9 @@ def no_weights_error(folder: Path, kinds: frozenset[str]) -> ModelFormatError | 
             "Quire never reads them; convert them to safetensors (model.save_pretrained of transformers does)"
         )
     if "gguf" in kinds:
-        names = ", ".join(sorted(entry.name for entry in folder.iterdir() if entry.suffix.lower() == ".gguf"))
+        names = ", ".join(
+            sorted(entry.name for entry in folder.iterdir() if entry.suffix.lower() == ".gguf")
+        )
         return UnsupportedModelError(f"{folder}: give the path of one of its .gguf files: {names}")
     return ModelFormatError(
         f"{folder}: no weights found: expected *.safetensors, a .gguf file, or .npy files with a config.json"

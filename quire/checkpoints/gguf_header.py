@@ -1,8 +1,9 @@
-"""The header of a GGUF file as it is written: metadata and the entries of its tensors. Versions 2, 3, little-endian.
+"""The header of a GGUF file as it is written: metadata and the entries of its tensors. Versions 2,
+3, little-endian.
 
-The parser walks a mapping of the file and checks every count and length against the bytes that are really
-there before it acts on it, so a broken or hostile file costs an error message and no more. Needs no torch, so that a
-process which wants a model's tokenizer alone does without it.
+The parser walks a mapping of the file and checks every count and length against the bytes that are
+really there before it acts on it, so a broken or hostile file costs an error message and no more.
+Needs no torch, so that a process which wants a model's tokenizer alone does without it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,19 @@ MAX_ARRAY_ELEMENTS = 2**24
 MAX_ARRAY_DEPTH = 4
 MAX_DIMENSIONS = 4
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -63,7 +76,9 @@ def read_header(path: Path) -> Header:
         stamp = file_stamp(file)
         size = stamp[1]
         if size < 24:
-            raise ModelFormatError(f"{path}: the file is truncated: expected at least 24 bytes, got {size}")
+            raise ModelFormatError(
+                f"{path}: the file is truncated: expected at least 24 bytes, got {size}"
+            )
         with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as buffer:
             reader = _HeaderReader(path, buffer)
             version = _read_version(path, reader)
@@ -77,12 +92,16 @@ def read_header(path: Path) -> Header:
 def _read_version(path: Path, reader: _HeaderReader) -> int:
     magic = reader.take(4, "the magic number")
     if magic != MAGIC:
-        raise ModelFormatError(f"{path}: not a GGUF file: expected it to begin with {MAGIC!r}, got {magic!r}")
+        raise ModelFormatError(
+            f"{path}: not a GGUF file: expected it to begin with {MAGIC!r}, got {magic!r}"
+        )
     version = reader.u32("the version")
     if version in (2, 3):
         return version
     if version & 0xFFFF == 0 and version != 0:
-        raise UnsupportedModelError(f"{path}: a big-endian GGUF file; Quire reads little-endian ones")
+        raise UnsupportedModelError(
+            f"{path}: a big-endian GGUF file; Quire reads little-endian ones"
+        )
     raise UnsupportedModelError(
         f"{path}: GGUF version {version}; Quire reads versions 2 and 3: convert the model again with current tools"
     )
@@ -94,7 +113,9 @@ def _read_metadata(reader: _HeaderReader, num_pairs: int) -> dict[str, object]:
         key = reader.string("a metadata key", MAX_KEY_BYTES)
         if key in metadata:
             reader.fail(f"metadata key {quote(key)} is there twice")
-        metadata[key] = reader.value(reader.u32(f"the type of {quote(key)}"), f"metadata {quote(key)}")
+        metadata[key] = reader.value(
+            reader.u32(f"the type of {quote(key)}"), f"metadata {quote(key)}"
+        )
     return metadata
 
 
@@ -126,7 +147,9 @@ class _HeaderReader:
         """Moves on by so many bytes, if they are there, and returns where they begin."""
         start = self.position
         if num_bytes > self._end - start:
-            limit = "the file's end" if self._end == len(self._buffer) else f"the limit of {self._end}"
+            limit = (
+                "the file's end" if self._end == len(self._buffer) else f"the limit of {self._end}"
+            )
             self.fail(
                 f"{what}: expected {num_bytes} bytes at {start}, got {self._end - start} up to {limit}: "
                 "the file is truncated or broken"
@@ -153,7 +176,9 @@ class _HeaderReader:
         if number > limit:
             self.fail(f"expected at most {limit} {what}, got {number}")
         if number * min_bytes > room:
-            self.fail(f"{number} {what}: expected at least {number * min_bytes} bytes, got {room}: truncated")
+            self.fail(
+                f"{number} {what}: expected at least {number * min_bytes} bytes, got {room}: truncated"
+            )
         return number
 
     def string(self, what: str, limit: int = MAX_STRING_BYTES) -> str:
@@ -213,7 +238,9 @@ class _HeaderReader:
                     self.fail(f"{what}: the file is truncated in string {len(strings)} of {count}")
                 position = start + unpack(buffer, position)[0]
                 if position > end:
-                    self.fail(f"{what}: string {len(strings)} of {count}: must end by {end}, got {position}")
+                    self.fail(
+                        f"{what}: string {len(strings)} of {count}: must end by {end}, got {position}"
+                    )
                 strings.append(buffer[start:position].decode())
         except UnicodeDecodeError:
             self._decode(buffer[start:position], what)  # says which

@@ -1,4 +1,6 @@
-"""What a GGUF file's metadata and its tensors' names say of a model, under the names that config.json has for it."""
+"""What a GGUF file's metadata and its tensors' names say of a model, under the names that
+config.json has for it.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,24 @@ KEYS = {
 
 
 def gguf_settings(checkpoint: Checkpoint, file: str, of_family: Mapping[str, Any]) -> Fields:
-    """The settings by the names they have in config.json; `of_family` are those that no GGUF file of a family says."""
+    """The settings by the names they have in config.json; `of_family` are those that no GGUF file
+    of a family says.
+    """
     metadata, tensor_names = checkpoint.metadata, checkpoint.tensors
     name = Fields(metadata, file).string("general.architecture")
     prefix = f"{name}."
     fields, general = Fields(metadata, file, prefix), Fields(metadata, file)
     heads = fields.integer("attention.head_count")
     known = "attention.key_length" in fields
-    head_dim = fields.integer("attention.key_length") if known else fields.head_size("embedding_length", heads)
+    head_dim = (
+        fields.integer("attention.key_length")
+        if known
+        else fields.head_size("embedding_length", heads)
+    )
     if fields.integer("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModelError(f"{file}: keys and values of different sizes are not supported.")
+        raise UnsupportedModelError(
+            f"{file}: keys and values of different sizes are not supported."
+        )
     tokens = metadata.get("tokenizer.ggml.tokens")
     num_tokens = len(tokens) if isinstance(tokens, list | tuple) else 0
     ids = {key: f"tokenizer.ggml.{key}_token_id" for key in ("bos", "eos", "eot", "eom")}
@@ -58,9 +68,13 @@ def gguf_settings(checkpoint: Checkpoint, file: str, of_family: Mapping[str, Any
         "rope_parameters": _rope(fields, head_dim, checkpoint),
         "bos_token_id": bos,
         "eos_token_id": list(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
-        "mlp_only_layers": [i for i in range(num_blocks) if f"blk.{i}.ffn_gate_inp.weight" not in tensor_names],
+        "mlp_only_layers": [
+            i for i in range(num_blocks) if f"blk.{i}.ffn_gate_inp.weight" not in tensor_names
+        ],
         "attention_out_bias": "blk.0.attn_output.bias" in tensor_names,
-        **dict.fromkeys(("attention_bias", "qkv_bias", "use_bias"), "blk.0.attn_q.bias" in tensor_names),
+        **dict.fromkeys(
+            ("attention_bias", "qkv_bias", "use_bias"), "blk.0.attn_q.bias" in tensor_names
+        ),
         "mlp_bias": "blk.0.ffn_gate.bias" in tensor_names,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in tensor_names,
         "norm_topk_prob": fields.boolean("expert_weights_norm", False),
@@ -79,21 +93,37 @@ def _rope(fields: Fields, head_dim: int, checkpoint: Checkpoint) -> dict[str, An
         rope["rope_theta"] = fields.number("rope.freq_base", low=1e-6)
     if "rope.dimension_count" in fields:
         rotated = fields.integer("rope.dimension_count")
-        share = rotated / head_dim  # of which the product's whole part is taken: 30 / 44 * 44 would be 29
-        rope["partial_rotary_factor"] = share if int(head_dim * share) == rotated else math.nextafter(share, 2)
+        # of which the product's whole part is taken: 30 / 44 * 44 would be 29
+        share = rotated / head_dim
+        rope["partial_rotary_factor"] = (
+            share if int(head_dim * share) == rotated else math.nextafter(share, 2)
+        )
     if "rope_freqs.weight" in tensor_names:
-        return rope | {"rope_type": "factors", "factors": checkpoint.read("rope_freqs.weight").tolist()}
+        return rope | {
+            "rope_type": "factors",
+            "factors": checkpoint.read("rope_freqs.weight").tolist(),
+        }
     original = fields.integer(
-        "rope.scaling.original_context_length", fields.integer("context_length", 2048, high=2**31), high=2**31
+        "rope.scaling.original_context_length",
+        fields.integer("context_length", 2048, high=2**31),
+        high=2**31,
     )
     if "rope_factors_long.weight" in tensor_names:
-        long, short = (checkpoint.read(f"rope_factors_{kind}.weight").tolist() for kind in ("long", "short"))
-        found = {"long_factor": long, "short_factor": short, "original_max_position_embeddings": original}
+        long, short = (
+            checkpoint.read(f"rope_factors_{kind}.weight").tolist() for kind in ("long", "short")
+        )
+        found = {
+            "long_factor": long,
+            "short_factor": short,
+            "original_max_position_embeddings": original,
+        }
         factor = fields.number("rope.scaling.attn_factor", 1.0)
         return rope | found | {"rope_type": "longrope", "attention_factor": factor}
     kind = fields.string("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
-        raise UnsupportedModelError(f"{fields.file}: rope scaling {kind!r} is not supported, only linear and yarn are.")
+        raise UnsupportedModelError(
+            f"{fields.file}: rope scaling {kind!r} is not supported, only linear and yarn are."
+        )
     if kind == "none":
         return rope
     factor = fields.number("rope.scaling.factor", low=1e-6)

@@ -1,4 +1,5 @@
-"""Models from the Hugging Face hub, through huggingface_hub: its cache, token and offline mode are used.
+"""Models from the Hugging Face hub, through huggingface_hub: its cache, token and offline mode are
+used.
 
 A model whose files are all in the cache is taken from there when the hub can't be reached.
 """
@@ -16,9 +17,16 @@ from quire.checkpoints.download import Progress
 from quire.checkpoints.files import weight_kinds
 from quire.errors import ModelNotFoundError, QuireError, UnsupportedModelError
 
-NEEDED_FILES = ["config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json"]
+NEEDED_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "chat_template*",
+    "special_tokens_map.json",
+]
 NEEDED_FILES += ["hf_quant_config.json", "*.safetensors", "*.safetensors.index.json"]
-# Weights in other layouts beside the ones we read: `original/…` and the like, and Mistral's own format.
+# Weights in other layouts beside the ones we read: `original/…` and the like, and Mistral's own
+# format.
 UNNEEDED_FILES = ["*/*", "consolidated*"]
 
 
@@ -38,7 +46,9 @@ class HubId:
 def parse_hub_id(text: str) -> HubId | None:
     """The parts of a hub id, or None if the text can't be one."""
     part = r"[A-Za-z0-9][\w.-]{0,95}"
-    match = re.fullmatch(rf"({part}/{part})(?:@([\w./-]+))?(?::([\w./ +-]+\.gguf))?", text, re.ASCII)
+    match = re.fullmatch(
+        rf"({part}/{part})(?:@([\w./-]+))?(?::([\w./ +-]+\.gguf))?", text, re.ASCII
+    )
     if match is None:
         return None
     # Both end up in paths of the cache.
@@ -48,7 +58,9 @@ def parse_hub_id(text: str) -> HubId | None:
     return HubId(match[1], match[2], match[3])
 
 
-def fetch_from_hub(hub_id: HubId, *, offline: bool = False, progress: Progress | None = None) -> Path:
+def fetch_from_hub(
+    hub_id: HubId, *, offline: bool = False, progress: Progress | None = None
+) -> Path:
     """The folder of a model's snapshot, or the path of the one `.gguf` file asked for."""
     if hub_id.gguf:
         # The other parts of a split model come along.
@@ -76,13 +88,21 @@ def _found(names: list[str]) -> str:
     return f" (found: {', '.join(names)})" if names else ""
 
 
-def _snapshot(hub_id: HubId, allow: list[str], ignore: list[str], offline: bool, progress: Progress | None) -> Path:
+def _snapshot(
+    hub_id: HubId, allow: list[str], ignore: list[str], offline: bool, progress: Progress | None
+) -> Path:
     from huggingface_hub import errors as hub_errors
     from huggingface_hub import snapshot_download
 
     def download(local_files_only: bool) -> Path:
-        options: dict[str, Any] = {"tqdm_class": _bar_class(progress)} if progress is not None else {}
-        options |= {"allow_patterns": allow, "ignore_patterns": ignore, "local_files_only": local_files_only}
+        options: dict[str, Any] = (
+            {"tqdm_class": _bar_class(progress)} if progress is not None else {}
+        )
+        options |= {
+            "allow_patterns": allow,
+            "ignore_patterns": ignore,
+            "local_files_only": local_files_only,
+        }
         return Path(snapshot_download(hub_id.repo, revision=hub_id.revision, **options))
 
     try:
@@ -100,8 +120,8 @@ def _snapshot(hub_id: HubId, allow: list[str], ignore: list[str], offline: bool,
             "`hf auth login` or HF_TOKEN if it is private"
         ) from error
     except Exception as error:
-        # The transports (requests, httpx) and their errors differ between versions of huggingface_hub. It
-        # falls back to the cache for some; for the others we ask once more.
+        # The transports (requests, httpx) and their errors differ between versions of
+        # huggingface_hub. It falls back to the cache for some; for the others we ask once more.
         try:
             return download(True)
         except Exception:
@@ -154,7 +174,8 @@ def _bar_class(progress: Progress) -> type:
             with lock:
                 drawn: bool | None = super().update(n)
                 if bars:
-                    # There may be a bar for bytes received and one for bytes written; the one ahead counts.
+                    # There may be a bar for bytes received and one for bytes written; the one ahead
+                    # counts.
                     total = max(bar.total or 0 for bar in bars)
                     progress(int(max(bar.n for bar in bars)), int(total) or None)
                 return drawn

@@ -1,7 +1,9 @@
-"""The teaching format: a folder with one `.npy` file per weight, named like the Hugging Face tensor.
+"""The teaching format: a folder with one `.npy` file per weight, named like the Hugging Face
+tensor.
 
-The header of a `.npy` file is a Python dictionary in text. It is matched against the one form that numpy
-writes for plain arrays and never evaluated, so a file of pickled objects is refused by its header.
+The header of a `.npy` file is a Python dictionary in text. It is matched against the one form that
+numpy writes for plain arrays and never evaluated, so a file of pickled objects is refused by its
+header.
 """
 
 from __future__ import annotations
@@ -10,7 +12,14 @@ import re
 from pathlib import Path
 
 from quire.checkpoints.checkpoint import Checkpoint, TensorInfo, check_shape, tensor_error
-from quire.checkpoints.files import FileStamp, file_stamp, open_checked, quote, read_exact, safe_member
+from quire.checkpoints.files import (
+    FileStamp,
+    file_stamp,
+    open_checked,
+    quote,
+    read_exact,
+    safe_member,
+)
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import FORMATS
 
@@ -60,7 +69,10 @@ def _read_header(path: Path, name: str) -> tuple[TensorInfo, FileStamp]:
     expected = FORMATS[dtype].nbytes(shape)
     if size - data_start != expected:
         raise tensor_error(
-            path, name, f"{expected} bytes for {dtype} of shape {list(shape)}", f"{size - data_start} bytes"
+            path,
+            name,
+            f"{expected} bytes for {dtype} of shape {list(shape)}",
+            f"{size - data_start} bytes",
         )
     return TensorInfo(name, shape, dtype, path, expected, data_start), stamp
 
@@ -72,13 +84,17 @@ def _parse_header(path: Path, name: str, header: str) -> tuple[str, tuple[int, .
         if text is not None:
             found[key[:-1]] = text
     if len(found) != 3:
-        raise tensor_error(path, name, "a header with descr, fortran_order and shape", quote(header))
+        raise tensor_error(
+            path, name, "a header with descr, fortran_order and shape", quote(header)
+        )
     descr = found["descr"]
     if descr not in _DTYPES:
         why = f"is stored as {quote(descr)}"
         if "O" in descr:
             why = "holds Python objects, which Quire never unpickles"
-        raise UnsupportedModelError(f"{path}: tensor {quote(name)} {why}: save it as little-endian float32 or float16")
+        raise UnsupportedModelError(
+            f"{path}: tensor {quote(name)} {why}: save it as little-endian float32 or float16"
+        )
     if found["order"] == "True":
         got = "Fortran order: save np.ascontiguousarray(…)"
         raise tensor_error(path, name, "rows stored one after the other", got)

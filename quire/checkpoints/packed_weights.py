@@ -1,10 +1,12 @@
-"""Quantised weights as other tools store them, brought into the tensors of our formats FP8 and INT4.
+"""Quantised weights as other tools store them, brought into the tensors of our formats FP8 and
+INT4.
 
-fp8: `NAME` [out, in] of FP8 with `NAME_scale` or `NAME_scale_inv`: one number, one per output, or one per block of 128
-by 128. awq: `qweight` int32 [in, out / 8], eight outputs in a number, the even ones first, `qzeros` [groups, out / 8]
-likewise, `scales` [groups, out]. gptq: `qweight` int32 [in / 8, out], eight inputs in a number; `qzeros` and `scales`
-as with awq, but outputs in their order. pack-quantized: `NAME_packed` int32 [out, in / 8], `NAME_scale` [out, groups]
-and, where it is not symmetric, `NAME_zero_point` int32 [out / 8, groups].
+fp8: `NAME` [out, in] of FP8 with `NAME_scale` or `NAME_scale_inv`: one number, one per output, or
+one per block of 128 by 128. awq: `qweight` int32 [in, out / 8], eight outputs in a number, the even
+ones first, `qzeros` [groups, out / 8] likewise, `scales` [groups, out]. gptq: `qweight` int32 [in /
+8, out], eight inputs in a number; `qzeros` and `scales` as with awq, but outputs in their order.
+pack-quantized: `NAME_packed` int32 [out, in / 8], `NAME_scale` [out, groups] and, where it is not
+symmetric, `NAME_zero_point` int32 [out / 8, groups].
 """
 
 from __future__ import annotations
@@ -44,10 +46,18 @@ def _paired(codes: Tensor) -> Tensor:
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
-def int4_tensors(layout: Layout, packed: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """A part's codes [out, in / 2], scales and zero points [out, groups] ([out] of whole rows) from stored tensors."""
+def int4_tensors(
+    layout: Layout, packed: Tensor, scales: Tensor, zeros: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A part's codes [out, in / 2], scales and zero points [out, groups] ([out] of whole rows) from
+    stored tensors.
+    """
     if layout.name == "pack-quantized":
-        points = torch.full(scales.shape, 8, dtype=torch.uint8) if zeros is None else _unpacked(zeros, 0)[: len(scales)]
+        points = (
+            torch.full(scales.shape, 8, dtype=torch.uint8)
+            if zeros is None
+            else _unpacked(zeros, 0)[: len(scales)]
+        )
         paired = packed.view(torch.uint8).view(len(packed), -1)
     else:
         assert zeros is not None

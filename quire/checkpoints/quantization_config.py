@@ -1,4 +1,6 @@
-"""What a config.json says of how a model's weights are quantised: which layout the files have, or a refusal by name."""
+"""What a config.json says of how a model's weights are quantised: which layout the files have, or a
+refusal by name.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Layout:
     """How quantised weights lie in files."""
 
     name: str
-    """int-quantized, pack-quantized, mxfp4, fp8, awq or gptq; or plain, where only keys and values are."""
+    """int-quantized, pack-quantized, mxfp4, fp8, awq or gptq; or plain, where only keys and values
+    are.
+    """
     group: int = 0
     """How many inputs share a scale (4 bits); 0: a whole row."""
     symmetric: bool = True
@@ -34,8 +38,9 @@ class Layout:
 
 
 def read_layout(config: Fields) -> Layout | None:
-    """The layout of a model's weights by its config.json, None where they are plain numbers. Other ways of quantising
-    are an UnsupportedModelError."""
+    """The layout of a model's weights by its config.json, None where they are plain numbers. Other
+    ways of quantising are an UnsupportedModelError.
+    """
     if "quantization_config" not in config:
         return None
     found = config.part("quantization_config")
@@ -61,14 +66,25 @@ def read_layout(config: Fields) -> Layout | None:
 
 
 def read_cache_format(config: Fields) -> str:
-    """What a model's config.json says of its cache: "fp8", what else its keys and values are quantised to, or nothing.
-    It says so by `kv_cache_scheme` (compressed-tensors, ModelOpt) or by ModelOpt's `kv_cache_quant_algo`. The word
-    "static" for a scheme (AutoFP8) says no more than that there are scales."""
+    """What a model's config.json says of its cache: "fp8", what else its keys and values are
+    quantised to, or nothing. It says so by `kv_cache_scheme` (compressed-tensors, ModelOpt) or by
+    ModelOpt's `kv_cache_quant_algo`. The word "static" for a scheme (AutoFP8) says no more than
+    that there are scales.
+    """
     found = config.part("quantization_config")
     algorithm, scheme = found.raw("kv_cache_quant_algo"), found.raw("kv_cache_scheme")
     if isinstance(scheme, Mapping):
-        read = {"num_bits": (8,), "type": ("float",), "strategy": (None, "tensor"), "symmetric": (None, True)}
-        other = [f"{key} {quote(scheme.get(key))}" for key, values in read.items() if scheme.get(key) not in values]
+        read = {
+            "num_bits": (8,),
+            "type": ("float",),
+            "strategy": (None, "tensor"),
+            "symmetric": (None, True),
+        }
+        other = [
+            f"{key} {quote(scheme.get(key))}"
+            for key, values in read.items()
+            if scheme.get(key) not in values
+        ]
         return ", ".join(other) or FP8_CACHE
     if algorithm is None:
         return ""
@@ -101,14 +117,20 @@ def _compressed(file: str, found: Fields) -> Layout:
     name, groups = found.string("format", "unknown"), found.part("config_groups")
     if not groups.names() and "kv_cache_scheme" in found:
         return Layout("plain")
-    layouts = {_of_weights(file, name, groups.part(group).part("weights")) for group in groups.names()}
+    layouts = {
+        _of_weights(file, name, groups.part(group).part("weights")) for group in groups.names()
+    }
     if len(layouts) != 1:
         raise _unsupported(file, f"by {COMPRESSED_TENSORS} in {len(layouts)} ways at once")
     return layouts.pop()
 
 
 def _of_weights(file: str, name: str, weights: Fields) -> Layout:
-    kind = {"int-quantized": (8, "int"), "pack-quantized": (4, "int"), "float-quantized": (8, "float")}.get(name)
+    kind = {
+        "int-quantized": (8, "int"),
+        "pack-quantized": (4, "int"),
+        "float-quantized": (8, "float"),
+    }.get(name)
     if kind is None:
         raise _unsupported(file, f"by {COMPRESSED_TENSORS} as {quote(name)}")
     wanted: dict[str, tuple[object, ...]] = {"num_bits": kind[:1], "type": kind[1:]}
@@ -119,13 +141,21 @@ def _of_weights(file: str, name: str, weights: Fields) -> Layout:
     else:
         wanted |= {"symmetric": (True,), "strategy": ("tensor", "channel", "block")}
         wanted |= {"block_structure": (None, [BLOCK, BLOCK])}
-    differing = [f"{key} {quote(weights.raw(key))}" for key, values in wanted.items() if weights.raw(key) not in values]
+    differing = [
+        f"{key} {quote(weights.raw(key))}"
+        for key, values in wanted.items()
+        if weights.raw(key) not in values
+    ]
     if differing:
         raise _unsupported(file, f"by {COMPRESSED_TENSORS} as {name}, with {', '.join(differing)}")
     if name == "float-quantized":
         return Layout("fp8")
     size = weights.raw("group_size") if weights.raw("strategy") == "group" else None
-    return Layout(name, _group(file, f"{COMPRESSED_TENSORS} as {name}", size), weights.raw("symmetric") is not False)
+    return Layout(
+        name,
+        _group(file, f"{COMPRESSED_TENSORS} as {name}", size),
+        weights.raw("symmetric") is not False,
+    )
 
 
 def _unsupported(file: str, how: str) -> UnsupportedModelError:

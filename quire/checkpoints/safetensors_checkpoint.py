@@ -36,7 +36,21 @@ MODELOPT_FILE = "hf_quant_config.json"
 
 WEIGHT_DTYPES = tuple(format.name for format in PLAIN.values())
 OTHER_DTYPES = frozenset(
-    {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "C64", "F4", "F6_E2M3", "F6_E3M2"}
+    {
+        "BOOL",
+        "U8",
+        "I8",
+        "U16",
+        "I16",
+        "U32",
+        "I32",
+        "U64",
+        "I64",
+        "C64",
+        "F4",
+        "F6_E2M3",
+        "F6_E3M2",
+    }
     | {"F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0"}
 )
 _QUANTIZED = {"I8": 1, "I32": 4, "I64": 8, "U8": 1, "F8_E4M3": 1}
@@ -44,8 +58,9 @@ _QUANTIZED = {"I8": 1, "I32": 4, "I64": 8, "U8": 1, "F8_E4M3": 1}
 
 
 def open_safetensors(folder: Path) -> Checkpoint:
-    """Opens a folder's weights: `model.safetensors`, else the shards of its index, else its only file. They must pass
-    our own checks and those of the safetensors library."""
+    """Opens a folder's weights: `model.safetensors`, else the shards of its index, else its only
+    file. They must pass our own checks and those of the safetensors library.
+    """
     config = read_settings(folder / "config.json")
     layout = read_layout(config)
     checkpoint = _open_files(folder, is_quantized=layout is not None)
@@ -56,12 +71,16 @@ def open_safetensors(folder: Path) -> Checkpoint:
 
 
 def read_settings(config: Path) -> Fields:
-    """config.json; where it is silent on quantisation, with what earlier versions of ModelOpt wrote beside it."""
+    """config.json; where it is silent on quantisation, with what earlier versions of ModelOpt wrote
+    beside it.
+    """
     beside = config.with_name(MODELOPT_FILE)
     values = read_json(config) if config.is_file() else {}
     if values.get("quantization_config") is None and beside.is_file():
         found = Fields(read_json(beside), str(beside)).part("quantization")
-        values["quantization_config"] = {key: found.raw(key) for key in found.names()} | {"quant_method": "modelopt"}
+        values["quantization_config"] = {key: found.raw(key) for key in found.names()} | {
+            "quant_method": "modelopt"
+        }
     return Fields(values, str(config))
 
 
@@ -92,7 +111,9 @@ def _open_shards(paths: list[Path], is_quantized: bool) -> Checkpoint:
         found, stamps[path] = _read_header(path, is_quantized)
         for name, info in found.items():
             if name in tensors:
-                raise ModelFormatError(f"{path}: tensor {quote(name)} is also in {tensors[name].file.name}")
+                raise ModelFormatError(
+                    f"{path}: tensor {quote(name)} is also in {tensors[name].file.name}"
+                )
             tensors[name] = info
     return Checkpoint("safetensors", tensors, stamps)
 
@@ -101,7 +122,9 @@ def _open_indexed(folder: Path, is_quantized: bool) -> Checkpoint:
     index = safe_member(folder, INDEX_FILE)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelFormatError(f"{index}: expected a weight_map of tensor names to file names, got none")
+        raise ModelFormatError(
+            f"{index}: expected a weight_map of tensor names to file names, got none"
+        )
     shards: dict[str, Path] = {}
     for name, shard in weight_map.items():
         if not isinstance(shard, str):
@@ -127,7 +150,9 @@ def _read_header(path: Path, is_quantized: bool) -> tuple[dict[str, TensorInfo],
         stamp = file_stamp(file)
         size = stamp[1]
         if size < 8:
-            raise ModelFormatError(f"{path}: the file is truncated: expected at least 8 bytes, got {size}")
+            raise ModelFormatError(
+                f"{path}: the file is truncated: expected at least 8 bytes, got {size}"
+            )
         header_bytes = int.from_bytes(read_exact(file, path, 0, 8), "little")
         if header_bytes > MAX_HEADER_BYTES:
             raise ModelFormatError(
@@ -141,17 +166,26 @@ def _read_header(path: Path, is_quantized: bool) -> tuple[dict[str, TensorInfo],
         header = parse_json(bytes(read_exact(file, path, 8, header_bytes)), path)
     header.pop("__metadata__", None)
     data_start = 8 + header_bytes
-    tensors = {name: _check_entry(path, name, entry, data_start, size, is_quantized) for name, entry in header.items()}
+    tensors = {
+        name: _check_entry(path, name, entry, data_start, size, is_quantized)
+        for name, entry in header.items()
+    }
     _check_layout(path, tensors, data_start, size)
     try:
         with safe_open(path, "pt"):
-            pass  # the library's own checks: what it refuses must fail here and not halfway through loading
+            # the library's own checks: what it refuses must fail here and not halfway through
+            # loading
+            pass
     except (SafetensorError, UnicodeError) as error:
-        raise ModelFormatError(f"{path}: not a valid safetensors file: {quote(str(error), 200)}") from error
+        raise ModelFormatError(
+            f"{path}: not a valid safetensors file: {quote(str(error), 200)}"
+        ) from error
     return tensors, stamp
 
 
-def _check_entry(path: Path, name: str, entry: object, data_start: int, size: int, is_quantized: bool) -> TensorInfo:
+def _check_entry(
+    path: Path, name: str, entry: object, data_start: int, size: int, is_quantized: bool
+) -> TensorInfo:
     if not isinstance(entry, dict):
         raise tensor_error(path, name, "dtype, shape and data_offsets", quote(entry))
     dtype = entry.get("dtype")
@@ -165,15 +199,22 @@ def _check_entry(path: Path, name: str, entry: object, data_start: int, size: in
     check_shape(path, name, shape)
     offsets = _whole_numbers(entry.get("data_offsets"))
     if offsets is None or len(offsets) != 2 or not 0 <= offsets[0] <= offsets[1]:
-        raise tensor_error(path, name, "data_offsets [begin, end]", quote(entry.get("data_offsets")))
+        raise tensor_error(
+            path, name, "data_offsets [begin, end]", quote(entry.get("data_offsets"))
+        )
     if offsets[1] > size - data_start:
         raise tensor_error(
-            path, name, f"its data within the file's {size - data_start} bytes", f"an end at {offsets[1]}"
+            path,
+            name,
+            f"its data within the file's {size - data_start} bytes",
+            f"an end at {offsets[1]}",
         )
     num_bytes = offsets[1] - offsets[0]
     expected = math.prod(shape) * (_QUANTIZED.get(dtype) or FORMATS[dtype].num_bytes)
     if num_bytes != expected:
-        raise tensor_error(path, name, f"{expected} bytes for {dtype} of shape {list(shape)}", f"{num_bytes} bytes")
+        raise tensor_error(
+            path, name, f"{expected} bytes for {dtype} of shape {list(shape)}", f"{num_bytes} bytes"
+        )
     return TensorInfo(name, shape, dtype, path, num_bytes, data_start + offsets[0])
 
 
@@ -191,14 +232,19 @@ def _whole_numbers(value: object) -> tuple[int, ...] | None:
     return None
 
 
-def _check_layout(path: Path, tensors: Mapping[str, TensorInfo], data_start: int, size: int) -> None:
+def _check_layout(
+    path: Path, tensors: Mapping[str, TensorInfo], data_start: int, size: int
+) -> None:
     """The format wants the data of all tensors side by side, with no overlap, hole or rest."""
     end = data_start
     for info in sorted(tensors.values(), key=lambda info: (info.offset, info.num_bytes)):
         if info.offset != end:
             what = "overlapping data" if info.offset < end else "a hole"
             raise tensor_error(
-                path, info.name, f"data from byte {end - data_start}", f"{info.offset - data_start}: {what}"
+                path,
+                info.name,
+                f"data from byte {end - data_start}",
+                f"{info.offset - data_start}: {what}",
             )
         end = info.offset + info.num_bytes
     if end != size:

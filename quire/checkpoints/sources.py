@@ -1,4 +1,6 @@
-"""From what a user writes after `--model` to files on this machine; and which models are here already."""
+"""From what a user writes after `--model` to files on this machine; and which models are here
+already.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,11 @@ class LocalModel:
 def resolve(model: str, *, offline: bool = False, progress: Progress | None = None) -> ModelSource:
     """Finds a model, downloading it if need be (`offline` forbids that).
 
-    `model` is, in this order: an existing path (a folder in Hugging Face layout, a `.gguf` file, a folder
-    of `.npy` files), an alias such as `smollm2`, or a Hugging Face id `org/name`, with `@revision` for
-    another than the main one and `:FILE.gguf` for one GGUF file of the repository. So an existing local
-    path always wins: a folder called `smollm2` in the current directory hides the alias.
+    `model` is, in this order: an existing path (a folder in Hugging Face layout, a `.gguf` file, a
+    folder of `.npy` files), an alias such as `smollm2`, or a Hugging Face id `org/name`, with
+    `@revision` for another than the main one and `:FILE.gguf` for one GGUF file of the repository.
+    So an existing local path always wins: a folder called `smollm2` in the current directory hides
+    the alias.
     """
 
     def report(done: int, total: int | None) -> None:
@@ -74,7 +77,9 @@ def resolve(model: str, *, offline: bool = False, progress: Progress | None = No
     try:
         found = fetch_from_hub(hub_id, offline=offline, progress=report)
     except ModelNotFoundError as error:
-        raise ModelNotFoundError(f"{model!r} was not found: no file or folder {path}; {error}") from error
+        raise ModelNotFoundError(
+            f"{model!r} was not found: no file or folder {path}; {error}"
+        ) from error
     kind: Kind = "gguf" if hub_id.gguf else "huggingface"
     return ModelSource(model, kind, found, f"Hugging Face hub, {hub_id}")
 
@@ -103,23 +108,36 @@ def _local(model: str, path: Path) -> ModelSource:
     kinds = weight_kinds(path)
     if "safetensors" in kinds or "npy" in kinds:
         if not (path / "config.json").is_file():
-            raise ModelNotFoundError(f"{path}: there are weights but no config.json; put the model's there")
-        return ModelSource(model, "huggingface" if "safetensors" in kinds else "npy", path, "local folder")
+            raise ModelNotFoundError(
+                f"{path}: there are weights but no config.json; put the model's there"
+            )
+        return ModelSource(
+            model, "huggingface" if "safetensors" in kinds else "npy", path, "local folder"
+        )
     gguf_files = sorted(entry for entry in path.iterdir() if entry.suffix.lower() == ".gguf")
     if len(gguf_files) == 1:
         return ModelSource(model, "gguf", gguf_files[0], "local folder")
     error = no_weights_error(path, kinds)
     if model in ALIASES:
-        raise type(error)(f"{error}. (This folder hides the alias {model}: run Quire from another folder.)")
+        raise type(error)(
+            f"{error}. (This folder hides the alias {model}: run Quire from another folder.)"
+        )
     raise error
 
 
 def _looks_like_path(model: str) -> bool:
-    return model.startswith((".", "/", "~")) or "\\" in model or (model.endswith(".gguf") and ":" not in model)
+    return (
+        model.startswith((".", "/", "~"))
+        or "\\" in model
+        or (model.endswith(".gguf") and ":" not in model)
+    )
 
 
 def _not_found(model: str, path: Path) -> ModelNotFoundError:
-    tried = [f"no file or folder {path}", f"no alias of that name (there are: {', '.join(ALIASES)})"]
+    tried = [
+        f"no file or folder {path}",
+        f"no alias of that name (there are: {', '.join(ALIASES)})",
+    ]
     if not _looks_like_path(model):
         tried.append("not of the form org/name, so not a Hugging Face id")
     close = difflib.get_close_matches(model.lower(), ALIASES, n=1)
@@ -169,5 +187,7 @@ def _hub_models() -> list[LocalModel]:
                     label = f"{name}:{path.relative_to(revision.snapshot_path)}"
                     found.append(LocalModel(label, path, "gguf", file.size_on_disk, source))
             if weights:
-                found.append(LocalModel(name, revision.snapshot_path, "safetensors", weights, source))
+                found.append(
+                    LocalModel(name, revision.snapshot_path, "safetensors", weights, source)
+                )
     return found

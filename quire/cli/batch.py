@@ -25,45 +25,61 @@ _SOME_FAILED = 3
 @with_groups
 def batch(
     requests: Annotated[
-        Path, Argument(metavar="REQUESTS", help="Requests in OpenAI's batch format: .jsonl, or .parquet with pyarrow.")
+        Path,
+        Argument(
+            metavar="REQUESTS",
+            help="Requests in OpenAI's batch format: .jsonl, or .parquet with pyarrow.",
+        ),
     ],
     output: Annotated[
         Path | None,
-        Option("--output", "-o", metavar="FILE", help="Answers, .jsonl or .parquet; default: REQUESTS.answers.jsonl."),
+        Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Answers, .jsonl or .parquet; default: REQUESTS.answers.jsonl.",
+        ),
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     served_model_name: Annotated[
-        list[str] | None, Option(metavar="NAME", help="What requests call the model. Repeat for several.")
+        list[str] | None,
+        Option(metavar="NAME", help="What requests call the model. Repeat for several."),
     ] = None,
     seed: options.Seed = 0,
     concurrency: Annotated[
-        int | None, Option(min=1, metavar="N", help="Requests under way; default: twice --max-num-seqs.")
+        int | None,
+        Option(min=1, metavar="N", help="Requests under way; default: twice --max-num-seqs."),
     ] = None,
     replicas: Annotated[int, Option(min=1, metavar="N", help="Engines that share the work.")] = 1,
     ray: Annotated[
         str | None,
-        Option(metavar="ADDRESS", help='Run the engines on this Ray cluster: "auto", or the address of its head.'),
+        Option(
+            metavar="ADDRESS",
+            help='Run the engines on this Ray cluster: "auto", or the address of its head.',
+        ),
     ] = None,
     any_order: Annotated[
-        bool, Option("--any-order", help="Write answers as they come; custom_id says which is which.")
+        bool,
+        Option("--any-order", help="Write answers as they come; custom_id says which is which."),
     ] = False,
-    restart: Annotated[bool, Option("--restart", help="Begin anew, whatever an earlier run has done.")] = False,
+    restart: Annotated[
+        bool, Option("--restart", help="Begin anew, whatever an earlier run has done.")
+    ] = False,
     engine: options.EngineOptions = options.EngineOptions(),  # noqa: B008
     settings: FileOptions = FileOptions(),  # noqa: B008
 ) -> None:
-    """Answer a file of requests: chats, completions and embeddings, one per line, with answers in the same order.
+    """Answer a file of requests: chats, completions and embeddings, one per line, with answers in
+    the same order.
 
-    A run that was interrupted, even killed, goes on where it was when the same command is given again, and the file
-    comes out as if nothing had happened. A request that fails has its error on its line; then the exit code is 3, and
-    1 if not all could be answered.
+    A run that was interrupted, even killed, goes on where it was when the same command is given
+    again, and the file comes out as if nothing had happened. A request that fails has its error on
+    its line; then the exit code is 3, and 1 if not all could be answered.
 
-    \b
-    quire batch requests.jsonl -o answers.jsonl
-    quire batch requests.jsonl --model Qwen/Qwen3-32B --tensor-parallel-size 4 --served-model-name my-model
-    quire batch requests.jsonl --any-order
-    quire batch requests.jsonl --model Qwen/Qwen3-8B --replicas 8 --ray auto
-    A line of REQUESTS (docs/batches.md has more):
-    {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
+    \b quire batch requests.jsonl -o answers.jsonl quire batch requests.jsonl --model Qwen/Qwen3-32B
+    --tensor-parallel-size 4 --served-model-name my-model quire batch requests.jsonl --any-order
+    quire batch requests.jsonl --model Qwen/Qwen3-8B --replicas 8 --ray auto A line of REQUESTS
+    (docs/batches.md has more): {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
+    "body": {"messages": [...]}}
     """
     if any_order and ray is not None:
         raise QuireError(
@@ -87,11 +103,17 @@ def batch(
     )
     try:
         with BatchBar() as bar:
-            summary = run_batch(job, bar.report) if ray is None else _run_on_ray(job, bar.report, ray)
+            summary = (
+                run_batch(job, bar.report) if ray is None else _run_on_ray(job, bar.report, ray)
+            )
     except KeyboardInterrupt:
         say("interrupted; the same command goes on where this ended")
         raise typer.Exit(130) from None
-    rate = f", {summary.num_tokens / max(summary.seconds, 1e-9):.1f} tokens/s" if summary.num_tokens else ""
+    rate = (
+        f", {summary.num_tokens / max(summary.seconds, 1e-9):.1f} tokens/s"
+        if summary.num_tokens
+        else ""
+    )
     resumed = f" ({summary.resumed} by an earlier run)" if summary.resumed else ""
     failed = f", {summary.failed} of them with errors" if summary.failed else ""
     say(f"{answers}: {summary.done} requests answered{resumed}{failed}{rate}")

@@ -1,4 +1,6 @@
-"""Answers of models that write in channels (gpt-oss), for people: reasoning, an empty line, the answer."""
+"""Answers of models that write in channels (gpt-oss), for people: reasoning, an empty line, the
+answer.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ _ASK = {"role": "user", "content": "a"}
 
 
 class ChannelReader:
-    """Reads one chat answer's deltas: their text becomes what a person is shown, the whole answer's text its content
-    alone. For models that write no channels nothing changes."""
+    """Reads one chat answer's deltas: their text becomes what a person is shown, the whole answer's
+    text its content alone. For models that write no channels nothing changes.
+    """
 
     def __init__(self, tokenizer: Tokenizer, support: ToolSupport | None) -> None:
         """`support` is the model's, None for prompts that are no chat."""

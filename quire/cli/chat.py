@@ -50,7 +50,8 @@ _SETTABLE = {
 def chat(
     model: options.ModelByPlace = options.DEFAULT_MODEL,
     prompt: Annotated[
-        str | None, Option("--prompt", "-p", metavar="TEXT", help="The first message; then it is your turn.")
+        str | None,
+        Option("--prompt", "-p", metavar="TEXT", help="The first message; then it is your turn."),
     ] = None,
     sampling: options.SamplingOptions = options.SamplingOptions(max_tokens=512),  # noqa: B008
     engine: options.EngineOptions = options.EngineOptions(),  # noqa: B008
@@ -80,8 +81,11 @@ def chat(
 class Conversation:
     """The messages so far and how to go on from them."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, verbose: bool = False) -> None:
-        from quire.cli.channels import ChannelReader  # a command that only shows its help does without
+    def __init__(
+        self, llm: LLM, params: SamplingParams, system: str | None, verbose: bool = False
+    ) -> None:
+        # a command that only shows its help does without
+        from quire.cli.channels import ChannelReader
         from quire.frontend.tool_calls import ToolSupport
 
         tokenizer = llm.engine.tokenizer
@@ -95,7 +99,9 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self._messages = (
+            [] if self._system is None else [{"role": "system", "content": self._system}]
+        )
 
     def loop(self) -> None:
         """Reads and answers until the end of input or /quit."""
@@ -168,7 +174,9 @@ class Conversation:
             for setting in settings:
                 name, equals, value = setting.partition("=")
                 if not equals or name not in _SETTABLE:
-                    raise InvalidRequestError(setting, f"should be NAME=VALUE with one of {', '.join(_SETTABLE)}")
+                    raise InvalidRequestError(
+                        setting, f"should be NAME=VALUE with one of {', '.join(_SETTABLE)}"
+                    )
                 changes[name] = _parse(name, value)
             self._params = dataclasses.replace(self._params, **changes)
         except InvalidRequestError as error:
@@ -194,7 +202,9 @@ class Conversation:
 
 @contextlib.contextmanager
 def noticing_interrupts() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event instead of breaking into the step that is being computed; a second one breaks in."""
+    """Ctrl-C sets the event instead of breaking into the step that is being computed; a second one
+    breaks in.
+    """
     interrupted = threading.Event()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -209,7 +219,9 @@ def noticing_interrupts() -> Iterator[threading.Event]:
 
 
 def read_message() -> str:
-    """A message from the terminal: a line, lines joined by a trailing backslash, or lines between triple quotes."""
+    """A message from the terminal: a line, lines joined by a trailing backslash, or lines between
+    triple quotes.
+    """
     line = _read_line("> ")
     if line.strip().startswith('"""'):
         lines = [line.strip()[3:]]

@@ -20,20 +20,28 @@ _MOST_LISTED = 20
 
 def explain(
     source: Annotated[
-        str, Argument(metavar="LOG|URL", help="A step log (step_log=FILE), or the address of a server that runs.")
+        str,
+        Argument(
+            metavar="LOG|URL",
+            help="A step log (step_log=FILE), or the address of a server that runs.",
+        ),
     ],
     request: Annotated[
         str | None,
-        Argument(metavar="[REQUEST]", help="Its id; of a server's, that of the response or x-request-id."),
+        Argument(
+            metavar="[REQUEST]", help="Its id; of a server's, that of the response or x-request-id."
+        ),
     ] = None,
     api_key: Annotated[
-        str | None, Option(metavar="KEY", help="Of the server; default: the variable OPENAI_API_KEY.")
+        str | None,
+        Option(metavar="KEY", help="Of the server; default: the variable OPENAI_API_KEY."),
     ] = None,
     json_output: Annotated[bool, Option("--json", help="Print everything as JSON.")] = False,
     svg: Annotated[Path | None, Option(metavar="FILE", help="Draw it, too.")] = None,
 ) -> None:
-    """Tell what happened to a request: what it waited for and because of whom, what it found in the cache, every chunk,
-    every preemption and what that cost, and where its time went, in parts that add up to the whole.
+    """Tell what happened to a request: what it waited for and because of whom, what it found in the
+    cache, every chunk, every preemption and what that cost, and where its time went, in parts that
+    add up to the whole.
 
     Without REQUEST, the requests of a log are listed, the slowest first (all of them with --json).
 
@@ -48,13 +56,17 @@ def explain(
     is_server = source.startswith(("http://", "https://"))
     if request is None:
         if is_server:
-            raise InvalidRequestError("REQUEST", "is needed: the id of a response, or what its x-request-id was")
+            raise InvalidRequestError(
+                "REQUEST", "is needed: the id of a response, or what its x-request-id was"
+            )
         if svg is not None:
             raise InvalidRequestError("--svg", "draws one request: name it")
         _list_requests(Path(source), json_output)
         return
     if is_server:
-        explanation = asyncio.run(_ask(source, api_key or os.environ.get("OPENAI_API_KEY"), request))
+        explanation = asyncio.run(
+            _ask(source, api_key or os.environ.get("OPENAI_API_KEY"), request)
+        )
     else:
         explanation = _read(Path(source), request)
     if svg is not None:
@@ -75,7 +87,9 @@ def _read(path: Path, request: str) -> dict[str, Any]:
     if explanation is None:
         names = request_names(entries)
         known = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        raise InvalidRequestError("REQUEST", f"{request!r} is not in {path}; there are {known or 'none'}")
+        raise InvalidRequestError(
+            "REQUEST", f"{request!r} is not in {path}; there are {known or 'none'}"
+        )
     return explanation
 
 

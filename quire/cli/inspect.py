@@ -26,25 +26,33 @@ _TEMPLATE_LINES = 8
 @with_groups
 def inspect(
     model: options.ModelByPlace = options.DEFAULT_MODEL,
-    all_tensors: Annotated[bool, Option("--all", help="Every tensor, not one line for those alike in all layers.")] = (
-        False
-    ),
+    all_tensors: Annotated[
+        bool, Option("--all", help="Every tensor, not one line for those alike in all layers.")
+    ] = (False),
     against: Annotated[
         str | None,
-        Option(metavar="FOLDER", help="Another model: name the first layer and tensor where the two part."),
+        Option(
+            metavar="FOLDER",
+            help="Another model: name the first layer and tensor where the two part.",
+        ),
     ] = None,
     tolerance: Annotated[
-        float, Option(metavar="T", help="How far apart values may be, as a part of the tensor's largest.")
+        float,
+        Option(metavar="T", help="How far apart values may be, as a part of the tensor's largest."),
     ] = 1e-4,
     trace: Annotated[
-        str | None, Option(metavar="TEXT", help="Run a text through the layers: sizes, and where a NaN begins.")
+        str | None,
+        Option(
+            metavar="TEXT", help="Run a text through the layers: sizes, and where a NaN begins."
+        ),
     ] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",
     as_json: Annotated[bool, Option("--json", help="Print the facts as one JSON object.")] = False,
 ) -> None:
-    """Show a model's settings, tensors, tokenizer, chat template, and what it takes here. Nothing is loaded for that.
+    """Show a model's settings, tensors, tokenizer, chat template, and what it takes here. Nothing
+    is loaded for that.
 
     \b
     quire inspect smollm2
@@ -81,10 +89,16 @@ def _show(facts: ModelFacts, all_tensors: bool) -> None:
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     console.print(facts.source)
-    for title, part in (("Model", facts.spec), ("Tokenizer", facts.tokenizer), ("Memory here", facts.memory)):
+    for title, part in (
+        ("Model", facts.spec),
+        ("Tokenizer", facts.tokenizer),
+        ("Memory here", facts.memory),
+    ):
         console.print(f"\n{title}", style="bold")
         for name, value in part.items():
-            shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
+            shown = (
+                f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
+            )
             console.print(f"  {name.replace('_', ' '):18} {shown}")
     console.print("\nChat template", style="bold")
     if not facts.templates:
@@ -107,7 +121,11 @@ def _show(facts: ModelFacts, all_tensors: bool) -> None:
 def _compare(path: Path, files: ModelFiles, against: str, tolerance: float) -> None:
     from quire.checkpoints.sources import resolve
     from quire.models.load import open_model
-    from quire.tools.inspect.comparison import first_stage_difference, first_weight_difference, spec_differences
+    from quire.tools.inspect.comparison import (
+        first_stage_difference,
+        first_weight_difference,
+        spec_differences,
+    )
     from quire.tools.inspect.model_facts import golden_tokens
 
     source = resolve(against)
@@ -121,7 +139,9 @@ def _compare(path: Path, files: ModelFiles, against: str, tolerance: float) -> N
             print(f"weight {weight}")
         stage = None
         if weight is None or weight.first:
-            tokens = golden_tokens(source) or list(range(min(16, files.spec.vocab_size, other.spec.vocab_size)))
+            tokens = golden_tokens(source) or list(
+                range(min(16, files.spec.vocab_size, other.spec.vocab_size))
+            )
             stage = first_stage_difference(files, other, tokens, tolerance)
             print("all layers give the same" if stage is None else f"stage {stage}")
     finally:
@@ -149,5 +169,7 @@ def _trace(files: ModelFiles, token_ids: list[int], config: EngineConfig) -> Non
         print(f"all values of {len(token_ids)} tokens are numbers")
         return
     place = (~began.values.isfinite()).nonzero()[0].tolist()
-    print(f"the first NaN or infinity comes from {began.name}, at token {place[0]}, value {place[1]}")
+    print(
+        f"the first NaN or infinity comes from {began.name}, at token {place[0]}, value {place[1]}"
+    )
     raise Exit(1)

@@ -31,13 +31,28 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for command in (run, chat, serve, batch, inspect, pull, models, quantize, verify, explain, plan, replay):
+for command in (
+    run,
+    chat,
+    serve,
+    batch,
+    inspect,
+    pull,
+    models,
+    quantize,
+    verify,
+    explain,
+    plan,
+    replay,
+):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 
 
 @app.callback(invoke_without_command=True)
-def version(show: bool = typer.Option(False, "--version", help="Show the version and exit.")) -> None:
+def version(
+    show: bool = typer.Option(False, "--version", help="Show the version and exit."),
+) -> None:
     if show:
         from quire import __version__
 
@@ -50,7 +65,8 @@ def main() -> None:
     try:
         if sys.argv[1:2] in (["run"], ["chat"]):
             load_torch_libraries()  # while the command is read
-        # From the start: torch brings more than a hundred thousand objects, and none of them is garbage.
+        # From the start: torch brings more than a hundred thousand objects, and none of them is
+        # garbage.
         with full_collections_put_off():
             app()
     except QuireError as error:

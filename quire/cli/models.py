@@ -31,7 +31,9 @@ def models() -> None:
 
 
 def pull(
-    model: Annotated[str, Argument(metavar="MODEL", help="An alias (smollm2) or a Hugging Face id (org/name).")],
+    model: Annotated[
+        str, Argument(metavar="MODEL", help="An alias (smollm2) or a Hugging Face id (org/name).")
+    ],
 ) -> None:
     """Fetch a model, so that it runs without network later.
 

@@ -1,7 +1,9 @@
-"""Groups of options: a dataclass that several commands take as one parameter, and that a file may set.
+"""Groups of options: a dataclass that several commands take as one parameter, and that a file may
+set.
 
-A command declares `engine: EngineOptions = EngineOptions()`; on the command line these are the dataclass's fields, one
-option each, and the command gets the object. A new option for all of them is a new field in `options.py`.
+A command declares `engine: EngineOptions = EngineOptions()`; on the command line these are the
+dataclass's fields, one option each, and the command gets the object. A new option for all of them
+is a new field in `options.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _ARGUMENT = "model_argument"
 
 
 class ByPlace:
-    """Marks an option that may also be given without its name, as the command's argument: `quire serve MODEL`."""
+    """Marks an option that may also be given without its name, as the command's argument: `quire
+    serve MODEL`.
+    """
 
     def __init__(self, help: str = MODEL_HELP) -> None:
         self.argument = Annotated[str | None, Argument(metavar="[MODEL]", help=help)]
@@ -35,13 +39,17 @@ class ByPlace:
 def chosen_model(argument: str | None, option: str | None) -> str | None:
     """The model that a command is about, named in one way, the other, or both alike."""
     if argument is not None and option is not None and argument != option:
-        raise InvalidRequestError("--model", f"names {option}, the command {argument}: leave one of the two out")
+        raise InvalidRequestError(
+            "--model", f"names {option}, the command {argument}: leave one of the two out"
+        )
     return option if argument is None else argument
 
 
 @dataclass(frozen=True)
 class OptionGroup:
-    """Options that belong together. `section` is the part of a settings file that sets them, if one does."""
+    """Options that belong together. `section` is the part of a settings file that sets them, if one
+    does.
+    """
 
     section: ClassVar[str] = ""
     others: dict[str, Any] = field(default_factory=dict, kw_only=True)
@@ -56,7 +64,9 @@ class OptionGroup:
             if one.name != "others":
                 default = None if one.default is MISSING else one.default
                 kind = inspect.Parameter.KEYWORD_ONLY
-                found[one.name] = inspect.Parameter(one.name, kind, default=default, annotation=hints[one.name])
+                found[one.name] = inspect.Parameter(
+                    one.name, kind, default=default, annotation=hints[one.name]
+                )
         return found
 
     def check(self) -> None:
@@ -69,35 +79,50 @@ class FileOptions(OptionGroup):
 
     config: Annotated[
         Path | None,
-        Option(metavar="FILE", help="Take settings from a TOML file; what is given here goes before it."),
+        Option(
+            metavar="FILE",
+            help="Take settings from a TOML file; what is given here goes before it.",
+        ),
     ] = None
-    print_config: Annotated[bool, Option("--print-config", help="Write all settings out as such a file, and exit.")] = (
-        False
-    )
+    print_config: Annotated[
+        bool, Option("--print-config", help="Write all settings out as such a file, and exit.")
+    ] = False
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """A command for typer out of one that takes groups: their options become its own. A model that is marked so
-    (`ByPlace`) may be named without `--model`."""
+    """A command for typer out of one that takes groups: their options become its own. A model that
+    is marked so (`ByPlace`) may be named without `--model`.
+    """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, type[OptionGroup]] = {}
     parameters = {
-        "context": inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
+        "context": inspect.Parameter(
+            "context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context
+        ),
     }
     for name, parameter in inspect.signature(command).parameters.items():
         kind = hints[name]
         for mark in getattr(kind, "__metadata__", ()):
             if isinstance(mark, ByPlace):
                 parameters[_ARGUMENT] = inspect.Parameter(
-                    _ARGUMENT, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=mark.argument
+                    _ARGUMENT,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=None,
+                    annotation=mark.argument,
                 )
         if isinstance(kind, type) and issubclass(kind, OptionGroup):
             groups[name] = kind
             for option, one in kind.options().items():
-                own = one.default if parameter.default is parameter.empty else getattr(parameter.default, option)
+                own = (
+                    one.default
+                    if parameter.default is parameter.empty
+                    else getattr(parameter.default, option)
+                )
                 parameters[option] = one.replace(default=own)
         else:
-            parameters[name] = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+            parameters[name] = parameter.replace(
+                kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind
+            )
 
     @functools.wraps(command)
     def run(context: typer.Context, **values: Any) -> None:
@@ -131,12 +156,16 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
 
 
-def _from_file(kind: type[OptionGroup], own: dict[str, Any], given: set[str], file: SettingsFile) -> OptionGroup:
+def _from_file(
+    kind: type[OptionGroup], own: dict[str, Any], given: set[str], file: SettingsFile
+) -> OptionGroup:
     section = file.sections.get(kind.section, {})
     others = {key: value for key, value in section.items() if key not in own}
     for key in own.keys() & section.keys() - given:
         annotation = kind.options()[key].annotation
-        own[key] = check_value(f"{file.path}: {key} in [{kind.section}]", section[key], _plain_type(annotation))
+        own[key] = check_value(
+            f"{file.path}: {key} in [{kind.section}]", section[key], _plain_type(annotation)
+        )
     group = kind(**own, others=others)
     if others and kind.section != "engine":  # the engine's are checked with all its options
         what = f"{next(iter(others))} in [{kind.section}] is unknown; there are: {', '.join(kind.options())}"
@@ -150,7 +179,9 @@ def _plain_type(annotation: Any) -> Any:
 
 def as_toml(model: str | None, groups: list[OptionGroup]) -> str:
     """A settings file that says the same, each line under what `--help` says of it."""
-    lines = ["# Settings for `quire run`, `chat` and `serve` (--config FILE) and for LLM(config=FILE)."]
+    lines = [
+        "# Settings for `quire run`, `chat` and `serve` (--config FILE) and for LLM(config=FILE)."
+    ]
     if model is not None:
         lines.append(f"model = {format_value(str(model))}")
     for group in groups:
@@ -158,12 +189,18 @@ def as_toml(model: str | None, groups: list[OptionGroup]) -> str:
             continue
         lines += ["", f"[{group.section}]"]
         for name, parameter in type(group).options().items():
-            info = next(one for one in get_args(parameter.annotation)[1:] if isinstance(one, OptionInfo))
+            info = next(
+                one for one in get_args(parameter.annotation)[1:] if isinstance(one, OptionInfo)
+            )
             value = getattr(group, name)
             lines.append(f"# {info.help}")
             if name == "api_key":
-                lines.append("# api_key is not written out: keep keys in a file of their own (api_key_file)")
+                lines.append(
+                    "# api_key is not written out: keep keys in a file of their own (api_key_file)"
+                )
             else:
-                lines.append(f"# {name} is not set" if value is None else f"{name} = {format_value(value)}")
+                lines.append(
+                    f"# {name} is not set" if value is None else f"{name} = {format_value(value)}"
+                )
         lines += [f"{name} = {format_value(value)}" for name, value in group.others.items()]
     return "\n".join(lines) + "\n"

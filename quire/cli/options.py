@@ -1,6 +1,7 @@
 """Options that several commands share: singly, and in groups (see `option_groups.py`).
 
-An engine option for `run`, `chat` and `serve` is a field of `EngineOptions`, with its name in `EngineConfig`.
+An engine option for `run`, `chat` and `serve` is a field of `EngineOptions`, with its name in
+`EngineConfig`.
 """
 
 from __future__ import annotations
@@ -19,16 +20,31 @@ from quire.sampling_params import SamplingParams, StructuredOutput
 DEFAULT_MODEL = "smollm2"
 
 Model = Annotated[str, Option("--model", "-m", metavar="M", help=MODEL_HELP)]
-ModelByPlace = Annotated[str, Option("--model", "-m", metavar="M", help="Another way to name it."), ByPlace()]
+ModelByPlace = Annotated[
+    str, Option("--model", "-m", metavar="M", help="Another way to name it."), ByPlace()
+]
 """For commands whose one argument is the model: with `with_groups`."""
-MaxTokens = Annotated[int, Option("--max-tokens", "-n", metavar="N", help="At most this many new tokens.")]
-Temperature = Annotated[float, Option(metavar="T", help="0 always takes the most likely token; higher is more varied.")]
+MaxTokens = Annotated[
+    int, Option("--max-tokens", "-n", metavar="N", help="At most this many new tokens.")
+]
+Temperature = Annotated[
+    float, Option(metavar="T", help="0 always takes the most likely token; higher is more varied.")
+]
 TopK = Annotated[int, Option(metavar="K", help="Choose among the K most likely tokens; 0: all.")]
-TopP = Annotated[float, Option(metavar="P", help="Choose among the tokens that make up probability P.")]
-Seed = Annotated[int, Option(metavar="S", help="The same prompt and seed always give the same answer; try another.")]
+TopP = Annotated[
+    float, Option(metavar="P", help="Choose among the tokens that make up probability P.")
+]
+Seed = Annotated[
+    int,
+    Option(metavar="S", help="The same prompt and seed always give the same answer; try another."),
+]
 Device = Annotated[str, Option(metavar="auto|cpu|cuda[:i]", help="Where to compute.")]
 Dtype = Annotated[
-    str, Option(metavar="auto|float32|bfloat16|float16", help="Number format; auto: the fastest on the device.")
+    str,
+    Option(
+        metavar="auto|float32|bfloat16|float16",
+        help="Number format; auto: the fastest on the device.",
+    ),
 ]
 Quantization = Annotated[
     str,
@@ -61,7 +77,9 @@ TensorParallelSize = Annotated[
         help="Divide the model among N GPUs (on a CPU: N processes). Same answers.",
     ),
 ]
-Verbose = Annotated[bool, Option("--verbose", "-v", help="Tell what came of guesses and of the cache.")]
+Verbose = Annotated[
+    bool, Option("--verbose", "-v", help="Tell what came of guesses and of the cache.")
+]
 System = Annotated[str | None, Option(metavar="TEXT", help="A system message for chat models.")]
 
 _CACHE_HELP = "Memory for keys and values: 2GiB, or a fraction of what is free; default 0.25 on a CPU, 0.9 on a GPU."
@@ -76,14 +94,19 @@ class EngineOptions(OptionGroup):
     dtype: Dtype = "auto"
     quantization: Quantization = "auto"
     max_model_len: Annotated[
-        int | None, Option(metavar="N", help="Longest sequence, prompt and answer; default: the model's own.")
+        int | None,
+        Option(metavar="N", help="Longest sequence, prompt and answer; default: the model's own."),
     ] = None
     max_num_seqs: Annotated[
-        int | None, Option(metavar="N", help="Answers computed at once; default 64 on a CPU, 256 on a GPU.")
+        int | None,
+        Option(metavar="N", help="Answers computed at once; default 64 on a CPU, 256 on a GPU."),
     ] = None
     max_batched_tokens: Annotated[
         int | None,
-        Option(metavar="N", help="Tokens computed in one step; default 512 on a CPU, on a GPU 16384 (serve: 8192)."),
+        Option(
+            metavar="N",
+            help="Tokens computed in one step; default 512 on a CPU, on a GPU 16384 (serve: 8192).",
+        ),
     ] = None
     kv_cache_dtype: KVCacheDtype = "auto"
     speculation: Speculation = "off"
@@ -92,12 +115,19 @@ class EngineOptions(OptionGroup):
     host_cache_memory: Annotated[
         str, Option(metavar="M", help="Host memory below the prefix cache, such as 4GiB; 0: none.")
     ] = "0"
-    prefix_caching: Annotated[bool, Option(help="Share the computed blocks of equal prefixes.")] = True
+    prefix_caching: Annotated[bool, Option(help="Share the computed blocks of equal prefixes.")] = (
+        True
+    )
     skip_tokenizer_init: Annotated[
-        bool, Option("--skip-tokenizer-init", help="Load no tokenizer: prompts and answers are token ids.")
+        bool,
+        Option(
+            "--skip-tokenizer-init", help="Load no tokenizer: prompts and answers are token ids."
+        ),
     ] = False
     policy: Annotated[str, Option(metavar="fcfs|priority", help="Who goes first.")] = "fcfs"
-    step_log: Annotated[Path | None, Option(metavar="FILE", help="Write every step to this file.")] = None
+    step_log: Annotated[
+        Path | None, Option(metavar="FILE", help="Write every step to this file.")
+    ] = None
 
     def keywords(self) -> dict[str, Any]:
         """For `LLM`, or `EngineConfig`."""
@@ -130,19 +160,25 @@ class SamplingOptions(OptionGroup):
     top_p: TopP = 0.95
     seed: Seed = 0
     stop: Annotated[
-        list[str] | None, Option(metavar="TEXT", help="End an answer where it says this. Repeat for several.")
+        list[str] | None,
+        Option(metavar="TEXT", help="End an answer where it says this. Repeat for several."),
     ] = None
     json_schema: Annotated[
-        Path | None, Option(metavar="FILE", help="Answers are JSON that fits the schema in this file.")
+        Path | None,
+        Option(metavar="FILE", help="Answers are JSON that fits the schema in this file."),
     ] = None
 
     def params(self) -> SamplingParams:
         structured = None
         if self.json_schema is not None:
             try:
-                structured = StructuredOutput(json_schema=self.json_schema.read_text(encoding="utf-8"))
+                structured = StructuredOutput(
+                    json_schema=self.json_schema.read_text(encoding="utf-8")
+                )
             except (OSError, UnicodeDecodeError) as error:
-                raise InvalidRequestError("--json-schema", f"{self.json_schema} can't be read: {error}") from None
+                raise InvalidRequestError(
+                    "--json-schema", f"{self.json_schema} can't be read: {error}"
+                ) from None
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,

@@ -25,30 +25,58 @@ def plan(
         ByPlace("A config.json, a folder with one, a .gguf file or a model that is here."),
     ] = options.DEFAULT_MODEL,
     gpu: Annotated[
-        str | None, Option(metavar="NAME", help="h200, h100, b200, a100, l40s, l4, rtx4090, rtx3090; default: here.")
+        str | None,
+        Option(
+            metavar="NAME",
+            help="h200, h100, b200, a100, l40s, l4, rtx4090, rtx3090; default: here.",
+        ),
     ] = None,
-    gpus: Annotated[int | None, Option(metavar="N", min=1, max=1024, help="How many of them; default: one.")] = None,
+    gpus: Annotated[
+        int | None, Option(metavar="N", min=1, max=1024, help="How many of them; default: one.")
+    ] = None,
     tensor_parallel_size: Annotated[
-        int, Option(metavar="N", min=1, max=64, help="Divide the model among so many of them; the others repeat that.")
+        int,
+        Option(
+            metavar="N",
+            min=1,
+            max=64,
+            help="Divide the model among so many of them; the others repeat that.",
+        ),
     ] = 1,
     input_tokens: Annotated[
-        str, Option("--input", metavar="N", help="Tokens of a prompt, or a range of them: 100-1024.")
+        str,
+        Option("--input", metavar="N", help="Tokens of a prompt, or a range of them: 100-1024."),
     ] = "1000",
-    output_tokens: Annotated[str, Option("--output", metavar="N", help="Tokens of an answer, or a range.")] = "250",
+    output_tokens: Annotated[
+        str, Option("--output", metavar="N", help="Tokens of an answer, or a range.")
+    ] = "250",
     requests: Annotated[
         int | None,
-        Option(metavar="N", min=1, max=100_000, help="So many come all at once: how long until all are answered?"),
+        Option(
+            metavar="N",
+            min=1,
+            max=100_000,
+            help="So many come all at once: how long until all are answered?",
+        ),
     ] = None,
     workload: Annotated[
         Path | None,
-        Option(metavar="FILE", help="Such requests from a file: a line each, the tokens of prompt and answer."),
+        Option(
+            metavar="FILE",
+            help="Such requests from a file: a line each, the tokens of prompt and answer.",
+        ),
     ] = None,
-    rate: Annotated[float | None, Option(metavar="R", min=1e-6, help="Requests a second that come.")] = None,
-    ttft: Annotated[float | None, Option(metavar="S", min=0.0, help="Seconds to the first token, as wanted.")] = None,
+    rate: Annotated[
+        float | None, Option(metavar="R", min=1e-6, help="Requests a second that come.")
+    ] = None,
+    ttft: Annotated[
+        float | None, Option(metavar="S", min=0.0, help="Seconds to the first token, as wanted.")
+    ] = None,
     json_output: Annotated[bool, Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Tell whether a model fits a device, in which formats, how many requests at once, and how fast; before it is
-    there: a config.json is enough. The exit status is 1 if it does not fit, or the rate is too high.
+    """Tell whether a model fits a device, in which formats, how many requests at once, and how
+    fast; before it is there: a config.json is enough. The exit status is 1 if it does not fit, or
+    the rate is too high.
 
     \b
     quire plan smollm2
@@ -66,10 +94,15 @@ def plan(
 
     planned = open_planned(model)
     device = this_device() if gpu is None else named_device(gpu)
-    prompts, answers = Lengths.parse("--input", input_tokens), Lengths.parse("--output", output_tokens)
+    prompts, answers = (
+        Lengths.parse("--input", input_tokens),
+        Lengths.parse("--output", output_tokens),
+    )
     if workload is not None:
         if requests is not None:
-            raise InvalidRequestError("--requests", "is not given beside --workload, which has its own number of them")
+            raise InvalidRequestError(
+                "--requests", "is not given beside --workload, which has its own number of them"
+            )
         load = Load.of_jobs(read_jobs(workload), rate, ttft)
     elif requests is not None or prompts.low < prompts.high or answers.low < answers.high:
         load = Load.of_jobs(draw_jobs(requests or _DRAWN, prompts, answers), rate, ttft)
@@ -79,7 +112,11 @@ def plan(
     forms = forms_of(planned, device, tensor_parallel_size)
     found = [estimate(planned, device, form, load, engines) for form in forms]
     fitting = next((one for one in found if one.fits), None)
-    serving = serve(planned, device, fitting, load, engines) if fitting is not None and rate is not None else None
+    serving = (
+        serve(planned, device, fitting, load, engines)
+        if fitting is not None and rate is not None
+        else None
+    )
     findings = Findings(planned, device, engines, load, found, serving)
     if json_output:
         print(json.dumps(as_json(findings), indent=1))
@@ -92,8 +129,12 @@ def plan(
 def _num_engines(gpus: int | None, ranks: int, on_gpu: bool) -> int:
     """How many times the whole model is there."""
     if ranks > 1 and not on_gpu:
-        raise InvalidRequestError("--tensor-parallel-size", "is planned for GPUs: on a CPU, ranks share its cores")
+        raise InvalidRequestError(
+            "--tensor-parallel-size", "is planned for GPUs: on a CPU, ranks share its cores"
+        )
     count = ranks if gpus is None else gpus
     if count % ranks:
-        raise InvalidRequestError("--gpus", f"{count} are not divisible by --tensor-parallel-size {ranks}")
+        raise InvalidRequestError(
+            "--gpus", f"{count} are not divisible by --tensor-parallel-size {ranks}"
+        )
     return count // ranks

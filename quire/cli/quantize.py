@@ -14,17 +14,29 @@ from quire.frontend.progress import ModelBars
 
 def quantize(
     model: Annotated[
-        str, Argument(metavar="MODEL", help="A folder, a .gguf file of plain numbers or a Hugging Face id (org/name).")
+        str,
+        Argument(
+            metavar="MODEL",
+            help="A folder, a .gguf file of plain numbers or a Hugging Face id (org/name).",
+        ),
     ],
     out: Annotated[Path, Argument(metavar="OUT", help="The folder to write.")],
     to: Annotated[
-        str, Option(metavar="int8|int4|fp8", help="int8, fp8: a scale per output; int4: a scale per 32 numbers.")
+        str,
+        Option(
+            metavar="int8|int4|fp8",
+            help="int8, fp8: a scale per output; int4: a scale per 32 numbers.",
+        ),
     ],
-    force: Annotated[bool, Option("--force", help="Replace OUT if an earlier quire quantize wrote it.")] = False,
+    force: Annotated[
+        bool, Option("--force", help="Replace OUT if an earlier quire quantize wrote it.")
+    ] = False,
 ) -> None:
-    """Write a model with quantised weights, a half or a quarter of its size, in a layout that other engines know too.
+    """Write a model with quantised weights, a half or a quarter of its size, in a layout that other
+    engines know too.
 
-    Quire answers from it as from the original loaded with --quantization, bit for bit; it loads sooner.
+    Quire answers from it as from the original loaded with --quantization, bit for bit; it loads
+    sooner.
 
     \b
     quire quantize Qwen/Qwen3-0.6B qwen3-int8 --to int8
@@ -41,8 +53,14 @@ def quantize(
     with ModelBars(model) as bars:
         source = resolve(model, progress=bars("download"))
         written = quantize_model(source.path, out, to, force, bars("quantize"), _write_tokenizer)
-    plain = f"; {len(written.plain)} small or uneven matrices stay as they were" if written.plain else ""
-    print(f"{out}: {format_bytes(written.before)} of weights became {format_bytes(written.after)} ({to}{plain})")
+    plain = (
+        f"; {len(written.plain)} small or uneven matrices stay as they were"
+        if written.plain
+        else ""
+    )
+    print(
+        f"{out}: {format_bytes(written.before)} of weights became {format_bytes(written.after)} ({to}{plain})"
+    )
 
 
 def _write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:

@@ -46,9 +46,13 @@ def replay(
     ] = None,
     calibrate: Annotated[
         bool,
-        Option(help="With --what-if: measure steps of sizes that the log does not have, if its model is here."),
+        Option(
+            help="With --what-if: measure steps of sizes that the log does not have, if its model is here."
+        ),
     ] = True,
-    no_wait: Annotated[bool, Option("--no-wait", help="With --model: all at once, not when they came.")] = False,
+    no_wait: Annotated[
+        bool, Option("--no-wait", help="With --model: all at once, not when they came.")
+    ] = False,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",
@@ -57,35 +61,50 @@ def replay(
 ) -> None:
     """Send the requests of a step log again, at the times they came.
 
-    With --model they run on the real engine, and their tokens are compared with the recorded ones: the exit status is
-    1 if one differs. Without it, or with --what-if, the real scheduler runs on a virtual clock, with step times fitted
-    to the log, as recorded and with the settings of each --what-if. How well the fit predicts steps it has not seen is
-    said first. Where settings lead to steps of other sizes than the log has, some are measured on the log's model, in
-    at most ten seconds; where it is not on this machine, the figures are marked as uncertain.
+    With --model they run on the real engine, and their tokens are compared with the recorded ones:
+    the exit status is 1 if one differs. Without it, or with --what-if, the real scheduler runs on a
+    virtual clock, with step times fitted to the log, as recorded and with the settings of each
+    --what-if. How well the fit predicts steps it has not seen is said first. Where settings lead to
+    steps of other sizes than the log has, some are measured on the log's model, in at most ten
+    seconds; where it is not on this machine, the figures are marked as uncertain.
 
-    \b
-    quire replay steps.jsonl --model smollm2
-    quire replay steps.jsonl --what-if max_num_seqs=16
-    quire replay steps.jsonl --what-if max_batched_tokens=2048 --no-calibrate
-    quire replay steps.jsonl --what-if rate=2 --what-if rate=2,max_batched_tokens=1024,policy=priority
+    \b quire replay steps.jsonl --model smollm2 quire replay steps.jsonl --what-if max_num_seqs=16
+    quire replay steps.jsonl --what-if max_batched_tokens=2048 --no-calibrate quire replay
+    steps.jsonl --what-if rate=2 --what-if rate=2,max_batched_tokens=1024,policy=priority
     """
     from quire.observe.step_log import last_run
     from quire.tools.what_if.recorded import recorded_requests
 
-    size = log.stat().st_size if os.path.isfile(log) else 0  # what can't be a path is told when it is read
+    # what can't be a path is told when it is read
+    size = log.stat().st_size if os.path.isfile(log) else 0
     if size > _LARGE:
         say(f"Reading {log} ({format_bytes(size)})")
     entries, engine = last_run(log)
     requests = recorded_requests(entries)
     if not requests:
         raise InvalidRequestError("LOG", f"{log} has no request from its beginning on")
-    chosen = {"device": device, "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    chosen = {
+        "device": device,
+        "dtype": dtype,
+        "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
+    }
     if model is None or what_if:
         from quire.cli.what_if import play_and_print
 
         if engine is None:
-            raise InvalidRequestError("LOG", f"{log} does not say its engine's settings: it is of an older version")
-        play_and_print(entries, engine, requests, what_if or [], model, chosen if calibrate else None, json_output)
+            raise InvalidRequestError(
+                "LOG", f"{log} does not say its engine's settings: it is of an older version"
+            )
+        play_and_print(
+            entries,
+            engine,
+            requests,
+            what_if or [],
+            model,
+            chosen if calibrate else None,
+            json_output,
+        )
         return
     _run_again(model, engine, requests, chosen, wait=not no_wait, json_output=json_output)
 
@@ -111,7 +130,11 @@ def _run_again(
     say(f"Sending {len(requests):,} requests again, {how}")
     with BatchBar() as bar:
         done = run_again(
-            running, requests, metrics, wait, lambda count, tokens: bar.report(count, len(requests), tokens)
+            running,
+            requests,
+            metrics,
+            wait,
+            lambda count, tokens: bar.report(count, len(requests), tokens),
         )
     _print_tokens(done.requests, done.tokens, done.different, done.skipped, json_output)
     if done.different:
@@ -123,7 +146,12 @@ def _print_tokens(
 ) -> None:
     if json_output:
         told = [{"request": name, "first_difference": place} for name, place in different]
-        print(json.dumps({"requests": requests, "tokens": tokens, "skipped": skipped, "different": told}, indent=1))
+        print(
+            json.dumps(
+                {"requests": requests, "tokens": tokens, "skipped": skipped, "different": told},
+                indent=1,
+            )
+        )
         return
     left_out = f"; {skipped} without an answer were left out" if skipped else ""
     if not different:

@@ -29,20 +29,32 @@ if TYPE_CHECKING:
 
 @with_groups
 def run(
-    prompts: Annotated[list[str] | None, Argument(metavar="[PROMPT]...", help="What to answer.")] = None,
+    prompts: Annotated[
+        list[str] | None, Argument(metavar="[PROMPT]...", help="What to answer.")
+    ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     prompt: Annotated[
-        list[str] | None, Option("--prompt", "-p", metavar="TEXT", help="Another way to give one. Repeat for several.")
+        list[str] | None,
+        Option(
+            "--prompt", "-p", metavar="TEXT", help="Another way to give one. Repeat for several."
+        ),
     ] = None,
     sampling: options.SamplingOptions = options.SamplingOptions(max_tokens=256),  # noqa: B008
     engine: options.EngineOptions = options.EngineOptions(),  # noqa: B008
     settings: FileOptions = FileOptions(),  # noqa: B008
     system: options.System = None,
-    raw: Annotated[bool, Option("--raw", help="Continue the text as it is, without a chat template.")] = False,
-    file: Annotated[Path | None, Option(metavar="FILE", help="Take further prompts from a file, one per line.")] = None,
+    raw: Annotated[
+        bool, Option("--raw", help="Continue the text as it is, without a chat template.")
+    ] = False,
+    file: Annotated[
+        Path | None, Option(metavar="FILE", help="Take further prompts from a file, one per line.")
+    ] = None,
     priority: Annotated[
         list[int] | None,
-        Option(metavar="P", help="Lower goes first. Once for all prompts, or once per prompt in their order."),
+        Option(
+            metavar="P",
+            help="Lower goes first. Once for all prompts, or once per prompt in their order.",
+        ),
     ] = None,
     json_lines: Annotated[bool, Option("--json", help="Print one JSON object per prompt.")] = False,
     verbose: options.Verbose = False,
@@ -79,14 +91,21 @@ def run(
 
 
 def _answer(
-    llm: LLM, texts: list[str], params: Sequence[SamplingParams], system: str | None, raw: bool, json_lines: bool
+    llm: LLM,
+    texts: list[str],
+    params: Sequence[SamplingParams],
+    system: str | None,
+    raw: bool,
+    json_lines: bool,
 ) -> list[RequestOutput]:
     from quire.cli.channels import ChannelReader  # a command that only shows its help does without
     from quire.frontend.tool_calls import ToolSupport
 
     start = [{"role": "system", "content": system}] if system is not None else []
     request_ids = [
-        llm.add_request(text, one) if raw else llm.add_chat_request([*start, {"role": "user", "content": text}], one)
+        llm.add_request(text, one)
+        if raw
+        else llm.add_chat_request([*start, {"role": "user", "content": text}], one)
         for text, one in zip(texts, params, strict=True)
     ]
     tokenizer = llm.engine.tokenizer
@@ -175,22 +194,37 @@ def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
 def details(outputs: Sequence[RequestOutput]) -> str:
     """What came of guesses and of the cache."""
     metrics = [output.metrics for output in outputs]
-    drafted, accepted = sum(one.drafted_tokens for one in metrics), sum(one.accepted_tokens for one in metrics)
-    new, cached = sum(one.num_output_tokens for one in metrics), sum(one.cached_tokens for one in metrics)
-    share = f"{accepted / drafted:.0%} of them right" if drafted else "speculation is off, or nothing could be guessed"
-    per_step = f", {new / max(new - accepted, 1):.2f} tokens per step of a request" if accepted else ""
+    drafted, accepted = (
+        sum(one.drafted_tokens for one in metrics),
+        sum(one.accepted_tokens for one in metrics),
+    )
+    new, cached = (
+        sum(one.num_output_tokens for one in metrics),
+        sum(one.cached_tokens for one in metrics),
+    )
+    share = (
+        f"{accepted / drafted:.0%} of them right"
+        if drafted
+        else "speculation is off, or nothing could be guessed"
+    )
+    per_step = (
+        f", {new / max(new - accepted, 1):.2f} tokens per step of a request" if accepted else ""
+    )
     return f"{drafted} tokens guessed, {share}{per_step}; {cached} prompt tokens from the cache"
 
 
 def _refuse_a_model(prompts: list[str], model: str) -> None:
-    """For whoever is used to `ollama run MODEL PROMPT`: the model would be taken for the first prompt."""
+    """For whoever is used to `ollama run MODEL PROMPT`: the model would be taken for the first
+    prompt.
+    """
     from quire.checkpoints.download import ALIASES
 
     first = prompts[0] if prompts else ""
     is_file = first.endswith(".gguf") or os.path.isfile(os.path.join(first, "config.json"))
     if model == options.DEFAULT_MODEL and first and (first in ALIASES or is_file):
         raise InvalidRequestError(
-            "PROMPT", f'{first} is a model: quire run "…" --model {first} (as a prompt: --prompt {first})'
+            "PROMPT",
+            f'{first} is a model: quire run "…" --model {first} (as a prompt: --prompt {first})',
         )
 
 
@@ -206,13 +240,17 @@ def _collect_prompts(given: list[str], file: Path | None) -> list[str]:
         piped = sys.stdin.read().strip()
         texts = [piped] if piped else []
     if not texts:
-        raise InvalidRequestError("PROMPT", 'nothing to answer. Try: quire run "Why is the sky blue?"')
+        raise InvalidRequestError(
+            "PROMPT", 'nothing to answer. Try: quire run "Why is the sky blue?"'
+        )
     if not all(text.strip() for text in texts):
         raise InvalidRequestError("PROMPT", "is empty")
     return texts
 
 
-def _with_priorities(params: SamplingParams, priorities: list[int], count: int) -> list[SamplingParams]:
+def _with_priorities(
+    params: SamplingParams, priorities: list[int], count: int
+) -> list[SamplingParams]:
     if not priorities:
         return [params] * count
     if len(priorities) == 1:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 _KEY_VARIABLE = "QUIRE_API_KEY"
 _ADMIN_VARIABLE = "QUIRE_ADMIN_KEY"
-_KEY_HELP = f"A key clients must send. Repeat for several; also from {_KEY_VARIABLE}, separated by commas."
+_KEY_HELP = (
+    f"A key clients must send. Repeat for several; also from {_KEY_VARIABLE}, separated by commas."
+)
 
 
 @dataclass(frozen=True)
@@ -29,16 +31,25 @@ class ServerOptions(OptionGroup):
     """Who is served, and how long and how much."""
 
     section: ClassVar[str] = "server"
-    host: Annotated[str, Option(metavar="H", help="Address to listen on; 0.0.0.0 is all.")] = "127.0.0.1"
+    host: Annotated[str, Option(metavar="H", help="Address to listen on; 0.0.0.0 is all.")] = (
+        "127.0.0.1"
+    )
     port: Annotated[int, Option(metavar="P", help="Port to listen on; 0 takes a free one.")] = 8000
     replicas: Annotated[
-        int, Option(metavar="N", help="Engines, each with a copy of the model and its own GPUs or share of the cores.")
+        int,
+        Option(
+            metavar="N",
+            help="Engines, each with a copy of the model and its own GPUs or share of the cores.",
+        ),
     ] = 1
     served_model_name: Annotated[
-        list[str] | None, Option(metavar="NAME", help="What clients call the model. Repeat for several.")
+        list[str] | None,
+        Option(metavar="NAME", help="What clients call the model. Repeat for several."),
     ] = None
     api_key: Annotated[list[str] | None, Option(metavar="KEY", help=_KEY_HELP)] = None
-    api_key_file: Annotated[Path | None, Option(metavar="FILE", help="Further keys, one per line.")] = None
+    api_key_file: Annotated[
+        Path | None, Option(metavar="FILE", help="Further keys, one per line.")
+    ] = None
     admin_key: Annotated[
         list[str] | None,
         Option(
@@ -46,15 +57,27 @@ class ServerOptions(OptionGroup):
             help=f"A key that also sees other keys' requests, files and batches; also from {_ADMIN_VARIABLE}.",
         ),
     ] = None
-    http_workers: Annotated[int, Option(metavar="N", help="Processes that serve HTTP; more for 10,000 tokens/s.")] = 1
-    max_queued_requests: Annotated[int, Option(metavar="N", help="Answers that may wait; beyond, clients get 429.")] = (
-        256
+    http_workers: Annotated[
+        int, Option(metavar="N", help="Processes that serve HTTP; more for 10,000 tokens/s.")
+    ] = 1
+    max_queued_requests: Annotated[
+        int, Option(metavar="N", help="Answers that may wait; beyond, clients get 429.")
+    ] = 256
+    max_queued_tokens: Annotated[int, Option(metavar="N", help="Prompt tokens that may wait.")] = (
+        1_000_000
     )
-    max_queued_tokens: Annotated[int, Option(metavar="N", help="Prompt tokens that may wait.")] = 1_000_000
-    request_timeout: Annotated[float, Option(metavar="S", help="Seconds a request may take.")] = 600.0
-    queue_timeout: Annotated[float, Option(metavar="S", help="Seconds a request may wait to begin.")] = 120.0
-    drain_timeout: Annotated[float, Option(metavar="S", help="Seconds requests get after SIGTERM.")] = 60.0
-    stall_timeout: Annotated[float, Option(metavar="S", help="Seconds without progress before /ready says no.")] = 30.0
+    request_timeout: Annotated[float, Option(metavar="S", help="Seconds a request may take.")] = (
+        600.0
+    )
+    queue_timeout: Annotated[
+        float, Option(metavar="S", help="Seconds a request may wait to begin.")
+    ] = 120.0
+    drain_timeout: Annotated[
+        float, Option(metavar="S", help="Seconds requests get after SIGTERM.")
+    ] = 60.0
+    stall_timeout: Annotated[
+        float, Option(metavar="S", help="Seconds without progress before /ready says no.")
+    ] = 30.0
     hang_timeout: Annotated[
         float, Option(metavar="S", help="Seconds without progress before the engine is restarted.")
     ] = 120.0
@@ -62,35 +85,57 @@ class ServerOptions(OptionGroup):
         Path | None,
         Option(metavar="DIR", help="Keep responses in this folder too: they outlive a restart."),
     ] = None
-    stored_responses: Annotated[int, Option(metavar="N", help="Responses kept for clients to go on with; 0: none.")] = (
-        1024
-    )
+    stored_responses: Annotated[
+        int, Option(metavar="N", help="Responses kept for clients to go on with; 0: none.")
+    ] = 1024
     stored_hours: Annotated[float, Option(metavar="H", help="Hours each of them is kept.")] = 24.0
     batches: Annotated[
-        Path | None, Option(metavar="DIR", help="Serve /v1/files and /v1/batches, and keep them in this folder.")
+        Path | None,
+        Option(
+            metavar="DIR", help="Serve /v1/files and /v1/batches, and keep them in this folder."
+        ),
     ] = None
     max_batch_size: Annotated[str, Option(metavar="M", help="Bytes of all files in it.")] = "1GiB"
     max_batch_size_per_key: Annotated[
-        str | None, Option(metavar="M", help="Bytes of one key's files in it; default: an even share.")
+        str | None,
+        Option(metavar="M", help="Bytes of one key's files in it; default: an even share."),
     ] = None
     start_timeout: Annotated[
-        float, Option(metavar="S", help="Seconds without progress before an engine that starts is given up.")
+        float,
+        Option(
+            metavar="S", help="Seconds without progress before an engine that starts is given up."
+        ),
     ] = 120.0
     max_body_size: Annotated[str, Option(metavar="M", help="Largest request body.")] = "4MiB"
     cors_origin: Annotated[
-        list[str] | None, Option(metavar="URL", help="Let web pages of this origin in. Repeat for several.")
+        list[str] | None,
+        Option(metavar="URL", help="Let web pages of this origin in. Repeat for several."),
     ] = None
     allowed_host: Annotated[
-        list[str] | None, Option(metavar="NAME", help="Serve only this Host header. Repeat for several.")
+        list[str] | None,
+        Option(metavar="NAME", help="Serve only this Host header. Repeat for several."),
     ] = None
-    page: Annotated[bool, Option(help="Serve a page at / to talk to the model and to watch the engine.")] = True
-    tls_cert: Annotated[Path | None, Option(metavar="FILE", help="Certificate (PEM): serve HTTPS.")] = None
-    tls_key: Annotated[Path | None, Option(metavar="FILE", help="The certificate's key (PEM).")] = None
+    page: Annotated[
+        bool, Option(help="Serve a page at / to talk to the model and to watch the engine.")
+    ] = True
+    tls_cert: Annotated[
+        Path | None, Option(metavar="FILE", help="Certificate (PEM): serve HTTPS.")
+    ] = None
+    tls_key: Annotated[Path | None, Option(metavar="FILE", help="The certificate's key (PEM).")] = (
+        None
+    )
     otlp_traces_endpoint: Annotated[
-        str | None, Option(metavar="URL", help="Send spans of requests there: http://localhost:4318/v1/traces.")
+        str | None,
+        Option(
+            metavar="URL", help="Send spans of requests there: http://localhost:4318/v1/traces."
+        ),
     ] = None
-    log_format: Annotated[str, Option(metavar="human|json", help="How the log is written.")] = "human"
-    log_level: Annotated[str, Option(metavar="debug|info|warning|error", help="What is logged.")] = "info"
+    log_format: Annotated[str, Option(metavar="human|json", help="How the log is written.")] = (
+        "human"
+    )
+    log_level: Annotated[
+        str, Option(metavar="debug|info|warning|error", help="What is logged.")
+    ] = "info"
 
     def check(self) -> None:
         check_installed("the server")
@@ -128,7 +173,9 @@ class ServerOptions(OptionGroup):
             stored_seconds=self.stored_hours * 3600,
             batches=None if self.batches is None else self.batches.absolute(),
             max_batch_bytes=parse_bytes("--max-batch-size", self.max_batch_size, low=1),
-            max_batch_bytes_per_key=_bytes_or_none("--max-batch-size-per-key", self.max_batch_size_per_key),
+            max_batch_bytes_per_key=_bytes_or_none(
+                "--max-batch-size-per-key", self.max_batch_size_per_key
+            ),
             start_seconds=self.start_timeout,
             otlp_traces_endpoint=self.otlp_traces_endpoint,
             log_format=self.log_format,
@@ -163,7 +210,15 @@ def serve(
 def check_installed(who: str) -> None:
     """What the server's code needs beside the engine's."""
     try:
-        for name in ("fastapi", "httptools", "msgspec", "prometheus_client", "python_multipart", "uvicorn", "zmq"):
+        for name in (
+            "fastapi",
+            "httptools",
+            "msgspec",
+            "prometheus_client",
+            "python_multipart",
+            "uvicorn",
+            "zmq",
+        ):
             importlib.import_module(name)
     except ImportError as error:
         raise QuireError(f"{who} needs {error.name}: pip install 'quire[server]'") from None
@@ -173,7 +228,9 @@ def _bytes_or_none(option: str, value: str | None) -> int | None:
     return None if value is None else parse_bytes(option, value, low=1)
 
 
-def _keys(given: list[str], file: Path | None, variable_name: str = _KEY_VARIABLE) -> tuple[str, ...]:
+def _keys(
+    given: list[str], file: Path | None, variable_name: str = _KEY_VARIABLE
+) -> tuple[str, ...]:
     variable = os.environ.get(variable_name, "")
     keys = [*given, *filter(None, (key.strip() for key in variable.split(",")))]
     if file is not None:

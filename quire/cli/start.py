@@ -27,7 +27,9 @@ def check_can_chat(model: str) -> None:
         found = "tokenizer.chat_template" in checkpoint.metadata
         checkpoint.close()
     if not found:
-        raise QuireError(f"{model} has no chat template, so it can't chat. Continue text with: quire run --raw")
+        raise QuireError(
+            f"{model} has no chat template, so it can't chat. Continue text with: quire run --raw"
+        )
 
 
 def open_llm(model: str, **options: Any) -> LLM:

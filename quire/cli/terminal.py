@@ -1,4 +1,6 @@
-"""What goes to the person at the terminal: answers as they come on stdout, everything else on stderr."""
+"""What goes to the person at the terminal: answers as they come on stdout, everything else on
+stderr.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ def say(message: str) -> None:
 
 
 class AnswerPrinter:
-    """Streams the first unfinished answer to stdout; what later ones gain meanwhile waits for their turn.
+    """Streams the first unfinished answer to stdout; what later ones gain meanwhile waits for their
+    turn.
 
     With several prompts each answer stands below its prompt.
     """

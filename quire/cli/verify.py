@@ -16,32 +16,50 @@ from quire.frontend.progress import TimeBar
 
 def verify(
     model: Annotated[str | None, Argument(metavar="[MODEL]", help=MODEL_HELP)] = None,
-    seconds: Annotated[float, Option(metavar="S", min=1.0, help="How long to try, loading not counted.")] = 60.0,
-    seed: Annotated[int, Option(metavar="S", min=0, max=2**31, help="Another seed draws other requests.")] = 0,
+    seconds: Annotated[
+        float, Option(metavar="S", min=1.0, help="How long to try, loading not counted.")
+    ] = 60.0,
+    seed: Annotated[
+        int, Option(metavar="S", min=0, max=2**31, help="Another seed draws other requests.")
+    ] = 0,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",
     kv_cache_dtype: options.KVCacheDtype = "auto",
     devices: Annotated[
-        int, Option(metavar="N", min=2, help="Divide the model among so many: GPUs of their own, or processes.")
+        int,
+        Option(
+            metavar="N",
+            min=2,
+            help="Divide the model among so many: GPUs of their own, or processes.",
+        ),
     ] = 2,
     url: Annotated[
-        str | None, Option("--url", metavar="URL", help="Try a server with OpenAI's API instead, from outside.")
+        str | None,
+        Option(
+            "--url", metavar="URL", help="Try a server with OpenAI's API instead, from outside."
+        ),
     ] = None,
     served: Annotated[
-        str | None, Option("--model", "-m", metavar="M", help="Another way to name it; with --url: its name there.")
+        str | None,
+        Option(
+            "--model", "-m", metavar="M", help="Another way to name it; with --url: its name there."
+        ),
     ] = None,
     api_key: Annotated[
         str | None, Option(metavar="KEY", help="With --url; default: the variable OPENAI_API_KEY.")
     ] = None,
-    concurrency: Annotated[int, Option(metavar="N", min=2, help="With --url: requests at once in a crowd.")] = 16,
+    concurrency: Annotated[
+        int, Option(metavar="N", min=2, help="With --url: requests at once in a crowd.")
+    ] = 16,
     json_output: Annotated[bool, Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Prove that answers depend on nothing but the request, on this machine and with this model.
 
-    Requests of all kinds are run alone, then together, in other orders, in chunks, preempted, swapped out, from the
-    prefix cache, drafted, and so on; their tokens and logprobs are compared bit for bit. The exit status is 0 if
-    nothing differs and everything was tried, else 1; a difference is shown with the smallest requests that have it.
+    Requests of all kinds are run alone, then together, in other orders, in chunks, preempted,
+    swapped out, from the prefix cache, drafted, and so on; their tokens and logprobs are compared
+    bit for bit. The exit status is 0 if nothing differs and everything was tried, else 1; a
+    difference is shown with the smallest requests that have it.
 
     \b
     quire verify smollm2
@@ -64,8 +82,11 @@ def verify(
 
         loaded = Model(
             chosen_model(model, served) or options.DEFAULT_MODEL,
-            device=device, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
-        )  # fmt: skip
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+        )
         loaded.num_devices = devices
         facts = {"model": loaded.first_engine.description}
         with TimeBar("Verifying", seconds) as bar:
@@ -83,6 +104,10 @@ def verify(
 
 def _check_server(url: str, model: str | None) -> None:
     if not url.startswith(("http://", "https://")):
-        raise InvalidRequestError("--url", f"must be an address such as http://127.0.0.1:8000, not {url!r}")
+        raise InvalidRequestError(
+            "--url", f"must be an address such as http://127.0.0.1:8000, not {url!r}"
+        )
     if model is not None:
-        raise InvalidRequestError("MODEL", "is loaded here, --url is a server elsewhere: leave one out")
+        raise InvalidRequestError(
+            "MODEL", "is loaded here, --url is a server elsewhere: leave one out"
+        )

@@ -1,4 +1,6 @@
-"""What `quire replay --what-if` shows: each setting on a virtual clock, and how far that can be trusted."""
+"""What `quire replay --what-if` shows: each setting on a virtual clock, and how far that can be
+trusted.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,29 @@ from quire.tools.what_if.players import Players
 from quire.tools.what_if.recorded import RecordedRequest
 from quire.tools.what_if.step_shapes import StepShape, add_seconds
 from quire.tools.what_if.step_times import StepTimes, fit_step_times
-from quire.tools.what_if.what_if import PLAYS, Prediction, Setting, Summary, parse_changes, predict_all
+from quire.tools.what_if.what_if import (
+    PLAYS,
+    Prediction,
+    Setting,
+    Summary,
+    parse_changes,
+    predict_all,
+)
 
 _TIMES = {"ttft": "time to first token", "per_token": "time per token", "latency": "latency"}
 _WHICH = ("median", "p95")
 _LONG = 5_000
-"""Steps of all settings, whose plays take some seconds: a line says what is going on, to logs and pipes, too."""
+"""Steps of all settings, whose plays take some seconds: a line says what is going on, to logs and
+pipes, too.
+"""
 
 
 class _Played:
     """All settings, by their titles, and what to be careful with."""
 
-    def __init__(self, requests: Sequence[RecordedRequest], settings: Mapping[str, Setting], times: StepTimes) -> None:
+    def __init__(
+        self, requests: Sequence[RecordedRequest], settings: Mapping[str, Setting], times: StepTimes
+    ) -> None:
         self._requests, self.settings = requests, settings
         self.calibration: Calibration | None = None
         self.notes: list[str] = []
@@ -43,7 +56,10 @@ class _Played:
     def play(self, times: StepTimes) -> None:
         self.times = times
         expected = len(self.settings) * PLAYS
-        with PlayBar(expected) as bar, Players(self._requests, times, expected, bar.show) as players:
+        with (
+            PlayBar(expected) as bar,
+            Players(self._requests, times, expected, bar.show) as players,
+        ):
             found = predict_all(list(self.settings.values()), players)
         self.found = dict(zip(self.settings, found, strict=True))
 
@@ -66,16 +82,27 @@ def play_and_print(
     chosen: Mapping[str, Any] | None,
     json_output: bool,
 ) -> None:
-    """As recorded and with other settings. Steps of sizes that the log does not have are measured on its model, opened
-    as `chosen`; not, if that is None."""
+    """As recorded and with other settings. Steps of sizes that the log does not have are measured
+    on its model, opened as `chosen`; not, if that is None.
+    """
     base = Setting(engine.config, engine.depth)
     settings = {"replayed": base} | {text: parse_changes(text, base) for text in what_if}
     if len(entries) * len(settings) > _LONG:
-        plays = f"{PLAYS} times" if len(settings) == 1 else f"{PLAYS} times in each of {len(settings)} settings"
-        say(f"Playing {len(requests):,} requests of {len(entries):,} steps on a virtual clock, {plays}")
+        plays = (
+            f"{PLAYS} times"
+            if len(settings) == 1
+            else f"{PLAYS} times in each of {len(settings)} settings"
+        )
+        say(
+            f"Playing {len(requests):,} requests of {len(entries):,} steps on a virtual clock, {plays}"
+        )
     times = fit_step_times(entries, engine.costs, graph_tokens=engine.config.max_checked_tokens)
     played = _Played(requests, settings, times)
-    why = "" if chosen is None or not played.outside else _calibrate(played, model, engine, entries, chosen)
+    why = (
+        ""
+        if chosen is None or not played.outside
+        else _calibrate(played, model, engine, entries, chosen)
+    )
     for title, found in played.found.items():
         played.notes += _warnings(title, found, played.times, why)
     if any(one.guesses for entry in entries for one in entry.step.scheduled):
@@ -102,13 +129,17 @@ def _calibrate(
     known = played.times.seen
     try:
         name = model_of(engine, model, chosen)[0]
-        say(f"Measuring steps of sizes that the log does not have, on {name} (at most {SECONDS:.0f} s)")
+        say(
+            f"Measuring steps of sizes that the log does not have, on {name} (at most {SECONDS:.0f} s)"
+        )
         settings = [one.config for one in played.settings.values()]
         calibrator = open_calibrator(model, engine, entries, settings, chosen)
         for share in SHARES:  # what was measured may lead to other sizes again
             with TimeBar("Measuring steps", share * SECONDS) as bar:
                 show = partial(_show, bar, share * SECONDS)
-                found = played.calibration = calibrator.calibrate(played.outside, share * SECONDS, show)
+                found = played.calibration = calibrator.calibrate(
+                    played.outside, share * SECONDS, show
+                )
             played.play(found.times)
             if not played.outside:
                 break
@@ -146,7 +177,9 @@ def _warnings(title: str, found: Prediction, times: StepTimes, why: str) -> list
     ]
     if uncertain:
         is_far = found.is_outside or times.is_calibrated
-        cause = "were all steps 3% shorter or longer" + (", or those that the log does not have as far off" * is_far)
+        cause = "were all steps 3% shorter or longer" + (
+            ", or those that the log does not have as far off" * is_far
+        )
         notes.append(f"{title}: {cause}: {'; '.join(uncertain)}.")
     return notes
 

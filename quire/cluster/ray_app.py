@@ -3,9 +3,9 @@
     serve run quire.cluster.ray_app:build model=Qwen/Qwen3-8B gpus_per_replica=1 max_replicas=4
     serve deploy deploy/ray_serve.yaml
 
-One deployment has the HTTP side, the same that `quire serve` has, and the router; its engines are actors in placement
-groups, as many as the queue asks for. New settings reach it while it runs (Serve's `user_config`): engines are replaced
-one after the other, and no stream is lost.
+One deployment has the HTTP side, the same that `quire serve` has, and the router; its engines are
+actors in placement groups, as many as the queue asks for. New settings reach it while it runs
+(Serve's `user_config`): engines are replaced one after the other, and no stream is lost.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class QuireServer:
     """The HTTP side, in a replica of Serve's deployment."""
 
     def __init__(self, fixed: Mapping[str, Any]) -> None:
-        """`fixed` are the settings that stay; the others come through `reconfigure`, before the first request."""
+        """`fixed` are the settings that stay; the others come through `reconfigure`, before the
+        first request.
+        """
         self._fixed = dict(fixed)
         self._pool: RayPool | None = None
         self._changing = asyncio.Lock()
@@ -65,7 +67,9 @@ class QuireServer:
         metrics = ServerMetrics(config.model_names[0], ALL_ENGINES)
         pool = RayPool(config, metrics, _no_engine_left, settings)
         try:
-            ready, tokenizer = await asyncio.gather(pool.start(), asyncio.to_thread(open_tokenizer, source, config))
+            ready, tokenizer = await asyncio.gather(
+                pool.start(), asyncio.to_thread(open_tokenizer, source, config)
+            )
         except BaseException:
             await pool.stop()
             raise
@@ -81,7 +85,9 @@ class QuireServer:
         """The processes of the engines, for tests."""
         assert self._pool is not None
         live = [replica for replica in self._pool.replicas if replica.state == "ready"]
-        return [await one._link._actor.pid.remote() for one in live if isinstance(one._link, RayLink)]
+        return [
+            await one._link._actor.pid.remote() for one in live if isinstance(one._link, RayLink)
+        ]
 
     async def __del__(self) -> None:
         """Serve calls this when the last request has ended, or the time for that is over."""
@@ -134,17 +140,23 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 
 def _place(settings: RaySettings, nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Keeps the HTTP side on the head's machine, if that has room for it: losing another one then cuts no stream."""
+    """Keeps the HTTP side on the head's machine, if that has room for it: losing another one then
+    cuts no stream.
+    """
     if settings.http_node == "any":
         return {}
     heads = [one["Resources"] for one in nodes if one["Alive"] and _HEAD in one["Resources"]]
     if any(head.get("CPU", 0.0) >= settings.http_cpus for head in heads):
         return {"resources": {_HEAD: 0.001}}
     if nodes:
-        logger.warning("the head has no room for the HTTP side (http_cpus): the loss of its machine will cut streams")
+        logger.warning(
+            "the head has no room for the HTTP side (http_cpus): the loss of its machine will cut streams"
+        )
     return {}
 
 
 def _environment() -> dict[str, str]:
-    """What processes on other machines need of ours. Ray shows it to whoever looks: no tokens of the hub."""
+    """What processes on other machines need of ours. Ray shows it to whoever looks: no tokens of
+    the hub.
+    """
     return {name: os.environ[name] for name in ("QUIRE_HOME", "HF_HOME") if name in os.environ}

@@ -1,9 +1,10 @@
-"""A batch on a Ray cluster, by Ray Data. Requests are read and answers written where the command runs, in their order,
-so a batch comes out the same, and goes on after an interruption, as it does on one machine.
+"""A batch on a Ray cluster, by Ray Data. Requests are read and answers written where the command
+runs, in their order, so a batch comes out the same, and goes on after an interruption, as it does
+on one machine.
 
-The dataset has a row for every few requests. One task, on this machine, reads the file as rows are wanted; actors, each
-with an engine process beside it, answer them. When an actor is lost, or its machine, Ray Data makes another one and has
-its rows answered again: with the same bytes.
+The dataset has a row for every few requests. One task, on this machine, reads the file as rows are
+wanted; actors, each with an engine process beside it, answer them. When an actor is lost, or its
+machine, Ray Data makes another one and has its rows answered again: with the same bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ from quire.server.service import GenerationService
 
 _CONNECT_SECONDS = 10.0
 _ROWS_AT_ONCE = 8
-"""Rows that an actor answers at a time: when the last answers of one are slow, the engine has those of the others."""
+"""Rows that an actor answers at a time: when the last answers of one are slow, the engine has those
+of the others.
+"""
 
 
 @contextlib.contextmanager
@@ -55,7 +58,9 @@ def cluster_at(address: str) -> Iterator[AnswerAll]:
         ray.init(address=address, logging_level="warning", log_to_driver=False)
     except (OSError, ValueError, RuntimeError) as error:  # Ray's own ConnectionError is an OSError
         reason = str(error).strip().partition("\n")[0]
-        raise QuireError(f"--ray {address}: there is no Ray cluster that can be reached: {reason}") from None
+        raise QuireError(
+            f"--ray {address}: there is no Ray cluster that can be reached: {reason}"
+        ) from None
     try:
         yield _answer_on_ray
     finally:
@@ -124,9 +129,15 @@ def _gpus_needed(job: BatchJob) -> int:
 
 @contextlib.contextmanager
 def _quiet_context() -> Iterator[None]:
-    """Within, datasets keep their order, divide between any two rows, and leave the terminal to our own bar."""
+    """Within, datasets keep their order, divide between any two rows, and leave the terminal to our
+    own bar.
+    """
     context = DataContext.get_current()
-    wanted = {"target_max_block_size": 1, "enable_progress_bars": False, "print_on_execution_start": False}
+    wanted = {
+        "target_max_block_size": 1,
+        "enable_progress_bars": False,
+        "print_on_execution_start": False,
+    }
     kept = {name: getattr(context, name) for name in wanted}
     kept_order = context.execution_options.preserve_order
     context.execution_options.preserve_order = True
@@ -146,7 +157,9 @@ class _Requests(Datasource):  # type: ignore[misc]
 
     def __init__(self, requests: RequestFile, num_done: int, size: int) -> None:
         super().__init__()
-        self._read = partial(_read_rows, requests.path.absolute(), requests.identity, num_done, size)
+        self._read = partial(
+            _read_rows, requests.path.absolute(), requests.identity, num_done, size
+        )
 
     @property
     def supports_distributed_reads(self) -> bool:
@@ -158,7 +171,12 @@ class _Requests(Datasource):  # type: ignore[misc]
 
     def get_read_tasks(self, parallelism: int, *args: Any, **kwargs: Any) -> list[ReadTask]:
         """One: whether an id was used before, only who has read all lines before it knows."""
-        return [ReadTask(self._read, BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None))]
+        return [
+            ReadTask(
+                self._read,
+                BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None),
+            )
+        ]
 
 
 def _read_rows(path: Path, identity: str, num_done: int, size: int) -> Iterable[pa.Table]:
@@ -176,7 +194,14 @@ class _Answers:
         self._answers: BatchAnswers | None = None
 
     async def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        found = {"refusal": "", "is_gone": False, "lines": b"", "num_lines": 0, "num_failed": 0, "num_tokens": 0}
+        found = {
+            "refusal": "",
+            "is_gone": False,
+            "lines": b"",
+            "num_lines": 0,
+            "num_failed": 0,
+            "num_tokens": 0,
+        }
         try:
             async with self._starting:
                 if self._answers is None:
@@ -200,7 +225,9 @@ class _Answers:
         metrics = metrics_for(config)
         client = open_engines(config, metrics, lambda: None)
         source = await asyncio.to_thread(resolve, config.model)
-        ready, tokenizer = await asyncio.gather(client.start(), asyncio.to_thread(open_tokenizer, source, config))
+        ready, tokenizer = await asyncio.gather(
+            client.start(), asyncio.to_thread(open_tokenizer, source, config)
+        )
         return GenerationService(config, tokenizer, client, ready, metrics)
 
 
@@ -215,7 +242,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _check_reachable(address: str) -> None:
-    """Raises OSError if no server of Ray's kind answers there within seconds: Ray itself tries for minutes."""
+    """Raises OSError if no server of Ray's kind answers there within seconds: Ray itself tries for
+    minutes.
+    """
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "")
     address = address.removeprefix("ray://")
@@ -227,4 +256,6 @@ def _check_reachable(address: str) -> None:
         try:
             grpc.channel_ready_future(channel).result(_CONNECT_SECONDS)
         except grpc.FutureTimeoutError:
-            raise OSError(f"something listens at {address}, but it does not speak as Ray does") from None
+            raise OSError(
+                f"something listens at {address}, but it does not speak as Ray does"
+            ) from None

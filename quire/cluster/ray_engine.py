@@ -1,7 +1,8 @@
 """An engine process on any machine of a Ray cluster, through an actor that stands beside it.
 
-The actor starts the same process that a server on one machine starts, and passes messages on as they are: msgpack in
-both directions. When the actor dies, or its machine, the process ends with it, and the client hears of it.
+The actor starts the same process that a server on one machine starts, and passes messages on as
+they are: msgpack in both directions. When the actor dies, or its machine, the process ends with it,
+and the client hears of it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class EngineActor:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> tuple[bytes, str]:
-        """What the engine says about itself when it is ready; or an error of the user's, which Ray must not wrap."""
+        """What the engine says about itself when it is ready; or an error of the user's, which Ray
+        must not wrap.
+        """
         self._tasks.append(asyncio.create_task(self._clock.run()))
         try:
             ready = await self._link.start()
@@ -106,7 +109,11 @@ class RayLink(EngineLink):
     """The client's end: one actor, in a placement group of its own, from its start to its end."""
 
     def __init__(
-        self, config: ServerConfig, clock: AttendedClock, bundle: dict[str, float], schedule_seconds: float
+        self,
+        config: ServerConfig,
+        clock: AttendedClock,
+        bundle: dict[str, float],
+        schedule_seconds: float,
     ) -> None:
         super().__init__(config, clock)
         self._bundle = bundle
@@ -128,7 +135,9 @@ class RayLink(EngineLink):
             ) from None
         where = PlacementGroupSchedulingStrategy(self._group)
         options = {"num_cpus": self._bundle.get("CPU", 0), "num_gpus": self._bundle.get("GPU", 0)}
-        remote = ray.remote(EngineActor).options(scheduling_strategy=where, max_concurrency=1000, **options)
+        remote = ray.remote(EngineActor).options(
+            scheduling_strategy=where, max_concurrency=1000, **options
+        )
         try:
             self._actor = remote.remote(self._config)
             ready, refusal = await _awaited(self._actor.start.remote())

@@ -16,19 +16,27 @@ from quire.server.replicas.pool import Replica
 class RayReplica(Replica):
     """An engine in an actor."""
 
-    def __init__(self, config: ServerConfig, metrics: ServerMetrics, pool: RayPool, number: int) -> None:
+    def __init__(
+        self, config: ServerConfig, metrics: ServerMetrics, pool: RayPool, number: int
+    ) -> None:
         super().__init__(config, metrics, pool, number)
         self._settings = pool.settings
 
     def _new_link(self) -> EngineLink:
-        return RayLink(self._config, self._clock, self._settings.bundle, self._settings.schedule_seconds)
+        return RayLink(
+            self._config, self._clock, self._settings.bundle, self._settings.schedule_seconds
+        )
 
 
 class RayPool(ElasticPool):
     """As many of them as the settings say, on whichever machines have room."""
 
     def __init__(
-        self, config: ServerConfig, metrics: ServerMetrics, on_failure: Callable[[], None], settings: RaySettings
+        self,
+        config: ServerConfig,
+        metrics: ServerMetrics,
+        on_failure: Callable[[], None],
+        settings: RaySettings,
     ) -> None:
         self.settings = settings
         super().__init__(config, metrics, on_failure, settings.rule())

@@ -1,8 +1,9 @@
 """Masks that take long, computed beside the steps instead of in them.
 
-A mask is needed when its row draws. If it is cheap, it is computed while the model runs, together with those of the
-other rows. If it is not, or nobody knows yet, it is begun as soon as the token before it is known, and its row is held
-back (not scheduled) until it is there: whoever shares the steps does not wait for it.
+A mask is needed when its row draws. If it is cheap, it is computed while the model runs, together
+with those of the other rows. If it is not, or nobody knows yet, it is begun as soon as the token
+before it is known, and its row is held back (not scheduled) until it is there: whoever shares the
+steps does not wait for it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,18 @@ if TYPE_CHECKING:  # the process that checks grammars starts sooner without
 _CHEAP_SECONDS = 0.005
 """A mask of a row; many of them share a step."""
 _GUESS_SECONDS = 0.05
-"""A mask of a row beyond which no guesses are followed: one mask behind each of them would be needed in the step."""
+"""A mask of a row beyond which no guesses are followed: one mask behind each of them would be
+needed in the step.
+"""
 _PROVEN_MASKS = 3
-"""Masks in a row that have to be cheap before a grammar counts as cheap: the first is often the only cheap one."""
+"""Masks in a row that have to be cheap before a grammar counts as cheap: the first is often the
+only cheap one.
+"""
 _DECAY = 0.9
 _LONGEST_WAIT = 0.05
-"""Seconds for which an engine with nothing else to do waits at a time, so that it still hears of new requests."""
+"""Seconds for which an engine with nothing else to do waits at a time, so that it still hears of
+new requests.
+"""
 
 
 class AheadMask(NamedTuple):
@@ -56,12 +63,16 @@ class MaskCosts:
 
 
 class MasksAhead:
-    """The masks that are being computed, by row. Used by one thread; one other computes, one mask at a time."""
+    """The masks that are being computed, by row. Used by one thread; one other computes, one mask
+    at a time.
+    """
 
     def __init__(self) -> None:
         self._begun: dict[int, Future[AheadMask]] = {}
         self._drawing: set[int] = set()
-        """Rows that had an expensive mask and whose token is not known yet: the next mask can't even be begun."""
+        """Rows that had an expensive mask and whose token is not known yet: the next mask can't
+        even be begun.
+        """
         self._thread: ThreadPoolExecutor | None = None
 
     def __contains__(self, row: int) -> bool:
@@ -97,7 +108,9 @@ class MasksAhead:
         """Rows that can't draw now."""
         if not self._begun and not self._drawing:
             return frozenset()
-        return frozenset(self._drawing).union(row for row, one in self._begun.items() if not one.done())
+        return frozenset(self._drawing).union(
+            row for row, one in self._begun.items() if not one.done()
+        )
 
     def wait(self) -> None:
         """For a moment, or until one of them is there."""

@@ -1,11 +1,12 @@
 """The process that tries grammars out, so that one that explodes takes nothing else with it.
 
-llguidance counts its work, but not all of it: a rule chain a few thousand deep overflows the stack, and
-`{"multipleOf": 1234567}` takes 18 seconds and 700 MB. So the engine has every grammar compiled here first.
-This process holds the vocabulary and forks for each grammar; the fork has limits on processor time, wall
-time, stack and memory that end it whatever it is doing.
+llguidance counts its work, but not all of it: a rule chain a few thousand deep overflows the stack,
+and `{"multipleOf": 1234567}` takes 18 seconds and 700 MB. So the engine has every grammar compiled
+here first. This process holds the vocabulary and forks for each grammar; the fork has limits on
+processor time, wall time, stack and memory that end it whatever it is doing.
 
-Both ways one JSON object a line: first the vocabulary comes in, then grammars; a verdict goes out for each.
+Both ways one JSON object a line: first the vocabulary comes in, then grammars; a verdict goes out
+for each.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def main() -> None:
         tokens.append(data[start : start + length])
         start += length
 
-    def encode(text: str) -> list[int]:  # the model's own tokenizer is not needed to tell good from bad
+    # the model's own tokenizer is not needed to tell good from bad
+    def encode(text: str) -> list[int]:
         return tokenizer.greedy_tokenize(text)
 
     tokenizer = build_tokenizer(tokens, vocabulary["special"], vocabulary["eos"], encode)
@@ -79,7 +81,8 @@ def _try(tokenizer: llguidance.LLTokenizer, grammar: str) -> dict[str, Any]:
 
     def compile_it() -> None:
         nonlocal before
-        new_matcher(tokenizer, _TRIVIAL).compute_bitmask()  # what any grammar takes is not this one's
+        # what any grammar takes is not this one's
+        new_matcher(tokenizer, _TRIVIAL).compute_bitmask()
         before = _peak_memory()
         matchers.append(new_matcher(tokenizer, grammar))
 

@@ -34,9 +34,16 @@ class Verdict:
 
 
 class GrammarChecker:
-    """Tries one grammar at a time, in a process started for the first of them. Safe to share between threads."""
+    """Tries one grammar at a time, in a process started for the first of them. Safe to share
+    between threads.
+    """
 
-    def __init__(self, tokens: Sequence[bytes], special_token_ids: Sequence[int], eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        special_token_ids: Sequence[int],
+        eos_token_ids: Sequence[int],
+    ) -> None:
         self._vocabulary = {
             "bytes": b"".join(tokens).hex(),
             "lengths": [len(token) for token in tokens],
@@ -91,7 +98,9 @@ class GrammarChecker:
     def _receive(self) -> dict[str, Any]:
         assert self._process is not None
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], limits.COMPILE_WALL_SECONDS + _GRACE_SECONDS)
+        ready, _, _ = select.select(
+            [self._process.stdout], [], [], limits.COMPILE_WALL_SECONDS + _GRACE_SECONDS
+        )
         line = self._process.stdout.readline() if ready else b""
         if not line:
             raise OSError("no answer")

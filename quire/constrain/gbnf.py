@@ -1,4 +1,6 @@
-"""Grammars in the notation of llama.cpp (GBNF), which SGLang and XGrammar call EBNF, as Lark's, which ours are."""
+"""Grammars in the notation of llama.cpp (GBNF), which SGLang and XGrammar call EBNF, as Lark's,
+which ours are.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,16 @@ def to_lark(grammar: str, field: str = "structured.grammar") -> str:
     except RecursionError:
         raise InvalidRequestError(field, "is nested too deeply") from None
     except Exception as error:  # the converter raises bare ones
-        raise InvalidRequestError(field, f"is no grammar in the notation with ::=: {str(error)[:200]}") from None
+        raise InvalidRequestError(
+            field, f"is no grammar in the notation with ::=: {str(error)[:200]}"
+        ) from None
     return lark
 
 
 def _plain(match: re.Match[str]) -> str:
-    """The converter drops leading zeros of `\\u00e9`; characters of their own need no escape, ASCII has `\\x41`."""
+    """The converter drops leading zeros of `\\u00e9`; characters of their own need no escape, ASCII
+    has `\\x41`.
+    """
     if match[3] is not None:
         return match[0]
     code = int(match[1] or match[2], 16)

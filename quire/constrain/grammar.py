@@ -1,5 +1,6 @@
-"""From a request's `structured` parameter to a compiled grammar, checked, cached and shared; and where an answer stands
-in one."""
+"""From a request's `structured` parameter to a compiled grammar, checked, cached and shared; and
+where an answer stands in one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from quire.constrain import limits
 from quire.constrain.ahead import MaskCosts
 from quire.constrain.checker import GrammarChecker, Verdict
-from quire.constrain.guidance import build_tokenizer, error_of, field_of, new_matcher, run_with_stack, to_guidance
+from quire.constrain.guidance import (
+    build_tokenizer,
+    error_of,
+    field_of,
+    new_matcher,
+    run_with_stack,
+    to_guidance,
+)
 from quire.errors import InvalidRequestError
 from quire.sampling_params import StructuredOutput
 
@@ -36,27 +44,37 @@ class TokenizerLike(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
-    def encode_plain(self, text: str, cuts: Sequence[int] = (), continues: bool = False) -> list[int]: ...
+    def encode_plain(
+        self, text: str, cuts: Sequence[int] = (), continues: bool = False
+    ) -> list[int]: ...
 
 
 class Vocabulary:
     """A model's tokens in the forms that compiling and masking need. One per engine."""
 
-    def __init__(self, tokenizer: TokenizerLike, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: TokenizerLike, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
         self.size = vocab_size
         self.eos_token_ids = tuple(eos_token_ids)
         # A model's vocabulary is often padded; ids beyond the tokenizer's stand for nothing.
         known = min(tokenizer.vocab_size, vocab_size)
-        self.tokens = [tokenizer.token_bytes(i) for i in range(known)] + [b""] * (vocab_size - known)
+        self.tokens = [tokenizer.token_bytes(i) for i in range(known)] + [b""] * (
+            vocab_size - known
+        )
         special = {i for i in tokenizer.special_token_ids if i < known} | set(self.eos_token_ids)
         self.special_token_ids = sorted(special)
-        self.text_token_ids = [i for i, token in enumerate(self.tokens) if token and i not in special]
+        self.text_token_ids = [
+            i for i, token in enumerate(self.tokens) if token and i not in special
+        ]
         """Tokens that text is made of: only these, and the ends, are ever allowed."""
 
         def encode(text: str) -> list[int]:
             return tokenizer.encode_plain(text, continues=True)
 
-        self.guidance = build_tokenizer(self.tokens, self.special_token_ids, self.eos_token_ids, encode)
+        self.guidance = build_tokenizer(
+            self.tokens, self.special_token_ids, self.eos_token_ids, encode
+        )
 
     def special_ids(self, texts: Sequence[str]) -> list[int]:
         """The special tokens with these texts."""
@@ -67,13 +85,17 @@ class Vocabulary:
 class Grammar:
     """A compiled grammar. Many requests may use it at once; each takes a matcher of its own.
 
-    Copies of a matcher share the automaton they build as text comes, which makes most masks cheap. The
-    automaton has a limit, though, and one request's odd text must not use it up for another: whoever meets
-    the limit asks for a `private_matcher` and is judged by that.
+    Copies of a matcher share the automaton they build as text comes, which makes most masks cheap.
+    The automaton has a limit, though, and one request's odd text must not use it up for another:
+    whoever meets the limit asks for a `private_matcher` and is judged by that.
     """
 
     def __init__(
-        self, text: str, vocabulary: Vocabulary, num_bytes: int, control_token_ids: Sequence[int] = ()
+        self,
+        text: str,
+        vocabulary: Vocabulary,
+        num_bytes: int,
+        control_token_ids: Sequence[int] = (),
     ) -> None:
         self.vocabulary = vocabulary
         self.control_token_ids = tuple(control_token_ids)
@@ -85,7 +107,8 @@ class Grammar:
         self._lock = threading.Lock()
         self._pristine: llguidance.LLMatcher | None = self._compile()
         if not error_of(self._pristine):
-            # The first mask, which all requests begin with: the automaton remembers it, so that no step waits for it.
+            # The first mask, which all requests begin with: the automaton remembers it, so that no
+            # step waits for it.
             started = time.monotonic()
             self._pristine.deep_copy().compute_bitmask()
             self.costs.note(time.monotonic() - started)
@@ -104,15 +127,19 @@ class Grammar:
             return self._pristine.deep_copy()
 
     def private_matcher(self) -> llguidance.LLMatcher:
-        """At the beginning of a text, sharing nothing. Asked for when the shared automaton is full, so that is let
-        go of as well."""
+        """At the beginning of a text, sharing nothing. Asked for when the shared automaton is full,
+        so that is let go of as well.
+        """
         with self._lock:
             self._pristine = None
         return self._compile()
 
     def _compile(self) -> llguidance.LLMatcher:
         matchers: list[llguidance.LLMatcher] = []
-        run_with_stack(limits.ENGINE_STACK, lambda: matchers.append(new_matcher(self.vocabulary.guidance, self._text)))
+        run_with_stack(
+            limits.ENGINE_STACK,
+            lambda: matchers.append(new_matcher(self.vocabulary.guidance, self._text)),
+        )
         return matchers[0]
 
 
@@ -150,15 +177,20 @@ class GrammarState:
     def advance(self, token_id: int) -> bool:
         """Takes the next token; False, for good, if the grammar does not allow it."""
         self._tokens.append(token_id)
-        return self.matcher.consume_token(token_id) or (self.start_over() and not self.matcher.is_error())
+        return self.matcher.consume_token(token_id) or (
+            self.start_over() and not self.matcher.is_error()
+        )
 
     def forced_tokens(self) -> list[int]:
-        """Tokens that spell the text which must follow, as the tokenizer would cut it; none where there is a choice."""
+        """Tokens that spell the text which must follow, as the tokenizer would cut it; none where
+        there is a choice.
+        """
         tokens: list[int] = [] if self.is_private else self.matcher.compute_ff_tokens()
         return tokens
 
     def start_over(self) -> bool:
-        """After an error: takes all tokens again with an automaton of its own, which only its own text can fill.
+        """After an error: takes all tokens again with an automaton of its own, which only its own
+        text can fill.
 
         False if that was done before, so that the error is its own.
         """
@@ -171,8 +203,9 @@ class GrammarState:
 
 
 class BoundedCache(Generic[K, V]):
-    """A cache with two bounds: how many entries, and how many bytes they stand for. The least recently used go first.
-    Safe to share between threads."""
+    """A cache with two bounds: how many entries, and how many bytes they stand for. The least
+    recently used go first. Safe to share between threads.
+    """
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
         self._max_entries = max_entries
@@ -204,28 +237,38 @@ class BoundedCache(Generic[K, V]):
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model, remembering the good and the bad. Safe to share between threads.
+    """Compiles grammars for one model, remembering the good and the bad. Safe to share between
+    threads.
 
     Nothing is made before the first grammar: an engine nobody asks for structure pays nothing.
     """
 
-    def __init__(self, tokenizer: TokenizerLike, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: TokenizerLike, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(i for i in eos_token_ids if i < vocab_size)
         self._vocabulary: Vocabulary | None = None
         self._checker: GrammarChecker | None = None
-        self._grammars = BoundedCache[StructuredOutput, Grammar](limits.CACHE_ENTRIES, limits.CACHE_BYTES)
-        self._in_use: weakref.WeakValueDictionary[StructuredOutput, Grammar] = weakref.WeakValueDictionary()
+        self._grammars = BoundedCache[StructuredOutput, Grammar](
+            limits.CACHE_ENTRIES, limits.CACHE_BYTES
+        )
+        self._in_use: weakref.WeakValueDictionary[StructuredOutput, Grammar] = (
+            weakref.WeakValueDictionary()
+        )
         """A grammar that anybody holds is found here, cached or not."""
-        self._verdicts = BoundedCache[StructuredOutput, Verdict](limits.VERDICTS, limits.VERDICT_BYTES)
+        self._verdicts = BoundedCache[StructuredOutput, Verdict](
+            limits.VERDICTS, limits.VERDICT_BYTES
+        )
         self._lock = threading.Lock()
 
     def compile(self, structured: StructuredOutput) -> Grammar:
-        """Raises InvalidRequestError, naming the field, for a grammar that is wrong or costs too much.
+        """Raises InvalidRequestError, naming the field, for a grammar that is wrong or costs too
+        much.
 
-        A usual grammar takes some milliseconds, any one at most a few seconds, and one that is cached or
-        in use next to nothing. One grammar is compiled at a time.
+        A usual grammar takes some milliseconds, any one at most a few seconds, and one that is
+        cached or in use next to nothing. One grammar is compiled at a time.
         """
         grammar = self._grammars.get(structured) or self._in_use.get(structured)
         if grammar is None:
@@ -252,7 +295,9 @@ class GrammarCompiler:
             self._verdicts.put(structured, verdict, _text_bytes(structured))
         if verdict.error:
             raise InvalidRequestError(field_of(structured), verdict.error)
-        grammar = Grammar(text, vocabulary, verdict.num_bytes, vocabulary.special_ids(structured.control_tokens))
+        grammar = Grammar(
+            text, vocabulary, verdict.num_bytes, vocabulary.special_ids(structured.control_tokens)
+        )
         if grammar.error:
             raise InvalidRequestError(field_of(structured), grammar.error)
         self._in_use[structured] = grammar
@@ -262,7 +307,9 @@ class GrammarCompiler:
     def _prepare(self) -> tuple[Vocabulary, GrammarChecker]:
         if self._vocabulary is None:
             if not self._eos_token_ids:
-                raise InvalidRequestError("structured", "this model has no end-of-sequence token to end an answer with")
+                raise InvalidRequestError(
+                    "structured", "this model has no end-of-sequence token to end an answer with"
+                )
             self._vocabulary = Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
         if self._checker is None:
             self._checker = GrammarChecker(
@@ -272,5 +319,10 @@ class GrammarCompiler:
 
 
 def _text_bytes(structured: StructuredOutput) -> int:
-    texts = (structured.json_schema, structured.regex, structured.grammar, *(structured.choice or ()))
+    texts = (
+        structured.json_schema,
+        structured.regex,
+        structured.grammar,
+        *(structured.choice or ()),
+    )
     return 1024 + sum(len(text) for text in texts if text is not None)

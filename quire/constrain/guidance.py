@@ -1,6 +1,7 @@
 """The border to llguidance: its import, its tokenizer, its limits, and grammars in its notation.
 
-Used by the engine's process and by the one that tries grammars out, so it needs neither torch nor numpy.
+Used by the engine's process and by the one that tries grammars out, so it needs neither torch nor
+numpy.
 """
 
 from __future__ import annotations
@@ -19,13 +20,19 @@ if TYPE_CHECKING:
 
     from quire.sampling_params import StructuredOutput
 
-# JSON on one line, as json.dumps writes it. With free whitespace a small model can go on indenting for ever.
-# A schema may ask for other options under "x-guidance", as llguidance documents.
-JSON_STYLE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# JSON on one line, as json.dumps writes it. With free whitespace a small model can go on indenting
+# for ever. A schema may ask for other options under "x-guidance", as llguidance documents.
+JSON_STYLE: dict[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 
 _stack_size_lock = threading.Lock()
 
-_RULE_TEMPERATURE = re.compile(r"^[ \t]*[?!]?\w+(\.-?\d+)?[ \t]*\[[^\]\n]*\btemperature\s*=", re.MULTILINE)
+_RULE_TEMPERATURE = re.compile(
+    r"^[ \t]*[?!]?\w+(\.-?\d+)?[ \t]*\[[^\]\n]*\btemperature\s*=", re.MULTILINE
+)
 
 
 def import_llguidance() -> Any:
@@ -33,7 +40,9 @@ def import_llguidance() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise QuireError("constrained generation needs llguidance: pip install quire[structured]") from None
+        raise QuireError(
+            "constrained generation needs llguidance: pip install quire[structured]"
+        ) from None
     return llguidance
 
 
@@ -41,7 +50,9 @@ def new_matcher(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.L
     """A matcher at the beginning of a text; it says itself whether the grammar was an error."""
     # Verbose errors hold the whole grammar and the answer so far.
     limited = import_llguidance().LLParserLimits(**limits.PARSER_LIMITS, verbose_errors=False)
-    matcher: llguidance.LLMatcher = import_llguidance().LLMatcher(tokenizer, grammar, log_level=0, limits=limited)
+    matcher: llguidance.LLMatcher = import_llguidance().LLMatcher(
+        tokenizer, grammar, log_level=0, limits=limited
+    )
     return matcher
 
 
@@ -64,10 +75,11 @@ def run_with_stack(num_bytes: int, function: Callable[[], None]) -> None:
 
 
 class _TokenTable:
-    """The vocabulary as llguidance wants it: the bytes of every token, and a way to cut text into tokens.
+    """The vocabulary as llguidance wants it: the bytes of every token, and a way to cut text into
+    tokens.
 
-    `encode` is asked for text that the grammar leaves no choice about: the answer then holds the tokens the
-    model was trained on, not just any that spell it.
+    `encode` is asked for text that the grammar leaves no choice about: the answer then holds the
+    tokens the model was trained on, not just any that spell it.
     """
 
     is_tokenizer_wrapper = True
@@ -90,7 +102,10 @@ class _TokenTable:
 
 
 def build_tokenizer(
-    tokens: Sequence[bytes], special: Sequence[int], ends: Sequence[int], encode: Callable[[str], list[int]]
+    tokens: Sequence[bytes],
+    special: Sequence[int],
+    ends: Sequence[int],
+    encode: Callable[[str], list[int]],
 ) -> llguidance.LLTokenizer:
     """For a vocabulary with these special tokens and ends of answers."""
     table = _TokenTable(tokens, special, ends[0], encode)
@@ -109,13 +124,18 @@ def to_guidance(structured: StructuredOutput) -> str:
     if structured.regex is not None:
         text: str = matcher.grammar_from_regex(_encodable("regex", structured.regex))
     elif structured.choice is not None:
-        # One terminal rather than one rule per choice: a plain automaton, and many times quicker to compile.
-        quoted = (json.dumps(_encodable("choice", one), ensure_ascii=False) for one in structured.choice)
+        # One terminal rather than one rule per choice: a plain automaton, and many times quicker to
+        # compile.
+        quoted = (
+            json.dumps(_encodable("choice", one), ensure_ascii=False) for one in structured.choice
+        )
         text = matcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(quoted))
     else:
         assert structured.grammar is not None
         if _RULE_TEMPERATURE.search(structured.grammar):
-            raise InvalidRequestError("structured.grammar", "a rule can't set the temperature; the request does")
+            raise InvalidRequestError(
+                "structured.grammar", "a rule can't set the temperature; the request does"
+            )
         text = matcher.grammar_from_lark(_encodable("grammar", structured.grammar))
     return text
 
@@ -123,12 +143,16 @@ def to_guidance(structured: StructuredOutput) -> str:
 def field_of(structured: StructuredOutput) -> str:
     """The name of the field that was given, for error messages."""
     names = ("json_schema", "json_object", "regex", "choice", "grammar")
-    return "structured." + next(name for name in names if getattr(structured, name) not in (None, False))
+    return "structured." + next(
+        name for name in names if getattr(structured, name) not in (None, False)
+    )
 
 
 def _schema_grammar(schema: str) -> str:
     try:
-        text: str = import_llguidance().LLMatcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)
+        text: str = import_llguidance().LLMatcher.grammar_from_json_schema(
+            schema, defaults=JSON_STYLE
+        )
     except ValueError as error:  # nested too deeply, or broken options under "x-guidance"
         raise InvalidRequestError("structured.json_schema", str(error)) from None
     return text
@@ -157,5 +181,7 @@ def _encodable(field: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidRequestError(f"structured.{field}", "holds half of a UTF-16 surrogate pair") from None
+        raise InvalidRequestError(
+            f"structured.{field}", "holds half of a UTF-16 surrogate pair"
+        ) from None
     return text

@@ -15,8 +15,9 @@ COMPILE_STACK = 4 * MIB
 RUN_STACK = 1 * MIB
 """For a mask once it is compiled."""
 ENGINE_STACK = 16 * MIB
-"""What the engine compiles with. Like llguidance's own threads (2 MiB), it has room to spare beyond what was
-tried out, so what did not overflow there won't here."""
+"""What the engine compiles with. Like llguidance's own threads (2 MiB), it has room to spare beyond
+what was tried out, so what did not overflow there won't here.
+"""
 COMPILE_MEMORY = 512 * MIB
 """Address space beyond what the process holds anyway: a hard stop, well above what is accepted."""
 GRAMMAR_BYTES = 64 * MIB
@@ -30,7 +31,8 @@ VERDICT_BYTES = 32 * MIB
 
 # llguidance counts its work instead of its time, so these hold at every step of every request.
 PARSER_LIMITS = {
-    # States of the automaton that is built as text comes, about 1 KiB each, shared by a grammar's requests.
+    # States of the automaton that is built as text comes, about 1 KiB each, shared by a grammar's
+    # requests.
     "max_lexer_states": 20_000,
     # About 15 ms of one core for one mask, met only by automata that keep growing.
     "step_lexer_fuel": 200_000,

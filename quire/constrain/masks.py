@@ -1,21 +1,23 @@
 """Masks of allowed tokens for the requests of a runner, computed while the model runs.
 
-The order of calls (`step_grammars` makes them): a request row is admitted with its grammar; for each step the masks of
-the request rows that draw are started, taken when the logits are there (which sends them to the device without waiting
-for it), and, when the drawn tokens have arrived, the grammars advance by them, with the epochs the masks came with. A
-step without constrained requests costs one look at an array of flags.
+The order of calls (`step_grammars` makes them): a request row is admitted with its grammar; for
+each step the masks of the request rows that draw are started, taken when the logits are there
+(which sends them to the device without waiting for it), and, when the drawn tokens have arrived,
+the grammars advance by them, with the epochs the masks came with. A step without constrained
+requests costs one look at an array of flags.
 
-A runner that is a step ahead learns the tokens of a step late: before it starts the masks of the next one, but maybe
-after it has dropped a request row or given it to another request. Tokens of an earlier epoch are nobody's and are left
-out.
-Masks that were started too early, before a token they depend on was known, are computed again when they are taken.
+A runner that is a step ahead learns the tokens of a step late: before it starts the masks of the
+next one, but maybe after it has dropped a request row or given it to another request. Tokens of an
+earlier epoch are nobody's and are left out. Masks that were started too early, before a token they
+depend on was known, are computed again when they are taken.
 
 Where it meets other controls:
 - Only tokens of text are ever allowed, and the end-of-sequence tokens where the text may end. So a
-  grammar can't have the model write control tokens, not even a Lark grammar that names one, unless the request says so
-  (`StructuredOutput.control_tokens`).
+  grammar can't have the model write control tokens, not even a Lark grammar that names one, unless
+  the request says so (`StructuredOutput.control_tokens`).
 - The request ends when nothing can follow, or with an end-of-sequence token, `ignore_eos` or not.
-- `min_tokens` forbids ends where the text could also go on. Where only an end can follow, the grammar wins.
+- `min_tokens` forbids ends where the text could also go on. Where only an end can follow, the
+  grammar wins.
 - Stop strings and stop tokens end an answer as ever, so possibly before its text is a whole one.
 """
 
@@ -51,7 +53,9 @@ _MAX_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class GrammarMasks:
-    """What the draws of one step may choose from, in the order of the request rows they were asked for."""
+    """What the draws of one step may choose from, in the order of the request rows they were asked
+    for.
+    """
 
     request_rows: Indices
     words: Tensor
@@ -59,14 +63,17 @@ class GrammarMasks:
     masked: npt.NDArray[np.bool_]
     """Which draws have a grammar; the words of the others allow everything."""
     only_ends: npt.NDArray[np.bool_]
-    """Draws whose grammar leaves nothing but what `min_tokens` forbids: there it must not be forbidden."""
+    """Draws whose grammar leaves nothing but what `min_tokens` forbids: there it must not be
+    forbidden.
+    """
     errors: dict[int, str]
     """Request rows whose requests fail, and why."""
     epochs: Indices
     """Whose turn the request rows were, for `Constrainer.advance`."""
     undefined: npt.NDArray[np.bool_]
-    """Draws that follow a guess after which the grammar has no say: it forbids the guess, or has ended with it, or came
-    to a limit on this way. Nothing may be drawn there."""
+    """Draws that follow a guess after which the grammar has no say: it forbids the guess, or has
+    ended with it, or came to a limit on this way. Nothing may be drawn there.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +84,17 @@ class Advanced:
     """Those whose grammar has come to its end with this token."""
     errors: dict[int, str] = field(default_factory=dict)
     forced: dict[int, list[int]] = field(default_factory=dict)
-    """Tokens that spell what must follow, where that was asked for; the text may yet be cut into others."""
+    """Tokens that spell what must follow, where that was asked for; the text may yet be cut into
+    others.
+    """
 
 
 class Constrainer:
     """The grammars of request rows. Used by one thread; masks are computed in others."""
 
-    def __init__(self, compiler: GrammarCompiler, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, compiler: GrammarCompiler, max_num_seqs: int, vocab_size: int, device: torch.device
+    ) -> None:
         self._compiler = compiler
         self._uploader = Uploader(device)
         self._num_words = -(-vocab_size // 32)
@@ -95,7 +106,9 @@ class Constrainer:
         self._ends: dict[int, Words] = {}
         """By row, the tokens that `min_tokens` forbids; rows without it are not here."""
         self._epochs = np.zeros(max_num_seqs, dtype=np.int64)
-        """Counts a row's admissions and departures, so that a late token finds its request or nobody."""
+        """Counts a row's admissions and departures, so that a late token finds its request or
+        nobody.
+        """
         self._worker: _MaskWorker | None = None
         self._started: tuple[dict[int, GrammarState], Future[dict[int, str]]] | None = None
         """Masks in the making: of which states, and what will be wrong with them."""
@@ -110,15 +123,17 @@ class Constrainer:
     ) -> None:
         """Gives a row its grammar, which was compiled once at the border already.
 
-        `output_token_ids` is the answer so far, after a preemption; `end_token_ids` is what `min_tokens`
-        forbids, empty without it.
+        `output_token_ids` is the answer so far, after a preemption; `end_token_ids` is what
+        `min_tokens` forbids, empty without it.
         """
         self.drop(row)
         self._epochs[row] += 1
         self._is_constrained[row] = True
         try:
             grammar = self._compiler.compile(structured)
-        except QuireError as error:  # it was good at the border, so this is bad luck: only this request's
+        except (
+            QuireError
+        ) as error:  # it was good at the border, so this is bad luck: only this request's
             self._broken[row] = str(error)
             return
         if self._worker is None:
@@ -146,11 +161,16 @@ class Constrainer:
         states = self._started_in_step(request_rows)
         if states:
             assert self._worker is not None
-            self._started = states, self._worker.thread.submit(self._worker.compute, states, self._worker.words)
+            self._started = (
+                states,
+                self._worker.thread.submit(self._worker.compute, states, self._worker.words),
+            )
 
     def masks(self, request_rows: Indices, follows: Indices | None = None) -> GrammarMasks | None:
-        """The masks of `request_rows`; None if none of them has a grammar. Waits for those that were started. A row may
-        stand here several times in a row: then `follows` has the guess that each draw comes after, -1 for the first."""
+        """The masks of `request_rows`; None if none of them has a grammar. Waits for those that
+        were started. A row may stand here several times in a row: then `follows` has the guess that
+        each draw comes after, -1 for the first.
+        """
         masked = self._is_constrained[request_rows]
         if not masked.any():
             return None
@@ -165,7 +185,9 @@ class Constrainer:
             assert self._worker is not None
             errors |= self._started[1].result()
             self._started = None
-            computed = np.fromiter((row in in_step for row in request_rows.tolist()), np.bool_, len(request_rows))
+            computed = np.fromiter(
+                (row in in_step for row in request_rows.tolist()), np.bool_, len(request_rows)
+            )
             words[computed] = self._worker.words[request_rows[computed]]
         for row, state in states.items():
             if row not in in_step:
@@ -181,13 +203,20 @@ class Constrainer:
             ends = self._ends.get(int(request_rows[i]))
             only_ends[i] = ends is not None and not (words[i] & ~ends).any()
         (sent,) = self._uploader.upload(words)
-        return GrammarMasks(request_rows, sent, masked, only_ends, errors, self._epochs[request_rows], undefined)
+        return GrammarMasks(
+            request_rows, sent, masked, only_ends, errors, self._epochs[request_rows], undefined
+        )
 
     def _follow_guesses(
-        self, request_rows: Indices, follows: Indices, words: Words, undefined: npt.NDArray[np.bool_]
+        self,
+        request_rows: Indices,
+        follows: Indices,
+        words: Words,
+        undefined: npt.NDArray[np.bool_],
     ) -> None:
-        """Fills the words of draws behind guesses, from copies of the states that go on with these. All rows' first
-        guesses at once, then their second ones, and so on."""
+        """Fills the words of draws behind guesses, from copies of the states that go on with these.
+        All rows' first guesses at once, then their second ones, and so on.
+        """
         assert self._worker is not None
         places = np.flatnonzero(follows >= 0)
         undefined[places] = self._is_constrained[request_rows[places]]
@@ -195,10 +224,17 @@ class Constrainer:
         """By draw, a copy that has taken all guesses before it."""
         for place in places[follows[places - 1] < 0].tolist():
             state = self._states.get(int(request_rows[place]))
-            # A state with an automaton of its own must not have it filled by what is perhaps never said.
-            # What is expensive for one draw is so for every guess.
-            may_walk = state is not None and not state.is_private and state.grammar.costs.allows_guesses
-            if state is not None and may_walk and not state.is_finished and not state.matcher.is_error():
+            # A state with an automaton of its own must not have it filled by what is perhaps never
+            # said. What is expensive for one draw is so for every guess.
+            may_walk = (
+                state is not None and not state.is_private and state.grammar.costs.allows_guesses
+            )
+            if (
+                state is not None
+                and may_walk
+                and not state.is_finished
+                and not state.matcher.is_error()
+            ):
                 walking[place] = state.matcher.deep_copy()
         while walking:
             there: dict[int, llguidance.LLMatcher] = {}
@@ -226,22 +262,27 @@ class Constrainer:
         epochs: Indices | None = None,
         asks_forced: Sequence[bool] = (),
     ) -> Advanced:
-        """Tells the grammars which tokens their request rows drew. `epochs` are those of the masks they were drawn
-        with: a row that was dropped or admitted since is passed over. None: no row was. `asks_forced` says behind which
-        tokens it is to be found what must follow."""
+        """Tells the grammars which tokens their request rows drew. `epochs` are those of the masks
+        they were drawn with: a row that was dropped or admitted since is passed over. None: no row
+        was. `asks_forced` says behind which tokens it is to be found what must follow.
+        """
         due = self._is_constrained[request_rows]
         if epochs is not None:
             due &= self._epochs[request_rows] == epochs
         if not due.any():
             return Advanced()
-        self._settle()  # masks that were started before this are of no use, and read what is changed here
+        # masks that were started before this are of no use, and read what is changed here
+        self._settle()
         ended: set[int] = set()
         errors: dict[int, str] = {}
         forced: dict[int, list[int]] = {}
-        for place, (row, token, is_due) in enumerate(zip(request_rows.tolist(), tokens, due.tolist(), strict=True)):
+        for place, (row, token, is_due) in enumerate(
+            zip(request_rows.tolist(), tokens, due.tolist(), strict=True)
+        ):
             state = self._states.get(row) if is_due else None
             self._ahead.drew(row)
-            is_over = state is not None and state.is_finished  # drawn before that was known: nobody's
+            # drawn before that was known: nobody's
+            is_over = state is not None and state.is_finished
             if state is None or is_over:
                 continue
             if not state.advance(token):
@@ -257,7 +298,9 @@ class Constrainer:
         return Advanced(frozenset(ended), errors, forced)
 
     def held_rows(self) -> frozenset[int]:
-        """Rows whose masks take long and are not there yet: they can't draw without keeping others waiting."""
+        """Rows whose masks take long and are not there yet: they can't draw without keeping others
+        waiting.
+        """
         return self._ahead.held_rows()
 
     def wait_for_held(self) -> None:
@@ -277,10 +320,16 @@ class Constrainer:
 
     def _started_in_step(self, request_rows: Indices) -> dict[int, GrammarState]:
         """Those whose masks were not begun ahead."""
-        return {row: state for row, state in self._states_of(request_rows).items() if row not in self._ahead}
+        return {
+            row: state
+            for row, state in self._states_of(request_rows).items()
+            if row not in self._ahead
+        }
 
     def _settle(self) -> None:
-        """Waits for masks that nobody took, as after an error in the model: they use the same memory."""
+        """Waits for masks that nobody took, as after an error in the model: they use the same
+        memory.
+        """
         if self._started is not None:
             self._started[1].exception()
             self._started = None
@@ -301,13 +350,17 @@ class _MaskWorker:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="quire-masks")
 
     def compute_one(self, state: GrammarState) -> AheadMask:
-        """The words of one row, in memory of their own: the row may have gone to another request by then."""
+        """The words of one row, in memory of their own: the row may have gone to another request by
+        then.
+        """
         words: Words = np.zeros((1, self.words.shape[1]), dtype=np.int32)
         errors = self.compute({0: state}, words)
         return AheadMask(words[0], errors.get(0, ""))
 
     def compute(self, states: Mapping[int, GrammarState], out: Words) -> dict[int, str]:
-        """Fills the rows' words in `out`; returns the rows that can't go on, and why. Notes what each grammar took."""
+        """Fills the rows' words in `out`; returns the rows that can't go on, and why. Notes what
+        each grammar took.
+        """
         started = time.monotonic()
         errors = self._compute(states, out)
         seconds = (time.monotonic() - started) * min(self._num_threads, len(states)) / len(states)
@@ -317,8 +370,13 @@ class _MaskWorker:
 
     def _compute(self, states: Mapping[int, GrammarState], out: Words) -> dict[int, str]:
         self._fill(states, out)
-        # Whoever stumbled over an automaton that others filled up gets one of its own and tries again.
-        again = {row: state for row, state in states.items() if state.matcher.is_error() and state.start_over()}
+        # Whoever stumbled over an automaton that others filled up gets one of its own and tries
+        # again.
+        again = {
+            row: state
+            for row, state in states.items()
+            if state.matcher.is_error() and state.start_over()
+        }
         if again:
             self._fill(again, out)
         rows = np.fromiter(states, np.int64, len(states))
@@ -334,7 +392,8 @@ class _MaskWorker:
         errors: dict[int, str] = {}
         for (row, state), nothing_left in zip(states.items(), is_empty, strict=True):
             if state.is_finished:
-                out[row] = self._text  # its end was not known when it was scheduled again: nobody will see it
+                # its end was not known when it was scheduled again: nobody will see it
+                out[row] = self._text
             elif nothing_left or state.matcher.is_error():
                 errors[row] = _explain(state.error or "it leaves no token to choose")
                 out[row] = self._text
@@ -344,7 +403,10 @@ class _MaskWorker:
         return _packed(grammar.control_token_ids, self.words.shape[1])
 
     def fill_ahead(
-        self, matchers: Mapping[int, llguidance.LLMatcher], grammars: Mapping[int, Grammar], words: Words
+        self,
+        matchers: Mapping[int, llguidance.LLMatcher],
+        grammars: Mapping[int, Grammar],
+        words: Words,
     ) -> list[int]:
         """Fills some rows of words of the caller's own; returns those that allow anything."""
         if not matchers:

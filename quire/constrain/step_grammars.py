@@ -1,7 +1,9 @@
-"""Grammars along the steps of a runner: when rows come and go, when masks are begun, when tokens must be read.
+"""Grammars along the steps of a runner: when rows come and go, when masks are begun, when tokens
+must be read.
 
-A runner may be a step ahead of the tokens it knows. A grammar needs the last token before it can say what may follow,
-so tokens of the step before that nobody has read yet are read here, as late as possible: the device computes meanwhile.
+A runner may be a step ahead of the tokens it knows. A grammar needs the last token before it can
+say what may follow, so tokens of the step before that nobody has read yet are read here, as late as
+possible: the device computes meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ class SubmittedStep(Protocol):
 
 
 class StepGrammars:
-    """Everything a runner has to do for requests with structured output; without a `constrainer` there are none."""
+    """Everything a runner has to do for requests with structured output; without a `constrainer`
+    there are none.
+    """
 
     def __init__(self, constrainer: Constrainer | None) -> None:
         self.constrainer = constrainer
@@ -41,8 +45,12 @@ class StepGrammars:
         """Drops the grammars of requests that left, and takes up those of admitted ones."""
         if self.constrainer is not None:
             if any(map(self.constrains, (gone.row for gone in step.preempted))):
-                self._read_last()  # a last token may be the end, and no other copy of the grammar would notice
-            for row in (*(gone.row for gone in step.finished), *(gone.row for gone in step.preempted)):
+                # a last token may be the end, and no other copy of the grammar would notice
+                self._read_last()
+            for row in (
+                *(gone.row for gone in step.finished),
+                *(gone.row for gone in step.preempted),
+            ):
                 if row is not None:
                     self.constrainer.drop(row)
         for admission in step.admitted:
@@ -65,7 +73,9 @@ class StepGrammars:
             self.constrainer.start(request_rows)
 
     def masks(self, request_rows: Indices, follows: Indices | None = None) -> GrammarMasks | None:
-        """The masks of draws that are due now; None if none of them has a grammar. `follows`: see `Constrainer`."""
+        """The masks of draws that are due now; None if none of them has a grammar. `follows`: see
+        `Constrainer`.
+        """
         if self.constrainer is None or not self.constrainer.constrains(request_rows):
             return None
         self._read_last()
@@ -78,17 +88,26 @@ class StepGrammars:
             self._last, self._is_drawing = step, False
 
     def advance(
-        self, masks: GrammarMasks, draws: Sequence[int], tokens: Sequence[int], asks_forced: Sequence[bool]
+        self,
+        masks: GrammarMasks,
+        draws: Sequence[int],
+        tokens: Sequence[int],
+        asks_forced: Sequence[bool],
     ) -> Advanced:
-        """Tells the grammars the tokens that came of some draws under these masks, and asks behind which of them it is
-        to be found what must follow."""
+        """Tells the grammars the tokens that came of some draws under these masks, and asks behind
+        which of them it is to be found what must follow.
+        """
         assert self.constrainer is not None
         which = np.array(draws, np.int64)
-        advanced = self.constrainer.advance(masks.request_rows[which], tokens, masks.epochs[which], asks_forced)
+        advanced = self.constrainer.advance(
+            masks.request_rows[which], tokens, masks.epochs[which], asks_forced
+        )
         return Advanced(advanced.ended, masks.errors | advanced.errors, advanced.forced)
 
     def held_rows(self) -> frozenset[int]:
-        """Request rows that should not be scheduled now: their masks take long and are not there yet."""
+        """Request rows that should not be scheduled now: their masks take long and are not there
+        yet.
+        """
         return frozenset() if self.constrainer is None else self.constrainer.held_rows()
 
     def wait_for_held(self) -> None:

@@ -1,4 +1,6 @@
-"""The engine: requests, blocks, the scheduler and its loop. Pure Python: no tensors, no clock, no chance."""
+"""The engine: requests, blocks, the scheduler and its loop. Pure Python: no tensors, no clock, no
+chance.
+"""
 
 from quire.engine.config import SchedulerConfig as SchedulerConfig
 from quire.engine.core import EngineCore as EngineCore

@@ -1,9 +1,10 @@
 """What identifies the tokens in a block of the cache: a chain of hashes.
 
-A block's digest is the hash of the digest of the block before it, of its own tokens, and of what else its content
-depends on: in a sequence's first block the cache salt, in others whatever `KeyPart`s lie on them (an adapter, a version
-of the weights, an image's pixels). A digest only finds a candidate: a hit then compares the whole chain, so that a hash
-collision can't show one request another one's text.
+A block's digest is the hash of the digest of the block before it, of its own tokens, and of what
+else its content depends on: in a sequence's first block the cache salt, in others whatever
+`KeyPart`s lie on them (an adapter, a version of the weights, an image's pixels). A digest only
+finds a candidate: a hit then compares the whole chain, so that a hash collision can't show one
+request another one's text.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ class KeyPart(NamedTuple):
     name: str
     """Different for different content, such as a digest of it."""
     start: int = 0
-    """The first token of the stretch. Blocks behind it depend on it, too, as they do on all tokens before them."""
+    """The first token of the stretch. Blocks behind it depend on it, too, as they do on all tokens
+    before them.
+    """
     end: int | None = None
     """Behind the last one; None: to the end, however long the sequence grows."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class BlockKey:
-    """Identity of what a block holds: its tokens, and through `parent` all those before it. A block of a state (see
-    `StateSpec`) has no tokens of its own.
+    """Identity of what a block holds: its tokens, and through `parent` all those before it. A block
+    of a state (see `StateSpec`) has no tokens of its own.
 
     `parent` may be replaced by an equal key, which keeps comparisons of long chains short.
     """
@@ -43,8 +46,9 @@ class BlockKey:
 
 
 def sha256_digest(parent: bytes, token_ids: tuple[int, ...], extra_keys: tuple[str, ...]) -> bytes:
-    """sha256 of the parent's digest, the token ids as little-endian int32, and each extra key with its length
-    before it (so that no two lists of keys give the same bytes)."""
+    """sha256 of the parent's digest, the token ids as little-endian int32, and each extra key with
+    its length before it (so that no two lists of keys give the same bytes).
+    """
     data = parent + struct.pack(f"<{len(token_ids)}i", *token_ids)
     for extra_key in extra_keys:
         encoded = extra_key.encode("utf-8", "surrogatepass")

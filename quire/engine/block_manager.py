@@ -1,12 +1,14 @@
 """Gives requests their blocks: from the pool, from the prefix cache, or from the host tier.
 
-Updates pool, cache and tier together, and lists the copies of keys and values that the runner must make to match.
-A copy is listed at the moment the bookkeeping changes; the runner makes a step's copies in that order, before it
-computes anything. So a block is saved before it is overwritten, and a host slot is read before it is reused.
+Updates pool, cache and tier together, and lists the copies of keys and values that the runner must
+make to match. A copy is listed at the moment the bookkeeping changes; the runner makes a step's
+copies in that order, before it computes anything. So a block is saved before it is overwritten, and
+a host slot is read before it is reused.
 
-A request may give up blocks while steps in flight still read or write them. That is safe because the device works in
-order of submission: the next owner uses them in a later step. But what such a step wrote is never published in the
-prefix cache: its result is discarded for a request that no longer has its row.
+A request may give up blocks while steps in flight still read or write them. That is safe because
+the device works in order of submission: the next owner uses them in a later step. But what such a
+step wrote is never published in the prefix cache: its result is discarded for a request that no
+longer has its row.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from quire.step import BlockCopy
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What the cache had for a request: the first `num_ready_blocks` of its block table hold tokens already."""
+    """What the cache had for a request: the first `num_ready_blocks` of its block table hold tokens
+    already.
+    """
 
     num_ready_blocks: int
     num_device_tokens: int
@@ -40,7 +44,11 @@ class BlockManager:
     """Owner of the block pool, the prefix cache and the host tier."""
 
     def __init__(
-        self, config: SchedulerConfig, *, pool: BlockPool | None = None, cache: PrefixCache | None = None
+        self,
+        config: SchedulerConfig,
+        *,
+        pool: BlockPool | None = None,
+        cache: PrefixCache | None = None,
     ) -> None:
         self.config = config
         self.block_size = config.block_size
@@ -53,7 +61,9 @@ class BlockManager:
         self._copies: list[BlockCopy] = []
 
     def reset(self) -> None:
-        """Forgets all cached prefixes, on the device and on the host tier; no request may hold a block."""
+        """Forgets all cached prefixes, on the device and on the host tier; no request may hold a
+        block.
+        """
         for block in self.pool.blocks:
             assert not block.ref_count, f"{block} is in use"
             if block.key is not None:
@@ -90,11 +100,14 @@ class BlockManager:
         return len(request.block_table) // self._groups * self.block_size
 
     def place(self, request: Request, reserve_tokens: int) -> Placement | None:
-        """Fills a request's table with blocks for all its known tokens: cached blocks for its prefix, free ones for the
-        rest. Returns None, with nothing changed, unless there are free blocks for `reserve_tokens` tokens too."""
+        """Fills a request's table with blocks for all its known tokens: cached blocks for its
+        prefix, free ones for the rest. Returns None, with nothing changed, unless there are free
+        blocks for `reserve_tokens` tokens too.
+        """
         match = self.prefixes.match(request)
         if not self._has_room(match, reserve_tokens):
-            match = replace(match, partial=[], num_partial=0)  # these blocks are needed as free ones
+            # these blocks are needed as free ones
+            match = replace(match, partial=[], num_partial=0)
             if match.copied and not self._has_room(match, reserve_tokens):
                 match = PrefixMatch()  # and those of a state, without which nothing else is of use
         if not self._has_room(match, reserve_tokens):
@@ -104,7 +117,9 @@ class BlockManager:
         num_host = sum(isinstance(hit, tuple) for hit in found)
         num_fresh = self.config.blocks_for(len(request.token_ids)) - (len(found) - num_host)
         taken = [*match.shared, *match.copied]
-        fresh = self._share_and_allocate(taken, (slot for _, slot in on_host), num_fresh + state_blocks)
+        fresh = self._share_and_allocate(
+            taken, (slot for _, slot in on_host), num_fresh + state_blocks
+        )
         if fresh is None:
             return None
         free = iter(fresh[: len(fresh) - state_blocks])
@@ -126,11 +141,13 @@ class BlockManager:
         for block in match.copied:
             self.pool.release(block)
         for key, _ in reversed(on_host):
-            # Last block first: the tier drops what was used longest ago, and a prefix should outlive its continuation.
+            # Last block first: the tier drops what was used longest ago, and a prefix should
+            # outlive its continuation.
             self.host.touch(key)
         request.num_published_blocks = num_found
         request.num_left_blocks = {
-            group: self.config.first_kept(group, num_found * self.block_size) for group in self._leaving
+            group: self.config.first_kept(group, num_found * self.block_size)
+            for group in self._leaving
         }
         num_host = -(-num_host // self._groups)
         return Placement(
@@ -140,13 +157,19 @@ class BlockManager:
         )
 
     def _has_room(self, match: PrefixMatch, num_tokens: int) -> bool:
-        """Whether free blocks are left for this number of tokens, and for states, if what is cached is used."""
+        """Whether free blocks are left for this number of tokens, and for states, if what is cached
+        is used.
+        """
         num_covered = sum(not isinstance(hit, tuple) for hit in match.found)
         num_needed = self.config.blocks_for(num_tokens) - num_covered + self.config.num_state_blocks
-        return num_needed <= self.pool.num_free - sum(not block.ref_count for block in (*match.shared, *match.copied))
+        return num_needed <= self.pool.num_free - sum(
+            not block.ref_count for block in (*match.shared, *match.copied)
+        )
 
     def _place_states(self, request: Request, match: PrefixMatch, fresh: list[Block]) -> None:
-        """Gives a request its two states; that in which computing begins is copied from where it is cached."""
+        """Gives a request its two states; that in which computing begins is copied from where it is
+        cached.
+        """
         assert self.states is not None
         count, chunk = self.states.spec.num_blocks, self.states.spec.chunk
         request.states = [RequestState(fresh[:count]), RequestState(fresh[count:])]
@@ -168,8 +191,9 @@ class BlockManager:
             self._copies.append(BlockCopy("host_to_device", hit[1], target.block_id))
 
     def advance_states(self, request: Request, start: int, end: int, reserve: int) -> None:
-        """Notes that a step computes a request's tokens `start` to `end`; states that it overwrites are copied, if they
-        are to be kept, but not into the last `reserve` free blocks."""
+        """Notes that a step computes a request's tokens `start` to `end`; states that it overwrites
+        are copied, if they are to be kept, but not into the last `reserve` free blocks.
+        """
         if self.states is None:
             return
 
@@ -179,8 +203,9 @@ class BlockManager:
         self._copies += self.states.advance(self.cache, request, start, end, allocate)
 
     def publish(self, request: Request) -> None:
-        """Puts the blocks that committed tokens have filled into the prefix cache, and gives up blocks that no later
-        step of this request reads."""
+        """Puts the blocks that committed tokens have filled into the prefix cache, and gives up
+        blocks that no later step of this request reads.
+        """
         num_full = request.num_committed_tokens // self.block_size
         groups = self._groups
         if self.config.prefix_caching:
@@ -206,8 +231,9 @@ class BlockManager:
         request.block_table[index] = self.pool.blocks[0]
 
     def publish_partial(self, request: Request) -> None:
-        """Puts the last, partly filled block of its committed tokens into the prefix cache, and the state before them,
-        for requests whose prompt continues there: the other answers to its prompt, or the next beams of a beam search.
+        """Puts the last, partly filled block of its committed tokens into the prefix cache, and the
+        state before them, for requests whose prompt continues there: the other answers to its
+        prompt, or the next beams of a beam search.
         """
         num_full, num_rest = divmod(request.num_committed_tokens, self.block_size)
         if not self.config.prefix_caching:
@@ -221,11 +247,14 @@ class BlockManager:
         first = num_full * self.block_size
         tokens = request.token_ids[first : first + num_rest]
         for group, (parent, extra) in enumerate(self.prefixes.partial_keys(request, num_full)):
-            self.cache.publish(self.cache.key(parent, tokens, extra), request.block_table[place + group])
+            self.cache.publish(
+                self.cache.key(parent, tokens, extra), request.block_table[place + group]
+            )
 
     def publish_end(self, request: Request) -> None:
-        """Puts what later requests may continue from into the prefix cache: the state at its end, and if it says so its
-        last block."""
+        """Puts what later requests may continue from into the prefix cache: the state at its end,
+        and if it says so its last block.
+        """
         if request.caches_partial_block:
             self.publish_partial(request)
         elif self.states is not None and self.config.prefix_caching:
@@ -242,14 +271,20 @@ class BlockManager:
             self.states.publish_last(self.cache, request)
             table = [*(block for state in request.states for block in state.blocks), *table]
         # More blocks than the tier has slots would only evict those saved just before.
-        is_full = [block.key is not None and not self.cache.is_partial(block.key) for block in table]
+        is_full = [
+            block.key is not None and not self.cache.is_partial(block.key) for block in table
+        ]
         saved = list(compress(table, is_full))[: self.host.num_slots]
         for block in reversed(saved):
             self._save(block)
-        return any(block.key is not None and self.host.find(block.key) is not None for block in saved)
+        return any(
+            block.key is not None and self.host.find(block.key) is not None for block in saved
+        )
 
     def release(self, request: Request) -> None:
-        """Gives up all its blocks, the last first, so that the beginning, which others may share, is evicted last."""
+        """Gives up all its blocks, the last first, so that the beginning, which others may share,
+        is evicted last.
+        """
         if self.states is not None:
             self.states.release(request)
         self._give_back([block for block in request.block_table if block.block_id])
@@ -258,7 +293,9 @@ class BlockManager:
         request.num_left_blocks = {}
 
     def void(self, copies: Iterable[BlockCopy]) -> None:
-        """These copies may not have been made: what they should have written leaves the cache and the tier."""
+        """These copies may not have been made: what they should have written leaves the cache and
+        the tier.
+        """
         for copy in copies:
             if copy.kind == "device_to_host":
                 self.host.drop(copy.target)
@@ -269,11 +306,16 @@ class BlockManager:
                 if block.ref_count == 0:
                     self.pool.place(block)
 
-    def _share_and_allocate(self, shared: list[Block], host_slots: Iterable[int], num_fresh: int) -> list[Block] | None:
-        """References `shared` and takes `num_fresh` free blocks; None, with nothing changed, if too few are free."""
+    def _share_and_allocate(
+        self, shared: list[Block], host_slots: Iterable[int], num_fresh: int
+    ) -> list[Block] | None:
+        """References `shared` and takes `num_fresh` free blocks; None, with nothing changed, if too
+        few are free.
+        """
         for block in shared:
             self.pool.share(block)
-        # Taking free blocks may save what they hold to the host tier: not into the slots that will be read.
+        # Taking free blocks may save what they hold to the host tier: not into the slots that will
+        # be read.
         self.host.pinned.update(host_slots)
         fresh: list[Block] | None = None
         try:
@@ -285,7 +327,9 @@ class BlockManager:
         return fresh
 
     def _allocate(self, count: int) -> list[Block] | None:
-        """That many free blocks, or None; prefixes they hold are saved to the host tier and leave the cache."""
+        """That many free blocks, or None; prefixes they hold are saved to the host tier and leave
+        the cache.
+        """
         blocks: list[Block] = []
         try:
             while len(blocks) < count:
@@ -307,7 +351,9 @@ class BlockManager:
             self.pool.release(block)
 
     def _save(self, block: Block) -> None:
-        """Lists a copy of a cached block to the host tier, unless it is there, has no room there, or is not full."""
+        """Lists a copy of a cached block to the host tier, unless it is there, has no room there,
+        or is not full.
+        """
         assert block.key is not None
         if self.cache.is_partial(block.key):
             return

@@ -25,9 +25,9 @@ class Block:
 class BlockPool:
     """All blocks. A block is referenced (by block tables, counted) or in the free list, never both.
 
-    The free list is taken from its head. A freed block that holds a cached prefix goes to the tail, so the
-    least recently used prefix is evicted first; one that holds nothing of use goes to the head. Block 0 is
-    in neither place: it is the target of padding.
+    The free list is taken from its head. A freed block that holds a cached prefix goes to the tail,
+    so the least recently used prefix is evicted first; one that holds nothing of use goes to the
+    head. Block 0 is in neither place: it is the target of padding.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -58,12 +58,16 @@ class BlockPool:
 
     def release(self, block: Block) -> None:
         """One reference less; the last one puts the block on the free list."""
-        assert block.ref_count > 0, f"block {block.block_id} is released more often than it was taken"
+        assert block.ref_count > 0, (
+            f"block {block.block_id} is released more often than it was taken"
+        )
         block.ref_count -= 1
         if block.ref_count == 0:
             self.place(block)
 
     def place(self, block: Block) -> None:
-        """Puts a free block at the end of the free list where it belongs; called again when its key was removed."""
+        """Puts a free block at the end of the free list where it belongs; called again when its key
+        was removed.
+        """
         self.free[block] = None
         self.free.move_to_end(block, last=block.key is not None)

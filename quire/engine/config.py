@@ -12,7 +12,9 @@ from quire.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How many blocks, rows and tokens there are to share out, and in which order requests get them."""
+    """How many blocks, rows and tokens there are to share out, and in which order requests get
+    them.
+    """
 
     num_blocks: int
     """Blocks of the device cache, block 0 (the padding target, never handed out) included."""
@@ -29,16 +31,19 @@ class SchedulerConfig:
     """Blocks of the host tier below the prefix cache; 0 turns it off, and preemption recomputes."""
     prefix_caching: bool = True
     groups: tuple[BlockGroup, ...] = (BlockGroup(),)
-    """Groups of layers. Each group has a block of its own for the same `block_size` tokens; a request's block table has
-    first each group's block for the first tokens, then each group's for the next ones. Windows are as far as kernels
-    read, which take whole tiles, so they may be longer than the model's."""
+    """Groups of layers. Each group has a block of its own for the same `block_size` tokens; a
+    request's block table has first each group's block for the first tokens, then each group's for
+    the next ones. Windows are as far as kernels read, which take whole tiles, so they may be longer
+    than the model's.
+    """
     state: StateSpec | None = None
     """The state of recurrent layers; None where there are none."""
     bytes_per_block: int = 0
     """The same for all blocks, whatever they hold: so all groups and states share one budget."""
     max_checked_tokens: int = 0
-    """The most tokens of a step that is a CUDA graph. Steps with guesses have no more, and a step of up to half as many
-    again is cut to it; 0: there are no graphs."""
+    """The most tokens of a step that is a CUDA graph. Steps with guesses have no more, and a step
+    of up to half as many again is cut to it; 0: there are no graphs.
+    """
 
     def __post_init__(self) -> None:
         lowest = {"num_blocks": 2, "max_model_len": 2, "num_host_blocks": 0, "bytes_per_block": 0}
@@ -47,8 +52,11 @@ class SchedulerConfig:
             if value < low:
                 raise InvalidRequestError(field, f"must be at least {low}, not {value}")
         if self.policy not in ("fcfs", "priority"):
-            raise InvalidRequestError("policy", f"must be 'fcfs' or 'priority', not {self.policy!r}")
-        # With every other row decoding, one token is left for a prompt: neither decodes nor prompts can starve.
+            raise InvalidRequestError(
+                "policy", f"must be 'fcfs' or 'priority', not {self.policy!r}"
+            )
+        # With every other row decoding, one token is left for a prompt: neither decodes nor prompts
+        # can starve.
         if self.max_batched_tokens < self.max_num_seqs:
             raise InvalidRequestError(
                 "max_batched_tokens",
@@ -57,7 +65,8 @@ class SchedulerConfig:
             )
         if self.num_host_blocks and not self.prefix_caching:
             raise InvalidRequestError(
-                "num_host_blocks", "the host tier lies below the prefix cache: turn prefix_caching on or set this to 0"
+                "num_host_blocks",
+                "the host tier lies below the prefix cache: turn prefix_caching on or set this to 0",
             )
 
         if not self.groups:
@@ -66,20 +75,32 @@ class SchedulerConfig:
             raise InvalidRequestError("groups", "a window or chunk has at least one token")
         chunks = {group.size for group in self.groups if group.keeps == "records"}
         state = self.state
-        if state is not None and (state.chunk < 1 or state.chunk % self.block_size or state.num_blocks < 1):
-            raise InvalidRequestError("state", f"chunks of {state.chunk} tokens are not whole blocks, or it has none")
+        if state is not None and (
+            state.chunk < 1 or state.chunk % self.block_size or state.num_blocks < 1
+        ):
+            raise InvalidRequestError(
+                "state", f"chunks of {state.chunk} tokens are not whole blocks, or it has none"
+            )
         if state is not None and (state.interval < state.chunk or state.interval % state.chunk):
-            raise InvalidRequestError("state", f"its interval of {state.interval} tokens is not whole chunks")
+            raise InvalidRequestError(
+                "state", f"its interval of {state.interval} tokens is not whole chunks"
+            )
         if chunks != (set() if state is None else {state.chunk}):
-            raise InvalidRequestError("groups", f"records of chunks of {sorted(chunks)} tokens, with the state {state}")
+            raise InvalidRequestError(
+                "groups", f"records of chunks of {sorted(chunks)} tokens, with the state {state}"
+            )
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> SchedulerConfig:
-        """From plain values, as step logs have them; older logs have one window for the last groups."""
+        """From plain values, as step logs have them; older logs have one window for the last
+        groups.
+        """
         given = dict(settings)
         num_groups, num_windowed = given.pop("num_groups", 1), given.pop("num_windowed", 0)
         windowed = BlockGroup("window", given.pop("window", 0))
-        groups = given.pop("groups", [BlockGroup()] * (num_groups - num_windowed) + [windowed] * num_windowed)
+        groups = given.pop(
+            "groups", [BlockGroup()] * (num_groups - num_windowed) + [windowed] * num_windowed
+        )
         state = given.pop("state", None)
         return cls(
             **given,
@@ -107,8 +128,14 @@ class SchedulerConfig:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens one request can have in the cache, if no other runs and no block is given up."""
-        return max(0, self.num_usable_blocks - self.num_state_blocks) // self.num_groups * self.block_size
+        """How many tokens one request can have in the cache, if no other runs and no block is given
+        up.
+        """
+        return (
+            max(0, self.num_usable_blocks - self.num_state_blocks)
+            // self.num_groups
+            * self.block_size
+        )
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks that many tokens need, in all groups together, besides those of states."""

@@ -23,7 +23,8 @@ class Pending(Protocol):
     """A submitted step."""
 
     def result(self) -> StepResult:
-        """Waits for the step and returns what it gave; raises EngineError if it could not be computed.
+        """Waits for the step and returns what it gave; raises EngineError if it could not be
+        computed.
 
         Called once, or again if a signal interrupted the wait.
         """
@@ -37,7 +38,9 @@ class Runner(Protocol):
 
 
 class HeldRows(Protocol):
-    """Whoever knows requests that can't be computed yet without keeping the others of their step waiting."""
+    """Whoever knows requests that can't be computed yet without keeping the others of their step
+    waiting.
+    """
 
     def held_rows(self) -> frozenset[int]: ...
 
@@ -46,8 +49,10 @@ class HeldRows(Protocol):
 
 
 class EngineCore:
-    """Keeps up to `depth` steps in flight. Reads no clock: callers pass the time, or a `clock` that tells it
-    when results arrive (without one, they count as arrived at the `now` of the call that waited for them)."""
+    """Keeps up to `depth` steps in flight. Reads no clock: callers pass the time, or a `clock` that
+    tells it when results arrive (without one, they count as arrived at the `now` of the call that
+    waited for them).
+    """
 
     def __init__(
         self,
@@ -69,7 +74,9 @@ class EngineCore:
         """Why no request is taken now; None: all are."""
         self._held = held
         self._in_flight: deque[tuple[Step, Pending, float | None]] = deque()
-        """Submitted and not committed yet, oldest first, each with the time of submission if there is a clock."""
+        """Submitted and not committed yet, oldest first, each with the time of submission if there
+        is a clock.
+        """
         self._updates: list[RequestUpdate] = []
         self._idle_check = IdleCheck(scheduler)
         self._contradiction: Exception | None = None
@@ -77,26 +84,35 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do or to report, a contradiction found while idle included."""
+        """Whether `step` has anything to do or to report, a contradiction found while idle
+        included.
+        """
         return self._contradiction is not None or self.scheduler.has_work
 
     def settle(self, wanted: str, now: float) -> None:
-        """Ends what is left of requests that have ended: steps in flight, rows that the runner still keeps. Raises
-        EngineError if there are others, or news of some that nobody has read, as these are not ready for `wanted`."""
+        """Ends what is left of requests that have ended: steps in flight, rows that the runner
+        still keeps. Raises EngineError if there are others, or news of some that nobody has read,
+        as these are not ready for `wanted`.
+        """
         table = self.scheduler.table
         if self._contradiction is not None or table.requests or table.updates or self._updates:
-            raise EngineError(f"{wanted} has to wait until no request runs: let them finish, or abort them and step")
+            raise EngineError(
+                f"{wanted} has to wait until no request runs: let them finish, or abort them and step"
+            )
         while self.has_work:
             self.step(now)
 
     def reset_prefix_cache(self, now: float) -> None:
-        """Forgets all cached prefixes, on the device and on the host tier; raises EngineError while requests run."""
+        """Forgets all cached prefixes, on the device and on the host tier; raises EngineError while
+        requests run.
+        """
         self.settle("forgetting the prefix cache", now)
         self.scheduler.blocks.reset()
 
     def add_request(self, request: Request, now: float) -> None:
-        """Takes a request in; raises InvalidRequestError or CapacityError if it can never run, and EngineError while
-        the engine takes none (`refusal`)."""
+        """Takes a request in; raises InvalidRequestError or CapacityError if it can never run, and
+        EngineError while the engine takes none (`refusal`).
+        """
         if self.refusal is not None:
             raise EngineError(self.refusal)
         self.scheduler.add(request, now)
@@ -122,8 +138,10 @@ class EngineCore:
         return self.scheduler.end(request_id, reason, now)
 
     def step(self, now: float) -> list[RequestUpdate]:
-        """One turn of the loop: submits a step if fewer than `depth` are in flight, then waits for the oldest
-        one if `depth` are or there was nothing to submit. Returns what became of the requests."""
+        """One turn of the loop: submits a step if fewer than `depth` are in flight, then waits for
+        the oldest one if `depth` are or there was nothing to submit. Returns what became of the
+        requests.
+        """
         if not self.has_work:
             return []
         if self._contradiction is not None:
@@ -147,7 +165,8 @@ class EngineCore:
         try:
             pending = self.runner.submit(step)
         except BaseException as error:
-            # Steps submitted before this one are not affected: they are committed first, then this one fails.
+            # Steps submitted before this one are not affected: they are committed first, then this
+            # one fails.
             failure, failed = EngineError(_describe(error)), Future[StepResult]()
             failure.__cause__ = error
             failed.set_exception(failure)
@@ -177,21 +196,27 @@ class EngineCore:
         """Ends the requests of a failed step and of those behind it; everyone else goes on."""
         self._in_flight.popleft()
         while self._in_flight:
-            with contextlib.suppress(Exception):  # the result is dropped, but the device must be done with the step
+            # the result is dropped, but the device must be done with the step
+            with contextlib.suppress(Exception):
                 self._in_flight.popleft()[1].result()
         now = self.clock() if self.clock is not None else now
         message = _describe(error)
-        # A QuireError or Ctrl-C explains itself; anything else is a bug, which needs its stack trace in the log.
+        # A QuireError or Ctrl-C explains itself; anything else is a bug, which needs its stack
+        # trace in the log.
         cause = error.__cause__ or error
         expected = isinstance(cause, QuireError) or not isinstance(cause, Exception)
-        logger.error("step %d failed: %s", step.step_id, message, exc_info=None if expected else cause)
+        logger.error(
+            "step %d failed: %s", step.step_id, message, exc_info=None if expected else cause
+        )
         for failed in self.scheduler.fail(step, message, now):
             if self._on_step is not None:
                 self._on_step(StepLogEntry(failed, None, message, now))
 
     def _check_idle(self) -> None:
-        """Looks for contradictions in the scheduler's state. The step that found one still returns its updates, so that
-        requests which have just ended are told so; every later call of `step` raises."""
+        """Looks for contradictions in the scheduler's state. The step that found one still returns
+        its updates, so that requests which have just ended are told so; every later call of `step`
+        raises.
+        """
         try:
             self._idle_check.check()
         except Exception as error:  # a check that crashes has met a wrong state too

@@ -1,4 +1,6 @@
-"""The part of the prefix cache in host memory: takes blocks that the device evicts, drops the least recently used."""
+"""The part of the prefix cache in host memory: takes blocks that the device evicts, drops the least
+recently used.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from quire.engine.block_key import BlockKey, same_prefix
 
 
 class HostTier:
-    """Which host slot holds a prefix. Only bookkeeping: the copies themselves are part of the steps."""
+    """Which host slot holds a prefix. Only bookkeeping: the copies themselves are part of the
+    steps.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -38,7 +42,9 @@ class HostTier:
         self._slots.move_to_end(key.digest)
 
     def store(self, key: BlockKey) -> int | None:
-        """A slot for this prefix, to be copied into; None if it is here already or no slot can be had."""
+        """A slot for this prefix, to be copied into; None if it is here already or no slot can be
+        had.
+        """
         if key.digest in self._slots:
             # Also when another prefix has the same digest: the stored one stays.
             self._slots.move_to_end(key.digest)

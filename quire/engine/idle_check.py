@@ -1,8 +1,9 @@
 """The checks of `check_invariants`, at a cost that does not grow with the cache.
 
-`check_invariants` looks at every block, which takes tens of milliseconds for a large cache: too long for an engine that
-is idle for a moment, since the next request may be on its way. Here each call checks requests, rows and totals in full,
-and some of the blocks and host slots, the next ones each time.
+`check_invariants` looks at every block, which takes tens of milliseconds for a large cache: too
+long for an engine that is idle for a moment, since the next request may be on its way. Here each
+call checks requests, rows and totals in full, and some of the blocks and host slots, the next ones
+each time.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from quire.engine.scheduler import Scheduler
 
 
 class IdleCheck:
-    """Checks an idle engine (nothing to schedule, to commit or to report) and remembers how far it has come. One fault
-    it never finds: a digest in the prefix cache whose block carries another, which `PrefixCache.publish` can't produce.
+    """Checks an idle engine (nothing to schedule, to commit or to report) and remembers how far it
+    has come. One fault it never finds: a digest in the prefix cache whose block carries another,
+    which `PrefixCache.publish` can't produce.
     """
 
     def __init__(self, scheduler: Scheduler, slice_size: int = 256) -> None:
@@ -29,7 +31,9 @@ class IdleCheck:
         pool, host, num_usable = blocks.pool, blocks.host, len(blocks.pool.blocks) - 1
         check_requests(self._scheduler)
         if pool.num_free != num_usable:
-            raise InvariantError(f"{pool.num_free} blocks are free of {num_usable}, though nobody runs")
+            raise InvariantError(
+                f"{pool.num_free} blocks are free of {num_usable}, though nobody runs"
+            )
         if len(blocks.cache) > num_usable:
             raise InvariantError(f"the cache has {len(blocks.cache)} names for {num_usable} blocks")
         check_host_sums(host)

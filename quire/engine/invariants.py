@@ -21,12 +21,13 @@ class InvariantError(AssertionError):
 def check_invariants(scheduler: Scheduler) -> None:
     """Raises InvariantError, saying what is wrong, unless all of this holds:
 
-    - every block but 0 is either referenced or in the free list (where cached ones stay until they are taken);
-      a block's reference count is the number of block tables it is in;
-    - the prefix cache maps each digest to the one block that carries it, and a request's cached blocks hold the
-      request's own tokens; a host slot is free or listed once;
+    - every block but 0 is either referenced or in the free list (where cached ones stay until they
+      are taken); a block's reference count is the number of block tables it is in;
+    - the prefix cache maps each digest to the one block that carries it, and a request's cached
+      blocks hold the request's own tokens; a host slot is free or listed once;
     - each row is free or owned by one running request; queues and groups agree;
-    - committed <= computed <= tokens, placeholders equal the samples in flight, blocks hold what is computed.
+    - committed <= computed <= tokens, placeholders equal the samples in flight, blocks hold what is
+      computed.
     """
     check_blocks(scheduler.blocks, scheduler.table.running)
     check_requests(scheduler)
@@ -63,12 +64,16 @@ def check_blocks(blocks: BlockManager, holders: Iterable[Request]) -> None:
 
 
 def check_block(blocks: BlockManager, block: Block, num_tables: int) -> None:
-    """A block is free, or in as many block tables as its reference count says; the cache lists it by its name."""
+    """A block is free, or in as many block tables as its reference count says; the cache lists it
+    by its name.
+    """
     is_free = block in blocks.pool.free
     if block.ref_count != num_tables:
         raise InvariantError(f"{block} is in {num_tables} block tables")
     if is_free != (block.block_id != 0 and block.ref_count == 0):
-        raise InvariantError(f"{block} is {'free and owned' if is_free else 'neither free nor owned'}")
+        raise InvariantError(
+            f"{block} is {'free and owned' if is_free else 'neither free nor owned'}"
+        )
     if block.key is not None and not blocks.cache.knows(block):
         raise InvariantError(f"{block} is cached under another name")
 
@@ -79,16 +84,22 @@ def check_table(blocks: BlockManager, request: Request) -> None:
     kept = [config.first_kept(group, request.num_committed_tokens) for group in range(groups)]
     for index, block in enumerate(request.block_table):
         if block.block_id == 0 and index // groups >= kept[index % groups]:
-            raise InvariantError(f"request {request.request_id} lacks a block at {index}, which it may look at")
+            raise InvariantError(
+                f"request {request.request_id} lacks a block at {index}, which it may look at"
+            )
         if block.key is None:
             continue
         if blocks.cache.is_partial(block.key):
             first, held = index // groups * blocks.block_size, block.key.token_ids
             matches = tuple(request.token_ids[first : first + len(held)]) == held
         else:
-            matches = index >= len(request.block_keys) or same_prefix(block.key, request.block_keys[index])
+            matches = index >= len(request.block_keys) or same_prefix(
+                block.key, request.block_keys[index]
+            )
         if not matches:
-            raise InvariantError(f"request {request.request_id} holds {block}, which is another prefix")
+            raise InvariantError(
+                f"request {request.request_id} holds {block}, which is another prefix"
+            )
     if blocks.num_held(request) < request.num_computed_tokens:
         raise InvariantError(
             f"request {request.request_id} computed {request.num_computed_tokens} tokens into "
@@ -97,17 +108,28 @@ def check_table(blocks: BlockManager, request: Request) -> None:
 
 
 def check_states(blocks: BlockManager, request: Request) -> None:
-    """A running request has the two states it may need next, and those of its states that are cached are its own."""
+    """A running request has the two states it may need next, and those of its states that are
+    cached are its own.
+    """
     spec = blocks.config.state
     if spec is None:
         return
-    if len(request.states) != 2 or any(len(state.blocks) != spec.num_blocks for state in request.states):
-        raise InvariantError(f"request {request.request_id} lacks blocks for its states: {request.states}")
+    if len(request.states) != 2 or any(
+        len(state.blocks) != spec.num_blocks for state in request.states
+    ):
+        raise InvariantError(
+            f"request {request.request_id} lacks blocks for its states: {request.states}"
+        )
     # Where guesses in flight may be wrong, computing goes on from before them.
-    for position in (request.num_computed_tokens, request.num_computed_tokens - request.num_guesses):
+    for position in (
+        request.num_computed_tokens,
+        request.num_computed_tokens - request.num_guesses,
+    ):
         chunk = position // spec.chunk
         if chunk and request.states[chunk % 2].chunk != chunk:
-            raise InvariantError(f"request {request.request_id} is at token {position}, without the state before it")
+            raise InvariantError(
+                f"request {request.request_id} is at token {position}, without the state before it"
+            )
     for state in (*request.states, *request.left_states):
         for number, block in enumerate(state.blocks):
             last = (state.chunk * spec.chunk // blocks.block_size - 1) * blocks.config.num_groups
@@ -115,13 +137,17 @@ def check_states(blocks: BlockManager, request: Request) -> None:
                 continue
             is_own = state.chunk > 0 and same_prefix(block.key.parent, request.block_keys[last])
             if not is_own or block.key.extra_keys != (f"state {number}",):
-                raise InvariantError(f"request {request.request_id} has the state of another prefix in {block}")
+                raise InvariantError(
+                    f"request {request.request_id} has the state of another prefix in {block}"
+                )
 
 
 def check_host_sums(host: HostTier) -> None:
     """No slot is lost or counted twice, and none is still pinned for reading."""
     if host.num_free + len(host) != host.num_slots:
-        raise InvariantError(f"{host.num_free} host slots are free and {len(host)} named of {host.num_slots}")
+        raise InvariantError(
+            f"{host.num_free} host slots are free and {len(host)} named of {host.num_slots}"
+        )
     if host.pinned:
         raise InvariantError(f"host slots {sorted(host.pinned)} stayed pinned")
 
@@ -144,11 +170,17 @@ def _check_queues(scheduler: Scheduler) -> None:
         raise InvariantError(f"rows are lost or owned twice: {sorted(rows)}")
     for request in table.waiting:
         if request.row is not None or request.num_computed_tokens:
-            raise InvariantError(f"{request.request_id} waits, but has row {request.row} or computed tokens")
+            raise InvariantError(
+                f"{request.request_id} waits, but has row {request.row} or computed tokens"
+            )
         if request.block_table:
-            raise InvariantError(f"{request.request_id} waits, but has blocks: {request.block_table}")
+            raise InvariantError(
+                f"{request.request_id} waits, but has blocks: {request.block_table}"
+            )
     grouped = sorted(request.request_id for members in table.groups.values() for request in members)
-    expected = sorted(name for name, request in table.requests.items() if request.group_id is not None)
+    expected = sorted(
+        name for name, request in table.requests.items() if request.group_id is not None
+    )
     if grouped != expected:
         raise InvariantError(f"{grouped} are in groups, {expected} should be")
 
@@ -161,16 +193,30 @@ def _check_counts(scheduler: Scheduler) -> None:
             in_flight[request] += entry.samples + len(entry.guesses)
             guesses[request] += len(entry.guesses)
     for name, request in scheduler.table.requests.items():
-        committed, computed, tokens = (request.num_committed_tokens, request.num_computed_tokens, request.num_tokens)
-        if request.num_placeholders != in_flight[request] or request.num_guesses != guesses[request]:
+        committed, computed, tokens = (
+            request.num_committed_tokens,
+            request.num_computed_tokens,
+            request.num_tokens,
+        )
+        if (
+            request.num_placeholders != in_flight[request]
+            or request.num_guesses != guesses[request]
+        ):
             raise InvariantError(
                 f"{name} has {request.num_placeholders} placeholders, {request.num_guesses} of them guesses; in flight "
                 f"are {in_flight[request]} and {guesses[request]}"
             )
         if not 0 <= committed <= computed <= tokens:
-            raise InvariantError(f"{name} committed {committed}, computed {computed} of {tokens} tokens")
+            raise InvariantError(
+                f"{name} committed {committed}, computed {computed} of {tokens} tokens"
+            )
         if not tokens <= request.max_total_tokens <= scheduler.config.max_model_len:
-            raise InvariantError(f"{name} has {tokens} of at most {request.max_total_tokens} tokens")
+            raise InvariantError(
+                f"{name} has {tokens} of at most {request.max_total_tokens} tokens"
+            )
         config = scheduler.config
-        if len(request.block_keys) > len(request.token_ids) // config.block_size * config.num_groups:
+        if (
+            len(request.block_keys)
+            > len(request.token_ids) // config.block_size * config.num_groups
+        ):
             raise InvariantError(f"{name} has names for blocks it has not filled")

@@ -1,5 +1,7 @@
-"""Which block on the device holds a prefix. Full blocks are found by the hash of all tokens up to their end; the last,
-partly filled block of a sequence is found by the block before it (its parent) and compared token by token."""
+"""Which block on the device holds a prefix. Full blocks are found by the hash of all tokens up to
+their end; the last, partly filled block of a sequence is found by the block before it (its parent)
+and compared token by token.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ class PrefixCache:
         extra_keys: Sequence[tuple[str, ...]],
         parts: Sequence[KeyPart] = (),
     ) -> None:
-        """Appends the missing keys of a sequence's first `num_blocks` blocks, so that each block is hashed once. Each
-        group of layers has a chain of keys of its own, which begins with its entry of `extra_keys`."""
+        """Appends the missing keys of a sequence's first `num_blocks` blocks, so that each block is
+        hashed once. Each group of layers has a chain of keys of its own, which begins with its
+        entry of `extra_keys`.
+        """
         size, groups = self.block_size, len(extra_keys)
         for first in range(len(keys) // groups * size, num_blocks * size, size):
             tokens = tuple(token_ids[first : first + size])
@@ -42,7 +46,9 @@ class PrefixCache:
             else:
                 keys += [self.key(parent, tokens, own) for parent in keys[-groups:]]
 
-    def key(self, parent: BlockKey | None, token_ids: Sequence[int], extra_keys: tuple[str, ...]) -> BlockKey:
+    def key(
+        self, parent: BlockKey | None, token_ids: Sequence[int], extra_keys: tuple[str, ...]
+    ) -> BlockKey:
         """The key of a block that holds these tokens, after the tokens of `parent`."""
         tokens = tuple(token_ids)
         before = b"" if parent is None else parent.digest
@@ -56,7 +62,9 @@ class PrefixCache:
     def find_partial(
         self, parent: BlockKey | None, token_ids: Sequence[int], extra_keys: tuple[str, ...]
     ) -> tuple[Block, int] | None:
-        """The partly filled block after `parent` that holds the most of these tokens, and how many it holds."""
+        """The partly filled block after `parent` that holds the most of these tokens, and how many
+        it holds.
+        """
         best, most = None, 0
         for block in self._partial.get(_place(parent, extra_keys), ()):
             assert block.key is not None
@@ -75,10 +83,14 @@ class PrefixCache:
         return 0 < len(key.token_ids) < self.block_size
 
     def publish(self, key: BlockKey, block: Block) -> bool:
-        """Lists a block under its key. If another block is listed for the same prefix, that one stays: block tables in
-        use are never rewritten, so this copy just isn't found. A block listed partly filled may be listed anew."""
+        """Lists a block under its key. If another block is listed for the same prefix, that one
+        stays: block tables in use are never rewritten, so this copy just isn't found. A block
+        listed partly filled may be listed anew.
+        """
         if block.key is not None:
-            assert self.is_partial(block.key), f"block {block.block_id} holds another prefix already"
+            assert self.is_partial(block.key), (
+                f"block {block.block_id} holds another prefix already"
+            )
             self.remove(block)
         if key.digest in self._blocks:
             return False
@@ -103,10 +115,15 @@ class PrefixCache:
 
 
 def part_keys(parts: Sequence[KeyPart], first: int, size: int) -> tuple[str, ...]:
-    """What a block depends on besides its tokens and all before it: each part that lies on it, and where."""
+    """What a block depends on besides its tokens and all before it: each part that lies on it, and
+    where.
+    """
     found: list[str] = []
     for part in parts:
-        start, end = max(part.start - first, 0), size if part.end is None else min(part.end - first, size)
+        start, end = (
+            max(part.start - first, 0),
+            size if part.end is None else min(part.end - first, size),
+        )
         if start < end:
             found += (part.name, f"{start}:{end}")
     return tuple(found)

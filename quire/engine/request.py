@@ -29,15 +29,17 @@ class PromptProgress:
     """How far a prompt's logprobs have come; the n answers to it share one."""
 
     next_position: int = 1
-    """The first prompt position whose scores have not come back. The first token has none: nothing precedes it."""
+    """The first prompt position whose scores have not come back. The first token has none: nothing
+    precedes it.
+    """
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence to be continued. Made by the caller, changed by the scheduler alone after `add`.
 
-    Two requests are the same only if they are the same object: a name may be used again as soon as the first request
-    of that name has finished, while results of its last steps are still to come.
+    Two requests are the same only if they are the same object: a name may be used again as soon as
+    the first request of that name has finished, while results of its last steps are still to come.
     """
 
     request_id: str
@@ -51,20 +53,27 @@ class Request:
     resolved: ResolvedTokens = field(default_factory=ResolvedTokens)
     prompt_progress: PromptProgress = field(default_factory=PromptProgress)
     caches_partial_block: bool = False
-    """When it ends by "stop" or "length", its last block is cached although it is not full, for requests whose prompt
-    begins with all its tokens (the next step of a beam search)."""
+    """When it ends by "stop" or "length", its last block is cached although it is not full, for
+    requests whose prompt begins with all its tokens (the next step of a beam search).
+    """
     queued_since: float | None = None
     """Counts as its time of arrival in the waiting queue; None: the time of `add`."""
     pooling: Pooling | None = None
-    """The request wants its prompt's hidden states, pooled this way (an embedding), instead of an answer."""
+    """The request wants its prompt's hidden states, pooled this way (an embedding), instead of an
+    answer.
+    """
     key_parts: tuple[KeyPart, ...] = ()
-    """What its blocks depend on besides tokens and cache salt, such as an adapter: others must agree to share them."""
+    """What its blocks depend on besides tokens and cache salt, such as an adapter: others must
+    agree to share them.
+    """
 
     priority: int = 0
     sequence: int = -1
     """Order of arrival among equals; -1 before `add`."""
     order: tuple[int, float, int] = (0, 0.0, -1)
-    """(priority, or 0 under fcfs; arrival; sequence): the lower one is served first and preempted last."""
+    """(priority, or 0 under fcfs; arrival; sequence): the lower one is served first and preempted
+    last.
+    """
     token_ids: list[int] = field(default_factory=list)
     """Prompt and answer, without the tokens that steps in flight will sample."""
     num_placeholders: int = 0
@@ -82,7 +91,9 @@ class Request:
     num_rejections: int = 0
     """Steps in which one of its guesses was wrong."""
     num_computed_tokens: int = 0
-    """Tokens that have keys and values once all submitted steps are done, if all their guesses are right."""
+    """Tokens that have keys and values once all submitted steps are done, if all their guesses are
+    right.
+    """
     num_committed_tokens: int = 0
     """Tokens that have keys and values by steps whose results have come back."""
     max_total_tokens: int = 0
@@ -96,15 +107,21 @@ class Request:
     num_published_blocks: int = 0
     """Blocks of the table already offered to the prefix cache."""
     num_left_blocks: dict[int, int] = field(default_factory=dict)
-    """For each group that gives blocks up: how many of its first ones it gave up; their entries are block 0."""
+    """For each group that gives blocks up: how many of its first ones it gave up; their entries are
+    block 0.
+    """
     states: list[RequestState] = field(default_factory=list)
     """Those of even and of odd chunks, if there are recurrent layers and it runs."""
     left_states: list[RequestState] = field(default_factory=list)
     """Copies of states that others may want, made before the steps that computed them came back."""
     state_ends: tuple[int, ...] = ()
-    """Tokens at which a step should end because the state there is worth keeping: where a cached prefix parts."""
+    """Tokens at which a step should end because the state there is worth keeping: where a cached
+    prefix parts.
+    """
     admitted_step: int = -1
-    """The step that gave it its present row: results of earlier steps say nothing about its present blocks."""
+    """The step that gave it its present row: results of earlier steps say nothing about its present
+    blocks.
+    """
     has_failed: bool = False
     """A step reported an error for it: what later steps in flight computed for it is wrong."""
     finish_reason: FinishReason | None = None
@@ -118,7 +135,9 @@ class Request:
     recomputed_tokens: int = 0
     preemptions: int = 0
     computed_before: int = 0
-    """The most tokens it had computed when it was preempted: tokens below this are computed a second time."""
+    """The most tokens it had computed when it was preempted: tokens below this are computed a
+    second time.
+    """
 
     def __post_init__(self) -> None:
         self.prompt_token_ids = tuple(self.prompt_token_ids)
@@ -154,7 +173,9 @@ class Request:
     def metrics(self) -> RequestMetrics:
         """Its counts and times; only a finished request has them all."""
         assert self.finished is not None
-        return RequestMetrics(**{field.name: getattr(self, field.name) for field in fields(RequestMetrics)})
+        return RequestMetrics(
+            **{field.name: getattr(self, field.name) for field in fields(RequestMetrics)}
+        )
 
 
 def make_requests(
@@ -167,9 +188,11 @@ def make_requests(
     pooling: Pooling | None = None,
     key_parts: tuple[KeyPart, ...] = (),
 ) -> list[Request]:
-    """One request per answer of a call (`best_of`, or else `n`): answer i is that of a call with n = 1 and seed + i.
+    """One request per answer of a call (`best_of`, or else `n`): answer i is that of a call with n
+    = 1 and seed + i.
 
-    A single request is named `request_id`; several are named `request_id/0`, `request_id/1` and so on, in one group.
+    A single request is named `request_id`; several are named `request_id/0`, `request_id/1` and so
+    on, in one group.
     """
     prompt = tuple(prompt_token_ids)
     eos = tuple(eos_token_ids)

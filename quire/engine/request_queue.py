@@ -11,7 +11,9 @@ _order = attrgetter("order")
 
 
 class RequestQueue(list[Request]):
-    """A list of requests that `add` keeps sorted: the most important first; the last one is preempted first."""
+    """A list of requests that `add` keeps sorted: the most important first; the last one is
+    preempted first.
+    """
 
     def add(self, request: Request) -> None:
         insort(self, request, key=_order)

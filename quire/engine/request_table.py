@@ -1,6 +1,8 @@
-"""All live requests: which ones wait and which run, and what callers and runner have not been told yet.
+"""All live requests: which ones wait and which run, and what callers and runner have not been told
+yet.
 
-The table changes a request's queue, row and blocks together, when the scheduler adds, admits, preempts or ends it.
+The table changes a request's queue, row and blocks together, when the scheduler adds, admits,
+preempts or ends it.
 """
 
 from __future__ import annotations
@@ -89,8 +91,10 @@ class RequestTable:
         return row
 
     def preempt(self, request: Request, why: str) -> None:
-        """Takes row and blocks from a running request. It keeps its tokens and its place in the order; a token that a
-        step in flight samples for it is still valid, and is appended when it comes."""
+        """Takes row and blocks from a running request. It keeps its tokens and its place in the
+        order; a token that a step in flight samples for it is still valid, and is appended when it
+        comes.
+        """
         assert request.row is not None
         num_computed = request.num_computed_tokens
         kind: PreemptionKind = "swap" if self.blocks.demote(request) else "recompute"
@@ -112,7 +116,9 @@ class RequestTable:
         scores: tuple[TokenScore, ...] = (),
         pooled: bytes | None = None,
     ) -> None:
-        """Ends a request, gives up its row and blocks, and notes its end for the callers and the runner."""
+        """Ends a request, gives up its row and blocks, and notes its end for the callers and the
+        runner.
+        """
         row = request.row
         if row is None:
             self.waiting.remove(request)
@@ -130,7 +136,9 @@ class RequestTable:
         name, sizes = request.request_id, (metrics.num_prompt_tokens, metrics.num_output_tokens)
         guesses = metrics.drafted_tokens, metrics.accepted_tokens
         self.finished.append(Finished(name, row, reason, request.arrival, now, *sizes, *guesses))
-        update = RequestUpdate(name, new_token_ids, reason, request.stop_token_id, error, metrics, scores)
+        update = RequestUpdate(
+            name, new_token_ids, reason, request.stop_token_id, error, metrics, scores
+        )
         self.updates.append(update._replace(pooled=pooled))
 
     def _forget(self, request: Request) -> None:
@@ -152,8 +160,10 @@ class RequestTable:
         return request.priority if self.config.policy == "priority" else 0
 
     def _limit(self, request: Request) -> int:
-        """How many tokens the sequence may have. They must fit the cache when no other request runs: so the most
-        important request can always be computed to its end, if need be by preempting all others."""
+        """How many tokens the sequence may have. They must fit the cache when no other request
+        runs: so the most important request can always be computed to its end, if need be by
+        preempting all others.
+        """
         config = self.config
         num_prompt = request.num_prompt_tokens
         limit = config.max_model_len
@@ -175,11 +185,17 @@ class RequestTable:
         if request.sequence >= 0:
             raise InvalidRequestError("request", f"{request_id} was added before: make a new one")
         if request_id in self.requests:
-            raise InvalidRequestError("request_id", f"{request_id} is in use: wait for its end or rename")
+            raise InvalidRequestError(
+                "request_id", f"{request_id} is in use: wait for its end or rename"
+            )
         if not prompt:
-            raise InvalidRequestError("prompt", f"of {request_id} is empty: it needs at least one token")
+            raise InvalidRequestError(
+                "prompt", f"of {request_id} is empty: it needs at least one token"
+            )
         if min(prompt) < 0 or max(prompt) >= 2**31:
-            raise InvalidRequestError("prompt", f"of {request_id} holds token ids outside 0 to 2**31-1")
+            raise InvalidRequestError(
+                "prompt", f"of {request_id} holds token ids outside 0 to 2**31-1"
+            )
         if len(prompt) + 1 > self.config.max_model_len:
             raise InvalidRequestError(
                 "prompt",
@@ -190,5 +206,6 @@ class RequestTable:
             same = (member.prompt_token_ids, member.extra_keys, member.key_parts)
             if same != (prompt, request.extra_keys, request.key_parts):
                 raise InvalidRequestError(
-                    "group_id", f"{request.group_id} has another prompt, cache salt or key parts than {request_id}"
+                    "group_id",
+                    f"{request.group_id} has another prompt, cache salt or key parts than {request_id}",
                 )

@@ -1,4 +1,6 @@
-"""Takes in a step's results: appends tokens to requests, publishes full blocks in the prefix cache, finds ends."""
+"""Takes in a step's results: appends tokens to requests, publishes full blocks in the prefix cache,
+finds ends.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,27 @@ class ResultTaker:
         self._table = table
 
     def take(self, step: Step, requests: Sequence[Request], result: StepResult, now: float) -> None:
-        """`requests` has the request of each of the step's entries; what they gain goes to the table's updates."""
-        tokens_of, errors, scores_of, ended = result.tokens, result.errors, result.scores, result.ended
+        """`requests` has the request of each of the step's entries; what they gain goes to the
+        table's updates.
+        """
+        tokens_of, errors, scores_of, ended = (
+            result.tokens,
+            result.errors,
+            result.scores,
+            result.ended,
+        )
         prompt_scores, drafts = result.prompt_scores, result.drafts
         step_id = step.step_id
         block_size = self._config.block_size
         append, update_type = self._table.updates.append, RequestUpdate
-        # Most entries are decodes, for which `request` is enough: reading a named tuple's fields would cost more time
-        # than the rest of the loop. Their entry is None here.
+        # Most entries are decodes, for which `request` is enough: reading a named tuple's fields
+        # would cost more time than the rest of the loop. Their entry is None here.
         others = step.scheduled[step.num_decodes :]
-        entries = chain(repeat(None, step.num_decodes), others) if others else repeat(None, step.num_decodes)
+        entries = (
+            chain(repeat(None, step.num_decodes), others)
+            if others
+            else repeat(None, step.num_decodes)
+        )
         guesses: tuple[int, ...] = ()
         for request, entry in zip(requests, entries, strict=True):
             request_id = request.request_id
@@ -41,7 +54,8 @@ class ResultTaker:
                 self._note_prompt_scores(request, prompt_scores[request_id])
             if request.finish_reason is not None:
                 continue  # It ended while this was computed: the result is dropped.
-            # False if it was preempted since: then the keys and values of this step are in blocks it no longer has.
+            # False if it was preempted since: then the keys and values of this step are in blocks
+            # it no longer has.
             owns_row = request.row is not None and request.admitted_step <= step_id
             if entry is not None:
                 guesses = entry.guesses
@@ -53,7 +67,8 @@ class ResultTaker:
             if request.pooling is not None:
                 if owns_row:
                     self._note_computed(request, len(request.token_ids))
-                if request_id in result.pooled:  # the whole prompt is computed, which is all that was wanted
+                # the whole prompt is computed, which is all that was wanted
+                if request_id in result.pooled:
                     self._table.finish(request, "stop", now, pooled=result.pooled[request_id])
                 else:
                     self._fail(request, "the runner returned no pooled hidden state", now)
@@ -61,7 +76,9 @@ class ResultTaker:
             tokens = tokens_of.get(request_id, ())
             if len(tokens) != 1 and not 1 <= len(tokens) <= 1 + len(guesses):
                 expected = f"1 to {1 + len(guesses)}" if guesses else "one"
-                self._fail(request, f"the runner returned {len(tokens)} tokens instead of {expected}", now)
+                self._fail(
+                    request, f"the runner returned {len(tokens)} tokens instead of {expected}", now
+                )
                 continue
             token = tokens[0]
             if guesses:
@@ -69,7 +86,8 @@ class ResultTaker:
                 token = tokens[-1]
             token_ids = request.token_ids
             if owns_row:
-                # All tokens but the new one have keys and values now: full blocks of them may be published.
+                # All tokens but the new one have keys and values now: full blocks of them may be
+                # published.
                 request.num_committed_tokens = computed = len(token_ids)
                 if computed // block_size > request.num_published_blocks:
                     self._blocks.publish(request)
@@ -90,12 +108,19 @@ class ResultTaker:
                 self._table.finish(request, "length", now, tokens, scores=scores)
             else:
                 # As `tokens_update` makes it, without a call for every row.
-                append(new_tuple(update_type, (request_id, tokens, None, None, None, None, scores, None, None)))
+                append(
+                    new_tuple(
+                        update_type,
+                        (request_id, tokens, None, None, None, None, scores, None, None),
+                    )
+                )
 
     def _take_right_guesses(
         self, request: Request, num_guesses: int, tokens: tuple[int, ...], owns_row: bool
     ) -> tuple[int, ...]:
-        """Appends the guesses that were right, up to a stop token; returns them and the token after them, to append."""
+        """Appends the guesses that were right, up to a stop token; returns them and the token after
+        them, to append.
+        """
         request.num_placeholders -= num_guesses
         request.num_guesses -= num_guesses
         request.drafted_tokens += num_guesses
@@ -106,27 +131,41 @@ class ResultTaker:
         right = tokens[:-1]
         if not request.stop_ids.isdisjoint(right):
             for index, token in enumerate(right):
-                if token in request.stop_ids and request.num_output_tokens + index >= request.params.min_tokens:
+                if (
+                    token in request.stop_ids
+                    and request.num_output_tokens + index >= request.params.min_tokens
+                ):
                     request.token_ids.extend(right[:index])
                     return tokens[: index + 1]
         request.token_ids.extend(right)
         return tokens
 
     def _note_computed(self, request: Request, num_tokens: int) -> None:
-        """The result says that a request's first `num_tokens` tokens have keys and values: publishes full blocks."""
+        """The result says that a request's first `num_tokens` tokens have keys and values:
+        publishes full blocks.
+        """
         request.num_committed_tokens = num_tokens
         if num_tokens // self._config.block_size > request.num_published_blocks:
             self._blocks.publish(request)
 
     def _note_prompt_scores(self, request: Request, found: PromptScores) -> None:
-        """Reports scores of a prompt to its request; if that has ended, to another of the n answers to that prompt."""
+        """Reports scores of a prompt to its request; if that has ended, to another of the n answers
+        to that prompt.
+        """
         progress = request.prompt_progress
         if request.has_failed or found.start > progress.next_position:
-            return  # An earlier chunk of the prompt failed, so these scores were computed from wrong keys and values.
+            # An earlier chunk of the prompt failed, so these scores were computed from wrong keys
+            # and values.
+            return
         progress.next_position = max(progress.next_position, found.start + len(found.scores))
-        takers = [request] if request.finish_reason is None else self._table.members(request.group_id)[:1]
+        takers = (
+            [request]
+            if request.finish_reason is None
+            else self._table.members(request.group_id)[:1]
+        )
         for taker in takers:
-            if taker.prompt_progress is progress:  # the group's name may belong to other requests by now
+            # the group's name may belong to other requests by now
+            if taker.prompt_progress is progress:
                 self._table.updates.append(RequestUpdate(taker.request_id, (), prompt_scores=found))
 
     def _fail(self, request: Request, message: str, now: float) -> None:

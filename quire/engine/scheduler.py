@@ -1,13 +1,14 @@
 """Who computes what in the next step.
 
-Every request has tokens and a count of computed ones; each step it computes some of the difference. The
-scheduler may run ahead of the results: a token sampled by a step in flight is a placeholder, its value
-follows at commit.
+Every request has tokens and a count of computed ones; each step it computes some of the difference.
+The scheduler may run ahead of the results: a token sampled by a step in flight is a placeholder,
+its value follows at commit.
 
-A step may compute guessed tokens after a request's known ones and sample after each of them: the request gains one
-token, and one more for every guess that is right. The scheduler learns at commit how many were. Until then it counts
-all of them as right, which is the most there can be: it takes blocks for that many tokens and has later steps start
-behind them. The runner knows how many were right when it computes such a step, and begins at the true position.
+A step may compute guessed tokens after a request's known ones and sample after each of them: the
+request gains one token, and one more for every guess that is right. The scheduler learns at commit
+how many were. Until then it counts all of them as right, which is the most there can be: it takes
+blocks for that many tokens and has later steps start behind them. The runner knows how many were
+right when it computes such a step, and begins at the true position.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from quire.step import (
 )
 
 Guess = Callable[[Request, int], Sequence[int]]
-"""Called with a request that samples and a number n: returns at most n tokens that may follow the request's own."""
+"""Called with a request that samples and a number n: returns at most n tokens that may follow the
+request's own.
+"""
 
 
 @dataclass(slots=True)
@@ -49,7 +52,9 @@ class _StepPlan:
     requests: list[Request] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     computing_groups: set[str] = field(default_factory=set)
-    """Groups (n answers to one prompt) of which one request is computing the prompt: the others wait for it."""
+    """Groups (n answers to one prompt) of which one request is computing the prompt: the others
+    wait for it.
+    """
     preempting: bool = False
     num_decodes: int = 0
 
@@ -64,8 +69,10 @@ class Scheduler:
         guess: Guess | None = None,
         num_drafts: Callable[[Request], int] | None = None,
     ) -> None:
-        """`guess` returns draft tokens for a request, which one step then checks together; `num_drafts` says how many
-        tokens the runner itself should draft after a step, for the next one."""
+        """`guess` returns draft tokens for a request, which one step then checks together;
+        `num_drafts` says how many tokens the runner itself should draft after a step, for the next
+        one.
+        """
         self.config = config
         self.blocks = blocks or BlockManager(config)
         self.table = RequestTable(config, self.blocks)
@@ -73,8 +80,9 @@ class Scheduler:
         self._guess = guess
         self._num_drafts = num_drafts
         self.in_flight: deque[tuple[Step, list[Request]]] = deque()
-        """Steps not committed yet, oldest first, each with the `Request` of every entry: results are matched by
-        object and not by name, since by then a name may belong to another request."""
+        """Steps not committed yet, oldest first, each with the `Request` of every entry: results
+        are matched by object and not by name, since by then a name may belong to another request.
+        """
         self._num_steps = 0
 
     @property
@@ -88,15 +96,18 @@ class Scheduler:
         self.table.add(request, now)
 
     def abort(self, request_ids: Iterable[str], now: float) -> None:
-        """Ends these requests (or all answers of a group) at once; unknown names have just finished."""
+        """Ends these requests (or all answers of a group) at once; unknown names have just
+        finished.
+        """
         for request_id in request_ids:
             request = self.table.requests.get(request_id)
             for target in list(self.table.members(request_id)) if request is None else [request]:
                 self.table.finish(target, "abort", now)
 
     def end(self, request_id: str, reason: FinishReason, now: float) -> RequestMetrics:
-        """Ends a live request for a reason its owner found (a stop string in its text), who is told its metrics
-        here and gets no further update about it."""
+        """Ends a live request for a reason its owner found (a stop string in its text), who is told
+        its metrics here and gets no further update about it.
+        """
         self.table.finish(self.table.get(request_id), reason, now)
         metrics = self.table.updates.pop().metrics
         assert metrics is not None
@@ -105,7 +116,9 @@ class Scheduler:
     def set_priority(self, request_id: str, priority: int) -> None:
         """Moves a request to another place in the order."""
         if self.config.policy != "priority":
-            raise InvalidRequestError("priority", "counts under policy 'priority' only; this engine runs 'fcfs'")
+            raise InvalidRequestError(
+                "priority", "counts under policy 'priority' only; this engine runs 'fcfs'"
+            )
         self.table.set_priority(self.table.get(request_id), priority)
 
     def preempt(self, request_id: str, why: str = "asked for") -> None:
@@ -115,8 +128,9 @@ class Scheduler:
             self.table.preempt(request, why)
 
     def schedule(self, now: float, held: frozenset[int] = frozenset()) -> Step:
-        """Decides the next step. Unless it is empty it must be submitted, then committed or failed. Running requests in
-        the rows `held` have no part in it."""
+        """Decides the next step. Unless it is empty it must be submitted, then committed or failed.
+        Running requests in the rows `held` have no part in it.
+        """
         table = self.table
         table.expire(now)
         plan = _StepPlan(self._num_steps, now, self.config.max_batched_tokens)
@@ -150,7 +164,9 @@ class Scheduler:
         return step
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[RequestUpdate]:
-        """Takes in the oldest step's result. Returns all updates since the last call, aborts and the like too."""
+        """Takes in the oldest step's result. Returns all updates since the last call, aborts and
+        the like too.
+        """
         if not self.in_flight or self.in_flight[0][0] is not step or result.step_id != step.step_id:
             oldest = self.in_flight[0][0].step_id if self.in_flight else None
             raise EngineError(
@@ -164,8 +180,9 @@ class Scheduler:
     def fail(self, step: Step, message: str, now: float) -> list[Step]:
         """Ends every request of `step` and of all steps submitted after it; returns those steps.
 
-        Nothing is assumed to have been computed: cache entries that their copies filled are dropped, and their requests
-        lose rows and blocks. The runner counts as told of their `finished` and `preempted` entries.
+        Nothing is assumed to have been computed: cache entries that their copies filled are
+        dropped, and their requests lose rows and blocks. The runner counts as told of their
+        `finished` and `preempted` entries.
         """
         failed = [entry for entry in self.in_flight if entry[0].step_id >= step.step_id]
         for failed_step, requests in failed:
@@ -174,7 +191,8 @@ class Scheduler:
             for request in requests:
                 if request.finish_reason is None:
                     self.table.finish(request, "error", now, error=message)
-        # Copies waiting for the next step may read what the failed steps' copies should have written.
+        # Copies waiting for the next step may read what the failed steps' copies should have
+        # written.
         self.blocks.void(self.blocks.take_copies())
         return [failed_step for failed_step, _ in failed]
 
@@ -184,7 +202,9 @@ class Scheduler:
         return updates
 
     def _schedule_running(self, plan: _StepPlan, held: frozenset[int]) -> None:
-        """First the requests with one token to compute (decodes), then prompt chunks with the budget that is left."""
+        """First the requests with one token to compute (decodes), then prompt chunks with the
+        budget that is left.
+        """
         chunks: list[Request] = []
         block_size, groups = self.config.block_size, self.config.num_groups
         scheduled, requests, guesses = plan.scheduled, plan.requests, self._guess is not None
@@ -212,9 +232,14 @@ class Scheduler:
             if start < request.computed_before:
                 request.recomputed_tokens += 1
             ahead = guesses and request.num_guesses > 0
-            # As `decode_entry` makes it (their fields are checked when step.py is loaded, and compared by a test): a
-            # call for every row would take a tenth of this loop's time.
-            append(new_tuple(entry_type, (request.request_id, row, start, 1, True, new_block_ids, (), ahead, 0)))
+            # As `decode_entry` makes it (their fields are checked when step.py is loaded, and
+            # compared by a test): a call for every row would take a tenth of this loop's time.
+            append(
+                new_tuple(
+                    entry_type,
+                    (request.request_id, row, start, 1, True, new_block_ids, (), ahead, 0),
+                )
+            )
             append_request(request)
             request.num_computed_tokens = num_tokens
             request.num_placeholders += 1
@@ -224,7 +249,9 @@ class Scheduler:
             if plan.budget and request.row is not None:
                 self._schedule_chunk(request, plan, ())
 
-    def _schedule_chunk(self, request: Request, plan: _StepPlan, new_block_ids: tuple[int, ...]) -> None:
+    def _schedule_chunk(
+        self, request: Request, plan: _StepPlan, new_block_ids: tuple[int, ...]
+    ) -> None:
         """As many of a request's tokens as the budget allows; their blocks were taken at admission."""
         assert request.row is not None
         start = request.num_computed_tokens
@@ -234,7 +261,9 @@ class Scheduler:
         samples = end == request.num_tokens
         request.recomputed_tokens += max(0, min(end, request.computed_before) - start)
         plan.scheduled.append(
-            ScheduledRequest(request.request_id, request.row, start, end - start, samples, new_block_ids)
+            ScheduledRequest(
+                request.request_id, request.row, start, end - start, samples, new_block_ids
+            )
         )
         plan.requests.append(request)
         plan.budget -= end - start
@@ -242,8 +271,10 @@ class Scheduler:
         request.num_placeholders += samples
 
     def _cut_to_graph(self, plan: _StepPlan) -> None:
-        """Leaves the end of prompts to the next step where this one is a little larger than a CUDA graph: two graphs
-        take less time than one step that is launched kernel by kernel, and decodes wait for half of it only."""
+        """Leaves the end of prompts to the next step where this one is a little larger than a CUDA
+        graph: two graphs take less time than one step that is launched kernel by kernel, and
+        decodes wait for half of it only.
+        """
         most = self.config.max_checked_tokens
         excess = self.config.max_batched_tokens - plan.budget - most
         if most == 0 or not 0 < excess <= most // 2:
@@ -255,14 +286,18 @@ class Scheduler:
                 end = request.num_computed_tokens = request.num_computed_tokens - count
                 request.num_placeholders -= entry.samples
                 request.recomputed_tokens -= min(count, max(0, request.computed_before - end))
-                plan.scheduled[index] = entry._replace(num_tokens=entry.num_tokens - count, samples=False)
+                plan.scheduled[index] = entry._replace(
+                    num_tokens=entry.num_tokens - count, samples=False
+                )
                 plan.budget += count
                 excess -= count
 
     def _grow(self, request: Request, plan: _StepPlan) -> tuple[int, ...] | None:
-        """A block for the next token: a free one, else the least important running requests are preempted until one is.
+        """A block for the next token: a free one, else the least important running requests are
+        preempted until one is.
 
-        The running queue is walked from the most important on, so the preempted ones are not in this step yet.
+        The running queue is walked from the most important on, so the preempted ones are not in
+        this step yet.
         """
         while request.row is not None:
             try:
@@ -278,8 +313,10 @@ class Scheduler:
         return None
 
     def _schedule_waiting(self, plan: _StepPlan) -> None:
-        """Admits waiting requests in order. One for which there are too few blocks holds up all behind it; one that is
-        not ready (its last token is in flight, or another answer computes its prompt) is passed over."""
+        """Admits waiting requests in order. One for which there are too few blocks holds up all
+        behind it; one that is not ready (its last token is in flight, or another answer computes
+        its prompt) is passed over.
+        """
         waiting = self.table.waiting
         index = 0
         while plan.budget and self.table.free_rows and index < len(waiting):
@@ -288,7 +325,9 @@ class Scheduler:
                 index += 1
                 continue
             try:
-                placement = self.blocks.place(request, min(len(request.token_ids) + 1, request.max_total_tokens - 1))
+                placement = self.blocks.place(
+                    request, min(len(request.token_ids) + 1, request.max_total_tokens - 1)
+                )
             except QuireError as error:
                 self.table.finish(request, "error", plan.now, error=str(error))
                 continue
@@ -297,9 +336,15 @@ class Scheduler:
             self._admit(request, placement, plan)
 
     def _waits_for_prompt(self, request: Request, plan: _StepPlan) -> bool:
-        """Whether another of the n answers computes the prompt now: this one waits, to find it in the prefix cache."""
+        """Whether another of the n answers computes the prompt now: this one waits, to find it in
+        the prefix cache.
+        """
         group_id = request.group_id
-        if group_id is None or request.first_scheduled is not None or not self.config.prefix_caching:
+        if (
+            group_id is None
+            or request.first_scheduled is not None
+            or not self.config.prefix_caching
+        ):
             return False
         if group_id not in plan.computing_groups:
             running = (member for member in self.table.members(group_id) if member.row is not None)
@@ -331,16 +376,22 @@ class Scheduler:
                 resolved=request.resolved,
                 score_prompt_from=request.score_prompt_from,
                 pooling=request.pooling,
-                state_ids=tuple(tuple(block.block_id for block in state.blocks) for state in request.states),
+                state_ids=tuple(
+                    tuple(block.block_id for block in state.blocks) for state in request.states
+                ),
             )
         )
         self._schedule_chunk(request, plan, block_ids[placement.num_ready_blocks :])
 
     def _add_guesses(self, plan: _StepPlan, guess: Guess) -> None:
-        """Appends guesses to the entries that sample, from the budget that is left and from free blocks, as long as one
-        block is left for every running request. Each request may have the same number of guesses at most."""
+        """Appends guesses to the entries that sample, from the budget that is left and from free
+        blocks, as long as one block is left for every running request. Each request may have the
+        same number of guesses at most.
+        """
         most = self.config.max_batched_tokens
-        share = ((self.config.max_checked_tokens or most) - (most - plan.budget)) // max(len(plan.requests), 1)
+        share = ((self.config.max_checked_tokens or most) - (most - plan.budget)) // max(
+            len(plan.requests), 1
+        )
         if share <= 0:
             return
         num_drafts, state = self._num_drafts, self.config.state
@@ -349,20 +400,30 @@ class Scheduler:
                 request.guess_pause -= request.guess_pause > 0
             elif plan.scheduled[index].samples and request.pooling is None:
                 # - 1: the sampled token itself takes one place.
-                room = min(plan.budget, share, request.max_total_tokens - request.num_computed_tokens - 1)
-                if state is not None:  # guesses in flight pass one chunk's end at most: the state before it is kept
+                room = min(
+                    plan.budget, share, request.max_total_tokens - request.num_computed_tokens - 1
+                )
+                # guesses in flight pass one chunk's end at most: the state before it is kept
+                if state is not None:
                     room = min(room, state.chunk - 1 - request.num_guesses)
                 guesses = guess(request, room) if room > 0 else ()
                 drafts = 0 if num_drafts is None else num_drafts(request)
                 if guesses or drafts:
                     self._extend_entry(plan, index, tuple(guesses[:room]), drafts)
 
-    def _extend_entry(self, plan: _StepPlan, index: int, guesses: tuple[int, ...], num_drafts: int) -> None:
-        """Adds guesses, and the number of tokens to draft after them, to an entry, as far as there are blocks."""
+    def _extend_entry(
+        self, plan: _StepPlan, index: int, guesses: tuple[int, ...], num_drafts: int
+    ) -> None:
+        """Adds guesses, and the number of tokens to draft after them, to an entry, as far as there
+        are blocks.
+        """
         request, entry = plan.requests[index], plan.scheduled[index]
         computed = request.num_computed_tokens
-        if num_drafts:  # drafting computes the sampled token and all drafts but the last, within max_total_tokens
-            num_drafts = max(0, min(num_drafts, request.max_total_tokens - computed - len(guesses) - 2))
+        # drafting computes the sampled token and all drafts but the last, within max_total_tokens
+        if num_drafts:
+            num_drafts = max(
+                0, min(num_drafts, request.max_total_tokens - computed - len(guesses) - 2)
+            )
         end, new_block_ids = computed + len(guesses) + num_drafts, entry.new_block_ids
         if end > self.blocks.num_held(request):
             new_block_ids += self._grow_for_guesses(request, end)
@@ -379,17 +440,25 @@ class Scheduler:
         plan.scheduled[index] = with_guesses(entry, new_block_ids, guesses, num_drafts)
 
     def _advance_states(self, plan: _StepPlan) -> None:
-        """Notes which states of recurrent layers the step makes, and has those copied that are kept."""
+        """Notes which states of recurrent layers the step makes, and has those copied that are
+        kept.
+        """
         reserve = self.config.num_groups * len(self.table.running)
         for request, entry in zip(plan.requests, plan.scheduled, strict=True):
-            self.blocks.advance_states(request, entry.start, entry.start + entry.num_tokens, reserve)
+            self.blocks.advance_states(
+                request, entry.start, entry.start + entry.num_tokens, reserve
+            )
 
     def _grow_for_guesses(self, request: Request, end: int) -> tuple[int, ...]:
         """New blocks for tokens up to `end`, while one stays free for each running request."""
         blocks, needed = self.blocks, self.config.num_groups * len(self.table.running)
         new_block_ids: tuple[int, ...] = ()
         try:
-            while end > blocks.num_held(request) and blocks.pool.num_free > needed and (more := blocks.grow(request)):
+            while (
+                end > blocks.num_held(request)
+                and blocks.pool.num_free > needed
+                and (more := blocks.grow(request))
+            ):
                 new_block_ids += more
         except QuireError:
             pass  # guesses need not be made

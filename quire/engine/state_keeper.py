@@ -1,9 +1,10 @@
-"""States of recurrent layers: which of a request's are worth keeping, and under which keys the prefix cache has them.
+"""States of recurrent layers: which of a request's are worth keeping, and under which keys the
+prefix cache has them.
 
-A running request has blocks for two states, those of even and of odd chunks, which its steps overwrite as it goes on
-(see `StateSpec`). States are large, so only few are kept: at the end of a prompt and of an answer, at multiples of the
-interval, and where a prompt was found to part from a cached one. Before such a state is overwritten it is copied, if
-there are free blocks for it.
+A running request has blocks for two states, those of even and of odd chunks, which its steps
+overwrite as it goes on (see `StateSpec`). States are large, so only few are kept: at the end of a
+prompt and of an answer, at multiples of the interval, and where a prompt was found to part from a
+cached one. Before such a state is overwritten it is copied, if there are free blocks for it.
 """
 
 from __future__ import annotations
@@ -29,15 +30,19 @@ class StateKeeper:
         self._pool = pool
 
     def keys(self, cache: PrefixCache, request: Request, chunk: int) -> list[BlockKey]:
-        """The keys of the blocks of a state. It follows from the tokens before its chunk, the last block of which is
-        the parent; `request.block_keys` must reach that far."""
+        """The keys of the blocks of a state. It follows from the tokens before its chunk, the last
+        block of which is the parent; `request.block_keys` must reach that far.
+        """
         last = chunk * self.spec.chunk // self._config.block_size - 1
         parent = request.block_keys[last * self._config.num_groups]
-        return [cache.key(parent, (), (f"state {number}",)) for number in range(self.spec.num_blocks)]
+        return [
+            cache.key(parent, (), (f"state {number}",)) for number in range(self.spec.num_blocks)
+        ]
 
     def cut(self, request: Request, start: int, end: int) -> int:
-        """Where a step that would compute tokens `start` to `end` should end, so that it does not pass over a state
-        that is worth keeping."""
+        """Where a step that would compute tokens `start` to `end` should end, so that it does not
+        pass over a state that is worth keeping.
+        """
         places = [place for place in request.state_ends if place > start]
         place = min([*places, (start // self.spec.interval + 1) * self.spec.interval])
         return place if place // self.spec.chunk < end // self.spec.chunk else end
@@ -50,8 +55,9 @@ class StateKeeper:
         end: int,
         allocate: Callable[[int], list[Block] | None],
     ) -> list[BlockCopy]:
-        """A step computes tokens `start` to `end` and overwrites states. Returns copies of those to be kept, to be made
-        before."""
+        """A step computes tokens `start` to `end` and overwrites states. Returns copies of those to
+        be kept, to be made before.
+        """
         first, last = start // self.spec.chunk, end // self.spec.chunk
         copies: list[BlockCopy] = []
         for chunk in range(max(first + 1, last - 1), last + 1):
@@ -86,7 +92,10 @@ class StateKeeper:
         else:
             request.left_states.append(RequestState(fresh, state.chunk))
         pairs = zip(state.blocks, fresh, strict=True)
-        return [BlockCopy("device_to_device", source.block_id, target.block_id) for source, target in pairs]
+        return [
+            BlockCopy("device_to_device", source.block_id, target.block_id)
+            for source, target in pairs
+        ]
 
     def publish(self, cache: PrefixCache, request: Request) -> None:
         """Lists the states that committed tokens have made and that are worth keeping."""
@@ -99,7 +108,9 @@ class StateKeeper:
             self._give_back(state.blocks)
 
     def publish_last(self, cache: PrefixCache, request: Request) -> None:
-        """Lists the state of the chunk in which the committed tokens end: whoever continues them starts there."""
+        """Lists the state of the chunk in which the committed tokens end: whoever continues them
+        starts there.
+        """
         for state in request.states:
             if state.chunk == request.num_committed_tokens // self.spec.chunk:
                 self._publish(cache, request, state)
@@ -118,12 +129,16 @@ class StateKeeper:
         return self._config.prefix_caching and chunk > 0 and is_chosen
 
     def _is_made(self, request: Request, state: RequestState) -> bool:
-        """Whether the steps that have come back made it: what others in flight make is not certain yet."""
+        """Whether the steps that have come back made it: what others in flight make is not certain
+        yet.
+        """
         return 0 < state.chunk * self.spec.chunk <= request.num_committed_tokens
 
     def _publish(self, cache: PrefixCache, request: Request, state: RequestState) -> None:
         if self._is_made(request, state) and not state.is_published:
-            for key, block in zip(self.keys(cache, request, state.chunk), state.blocks, strict=True):
+            for key, block in zip(
+                self.keys(cache, request, state.chunk), state.blocks, strict=True
+            ):
                 cache.publish(key, block)
             state.is_published = True
 

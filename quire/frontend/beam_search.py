@@ -1,14 +1,16 @@
 """Beam search: the likeliest continuations, found by following the best few at once.
 
-At every step each live beam is followed by every token. From the likeliest of all these downwards, those that
-end with an end token are finished, and the others go on, until there are `beam_width` of them. The answer
-are the `beam_width` best of what is finished, by `cumulative_logprob / length ** length_penalty`, where the
-length counts the new tokens, the end token among them; what is still live after `max_tokens` counts as
-finished. The search ends early only when nothing live can get among the best any more.
+At every step each live beam is followed by every token. From the likeliest of all these downwards,
+those that end with an end token are finished, and the others go on, until there are `beam_width` of
+them. The answer are the `beam_width` best of what is finished, by `cumulative_logprob / length **
+length_penalty`, where the length counts the new tokens, the end token among them; what is still
+live after `max_tokens` counts as finished. The search ends early only when nothing live can get
+among the best any more.
 
-In the engine every beam is a request for one token, of which only the likeliest ones and their logprobs matter. The
-beams that go on from it are requests whose prompt is its own and one token more; they find what it has computed in the
-prefix cache, its last, partly filled block included, so each computes one token (without prefix caching: all of them).
+In the engine every beam is a request for one token, of which only the likeliest ones and their
+logprobs matter. The beams that go on from it are requests whose prompt is its own and one token
+more; they find what it has computed in the prefix cache, its last, partly filled block included, so
+each computes one token (without prefix caching: all of them).
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ class BeamSearchParams:
 
     def best_score(self, cumulative_logprob: float, length: int) -> float:
         """The most a beam of that many tokens can come to: no further token makes it likelier."""
-        return self.score(cumulative_logprob, self.max_tokens if self.length_penalty > 0 else length)
+        return self.score(
+            cumulative_logprob, self.max_tokens if self.length_penalty > 0 else length
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +113,13 @@ def check_choices(ignore_eos: bool, stop_token_ids: Sequence[int], vocab_size: i
         check_int("stop_token_ids", token_id, 0, vocab_size - 1)
 
 
-def beam_steps(params: BeamSearchParams) -> Generator[list[tuple[int, ...]], Sequence[Continuations], list[Beam]]:
+def beam_steps(
+    params: BeamSearchParams,
+) -> Generator[list[tuple[int, ...]], Sequence[Continuations], list[Beam]]:
     """The search, step by step: yields the new tokens of every live beam, is sent each one's
-    `num_continuations` likeliest next ones, and returns the best beams, the best first; equally good ones in the
-    order in which they were found."""
+    `num_continuations` likeliest next ones, and returns the best beams, the best first; equally
+    good ones in the order in which they were found.
+    """
     live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     finished: list[Beam] = []
     for length in range(1, params.max_tokens + 1):
@@ -136,7 +143,10 @@ def beam_steps(params: BeamSearchParams) -> Generator[list[tuple[int, ...]], Seq
         finished = _best(finished, params.beam_width)
         if not live:
             break
-        if len(finished) == params.beam_width and params.best_score(live[0][1], length) < finished[-1].score:
+        if (
+            len(finished) == params.beam_width
+            and params.best_score(live[0][1], length) < finished[-1].score
+        ):
             return finished
     finished += [Beam(ids, total, params.score(total, len(ids)), "length") for ids, total in live]
     return _best(finished, params.beam_width)
@@ -147,23 +157,36 @@ def _best(beams: list[Beam], count: int) -> list[Beam]:
 
 
 class LiveBeams:
-    """Feed it the updates of its requests (`names`) until `is_done`; then there are `beams`, or an `error`."""
+    """Feed it the updates of its requests (`names`) until `is_done`; then there are `beams`, or an
+    `error`.
+    """
 
     def __init__(
-        self, core: EngineCore, search_id: str, prompt: Sequence[int], params: BeamSearchParams, now: float
+        self,
+        core: EngineCore,
+        search_id: str,
+        prompt: Sequence[int],
+        params: BeamSearchParams,
+        now: float,
     ) -> None:
-        """Starts the search; raises what `EngineCore.add_request` does if the prompt can't be computed."""
+        """Starts the search; raises what `EngineCore.add_request` does if the prompt can't be
+        computed.
+        """
         self.beams: list[Beam] = []
         self.error: QuireError | None = None
         self.is_done = False
         self.names: list[str] = []
-        """The requests that are running for it, in the order of their beams; they change with every step."""
+        """The requests that are running for it, in the order of their beams; they change with every
+        step.
+        """
         self._core = core
         self._search_id = search_id
         self._prompt = tuple(prompt)
         self._started = now
         # The token drawn is nothing to the search, so the cheapest way to draw one.
-        self._params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=params.num_continuations)
+        self._params = SamplingParams(
+            temperature=0, max_tokens=1, ignore_eos=True, logprobs=params.num_continuations
+        )
         self._steps = beam_steps(params)
         self._num_requests = 0
         self._found: dict[str, Continuations] = {}
@@ -176,7 +199,9 @@ class LiveBeams:
         if update.scores:
             self._found[update.request_id] = update.scores[0].top
         elif update.finish_reason is not None:
-            self._fail(QuireError(f"the beam search failed: {update.error or update.finish_reason}"), now)
+            self._fail(
+                QuireError(f"the beam search failed: {update.error or update.finish_reason}"), now
+            )
         if self.is_done or len(self._found) < len(self.names):
             return
         try:

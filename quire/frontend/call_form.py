@@ -1,7 +1,8 @@
 """The form in which a chat template takes an assistant's earlier calls, found out by trying.
 
-Clients send `content: null` beside calls, and arguments as JSON text. Most templates want the arguments as an object;
-DeepSeek's add them to text as they are. Qwen3's look for a tag in the content, and fail where it is null.
+Clients send `content: null` beside calls, and arguments as JSON text. Most templates want the
+arguments as an object; DeepSeek's add them to text as they are. Qwen3's look for a tag in the
+content, and fail where it is null.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class CallForm(NamedTuple):
 
     def suit(self, messages: Sequence[Message]) -> list[Message]:
         """The same messages in this form."""
-        return [self._suit(message) if message.get("tool_calls") else message for message in messages]
+        return [
+            self._suit(message) if message.get("tool_calls") else message for message in messages
+        ]
 
     def _suit(self, message: Message) -> Message:
         suited = dict(message)
@@ -36,8 +39,9 @@ class CallForm(NamedTuple):
 
 
 def find_call_form(render: Callable[[list[Message]], str]) -> CallForm:
-    """The first form in which the template shows a call, without words of Python's own (None, or an object as Python
-    writes it); the usual one if none does: who uses it will be told why."""
+    """The first form in which the template shows a call, without words of Python's own (None, or an
+    object as Python writes it); the usual one if none does: who uses it will be told why.
+    """
     for text_arguments in (False, True):
         for empty_content in (False, True):
             form = CallForm(text_arguments, empty_content)
@@ -51,7 +55,11 @@ def find_call_form(render: Callable[[list[Message]], str]) -> CallForm:
 
 
 _VALUE = "trial-value"
-_CALL = {"id": "aaaaaaaa1", "type": "function", "function": {"name": "f", "arguments": {"query": _VALUE}}}
+_CALL = {
+    "id": "aaaaaaaa1",
+    "type": "function",
+    "function": {"name": "f", "arguments": {"query": _VALUE}},
+}
 _TRIAL: list[Message] = [
     {"role": "user", "content": "a"},
     {"role": "assistant", "content": None, "tool_calls": [_CALL]},

@@ -1,5 +1,7 @@
-"""Answers in channels (gpt-oss) as plain text, for callers who read what other models write: reasoning between
-`<think>` and `</think>`, calls between `<tool_call>` and `</tool_call>`, and the answer behind them."""
+"""Answers in channels (gpt-oss) as plain text, for callers who read what other models write:
+reasoning between `<think>` and `</think>`, calls between `<tool_call>` and `</tool_call>`, and the
+answer behind them.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ def writes_channels(tokenizer: Tokenizer) -> bool:
 
 
 class ChannelText:
-    """Reads one answer, with marks before its control tokens, and gives the text to show. What that is in all depends
-    on the answer alone, not on how it was cut into pieces."""
+    """Reads one answer, with marks before its control tokens, and gives the text to show. What that
+    is in all depends on the answer alone, not on how it was cut into pieces.
+    """
 
     __slots__ = ("_end", "_parser")
 
@@ -40,7 +43,9 @@ class ChannelText:
                 name = json.dumps(delta.name, ensure_ascii=False)
                 shown += [self._end, f'{hermes.BEGIN}\n{{"name": {name}, "arguments": ']
                 self._end = f"}}\n{hermes.END}\n"
-            elif isinstance(delta, ReasoningDelta) and not self._end.startswith(f"\n{reasoning.END}"):
+            elif isinstance(delta, ReasoningDelta) and not self._end.startswith(
+                f"\n{reasoning.END}"
+            ):
                 shown += [self._end, f"{reasoning.BEGIN}\n"]
                 self._end = f"\n{reasoning.END}\n\n"
             elif isinstance(delta, ContentDelta):

@@ -1,4 +1,6 @@
-"""Chat messages to the prompt a model was trained on, through the template that came with the model."""
+"""Chat messages to the prompt a model was trained on, through the template that came with the
+model.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,16 @@ class ChatOptions(TypedDict, total=False):
 class ChatTemplate:
     """One model's chat template, compiled once and then used for every request.
 
-    `render` gives the text, exactly as transformers would. `encode_chat` gives the token ids, equal to those
-    of transformers as long as no string of the request holds a control token's text; where one does, that
-    text is encoded as plain text (see `control_tokens.py`).
+    `render` gives the text, exactly as transformers would. `encode_chat` gives the token ids, equal
+    to those of transformers as long as no string of the request holds a control token's text; where
+    one does, that text is encoded as plain text (see `control_tokens.py`).
     """
 
     def __init__(
-        self, source: str, named_tokens: Mapping[str, str] | None = None, clock: Callable[[], datetime] = datetime.now
+        self,
+        source: str,
+        named_tokens: Mapping[str, str] | None = None,
+        clock: Callable[[], datetime] = datetime.now,
     ) -> None:
         if len(source) > _MAX_SOURCE:
             raise TemplateError(f"the chat template is longer than {_MAX_SOURCE} characters")
@@ -58,13 +63,19 @@ class ChatTemplate:
         try:
             self._template = sandbox.BoundedEnvironment(clock).from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise TemplateError(f"the chat template, line {error.lineno}: {error.message}") from None
+            raise TemplateError(
+                f"the chat template, line {error.lineno}: {error.message}"
+            ) from None
         except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
-            raise TemplateError(f"the chat template can't be compiled: {type(error).__name__}") from None
+            raise TemplateError(
+                f"the chat template can't be compiled: {type(error).__name__}"
+            ) from None
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer, for_tools: bool = False) -> ChatTemplate:
-        """The model's own template: for requests with tools its `tool_use` one, if it has such a one."""
+        """The model's own template: for requests with tools its `tool_use` one, if it has such a
+        one.
+        """
         templates = tokenizer.chat_templates
         source = (templates.get("tool_use") if for_tools else None) or templates.get("default")
         if source is None:
@@ -74,11 +85,16 @@ class ChatTemplate:
         return cls(source, tokenizer.named_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> str:
-        """The prompt as text. To look at: never encode it with special tokens allowed; see `encode_chat`."""
+        """The prompt as text. To look at: never encode it with special tokens allowed; see
+        `encode_chat`.
+        """
         return self._render(self._check(messages, options), options)
 
     def encode_chat(
-        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        **options: Unpack[ChatOptions],
     ) -> list[int]:
         """The prompt as token ids, in which every control token is the template's own."""
         request = self._check(messages, options)
@@ -87,19 +103,26 @@ class ChatTemplate:
             rendered = self._render(request, options)
             return tokenizer.encode(rendered, add_special_tokens=False, allow_special=True)
         placeholders = Placeholders(control, request, self.source)
-        hidden = {name: placeholders.hide(value, control.pattern) for name, value in request.items()}
+        hidden = {
+            name: placeholders.hide(value, control.pattern) for name, value in request.items()
+        }
         for index, message in enumerate(request["messages"]):
             for name in _OWN_WORDS if message["role"] == "assistant" else ():
                 if name in message:
-                    hidden["messages"][index][name] = placeholders.hide(message[name], control.special_pattern)
+                    hidden["messages"][index][name] = placeholders.hide(
+                        message[name], control.special_pattern
+                    )
         rendered = self._render(hidden, options)
-        # Stretches with placeholders are encoded as plain text, everything between two of them in one go.
+        # Stretches with placeholders are encoded as plain text, everything between two of them in
+        # one go.
         ids: list[int] = []
         done = 0
         for start, end in control.stretches(rendered):
             restored = placeholders.restore(rendered[start:end])
             if restored is not None:
-                ids += tokenizer.encode(rendered[done:start], add_special_tokens=False, allow_special=True)
+                ids += tokenizer.encode(
+                    rendered[done:start], add_special_tokens=False, allow_special=True
+                )
                 ids += tokenizer.encode_plain(*restored, continues=start > 0)
                 done = end
         return ids + tokenizer.encode(rendered[done:], add_special_tokens=False, allow_special=True)
@@ -108,14 +131,19 @@ class ChatTemplate:
         """The same for every request of a tokenizer, so the last answer is kept."""
         kept = self._kept
         if kept is None or kept[0] is not tokenizer:
-            kept = self._kept = (tokenizer, ControlTokens(tokenizer.added_tokens.values(), self.source))
+            kept = self._kept = (
+                tokenizer,
+                ControlTokens(tokenizer.added_tokens.values(), self.source),
+            )
         return kept[1]
 
     def _form_of_calls(self) -> CallForm:
         """Found when the first calls are to be shown."""
         if self._call_form is None:
             nothing = {"tools": None, "documents": None}
-            self._call_form = find_call_form(lambda trial: self._render({"messages": trial, **nothing}, {}))
+            self._call_form = find_call_form(
+                lambda trial: self._render({"messages": trial, **nothing}, {})
+            )
         return self._call_form
 
     def _check(self, messages: object, options: ChatOptions) -> dict[str, Any]:
@@ -146,12 +174,16 @@ class ChatTemplate:
                 continue
             trial = [{"role": "user", "content": "a"}, {"role": role, "content": _PROBE}]
             try:
-                is_shown = _PROBE in self._render({"messages": trial, "tools": None, "documents": None}, {})
+                is_shown = _PROBE in self._render(
+                    {"messages": trial, "tools": None, "documents": None}, {}
+                )
             except TemplateError:
                 is_shown = False
             if not is_shown:
                 why = "this model's chat template leaves out messages of it"
-                raise InvalidRequestError(f"messages[{index}].role", f"{role!r} is not supported: {why}")
+                raise InvalidRequestError(
+                    f"messages[{index}].role", f"{role!r} is not supported: {why}"
+                )
             if len(self._own_roles) < _MOST_OWN_ROLES:
                 self._own_roles.add(role)
 
@@ -166,19 +198,28 @@ class ChatTemplate:
         except TemplateLimitError as error:
             raise TemplateError(f"the chat template was stopped: it {error}") from None
         except RecursionError:
-            raise TemplateError("the chat template was stopped: it calls itself too deeply") from None
+            raise TemplateError(
+                "the chat template was stopped: it calls itself too deeply"
+            ) from None
         except Exception as error:  # a template can fail in any way its expressions can
-            raise TemplateError(f"the chat template failed: {type(error).__name__}: {error}") from None
+            raise TemplateError(
+                f"the chat template failed: {type(error).__name__}: {error}"
+            ) from None
 
 
 class ChatTemplates:
-    """A tokenizer's chat templates, compiled when they are first used: models may have one of their own for tools."""
+    """A tokenizer's chat templates, compiled when they are first used: models may have one of their
+    own for tools.
+    """
 
     def __init__(self) -> None:
         self._compiled: dict[bool, ChatTemplate] = {}
 
     def encode_chat(
-        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
     ) -> list[int]:
         """The prompt a conversation becomes."""
         for_tools = tools is not None

@@ -1,11 +1,11 @@
 """Keeps text in a request from becoming control tokens.
 
-A rendered chat is one string, in which the template's `<|im_end|>` and a user's look the same. So before
-rendering, the first character of each control token's text inside the request's strings is replaced by a
-*placeholder*: a private-use character that occurs nowhere in the request or the template. The template can
-strip, split, slice and test that text as usual, but nothing it does makes a control token of it. After
-rendering, every control token still found is the template's own, and the stretches between that have
-placeholders are restored and encoded as plain text.
+A rendered chat is one string, in which the template's `<|im_end|>` and a user's look the same. So
+before rendering, the first character of each control token's text inside the request's strings is
+replaced by a *placeholder*: a private-use character that occurs nowhere in the request or the
+template. The template can strip, split, slice and test that text as usual, but nothing it does
+makes a control token of it. After rendering, every control token still found is the template's own,
+and the stretches between that have placeholders are restored and encoded as plain text.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 
 class ControlTokens:
     """The tokens of one tokenizer and template that a request's text must not produce.
 
-    `special` are the tokenizer's special tokens, never allowed in any string of a request. `markers` are
-    added tokens that are not special but that the template writes itself (Qwen's `<tool_response>`), or
-    that look like special ones (`<|user|>`): they are not allowed either, except in what the assistant
-    said or thought, where they are the model's own words.
+    `special` are the tokenizer's special tokens, never allowed in any string of a request.
+    `markers` are added tokens that are not special but that the template writes itself (Qwen's
+    `<tool_response>`), or that look like special ones (`<|user|>`): they are not allowed either,
+    except in what the assistant said or thought, where they are the model's own words.
     """
 
     def __init__(self, added: Iterable[AddedToken], template_source: str) -> None:
@@ -46,10 +46,14 @@ class ControlTokens:
         self.special_pattern = _any_of(map(re.escape, _longest_first(special)))
         self.pattern = _any_of(map(re.escape, _longest_first(special | markers)))
         control = {token.content: token for token in tokens if token.content in special | markers}
-        self._in_rendered = _any_of(_with_stripped_space(control[text]) for text in _longest_first(control))
+        self._in_rendered = _any_of(
+            _with_stripped_space(control[text]) for text in _longest_first(control)
+        )
 
     def stretches(self, rendered: str) -> Iterator[tuple[int, int]]:
-        """The parts of a rendered text between its control tokens, as (start, end); empty ones left out."""
+        """The parts of a rendered text between its control tokens, as (start, end); empty ones left
+        out.
+        """
         start = 0
         for match in self._in_rendered.finditer(rendered):
             if match.start() > start:
@@ -71,24 +75,29 @@ class Placeholders:
         self._chosen: dict[tuple[str, bool], str] = {}
 
     def hide(self, value: Any, pattern: re.Pattern[str]) -> Any:
-        """Nested lists and objects with the first character of every match of `pattern` replaced, in keys too."""
+        """Nested lists and objects with the first character of every match of `pattern` replaced,
+        in keys too.
+        """
         if isinstance(value, str):
             # A match may hold or overlap another one, so this goes on until none is left.
             while pattern.search(value):
                 value = pattern.sub(self._hidden, value)
             return value
         if isinstance(value, dict):
-            return {self.hide(key, pattern): self.hide(item, pattern) for key, item in value.items()}
+            return {
+                self.hide(key, pattern): self.hide(item, pattern) for key, item in value.items()
+            }
         if isinstance(value, list):
             return [self.hide(item, pattern) for item in value]
         return value
 
     def restore(self, text: str) -> tuple[str, list[int]] | None:
-        """Undoes `hide`: the text as the request had it, and the positions that no token may reach across. None where
-        there is nothing to undo.
+        """Undoes `hide`: the text as the request had it, and the positions that no token may reach
+        across. None where there is nothing to undo.
 
-        Special tokens can't come back, since plain encoding does not know them; markers could, so each is cut
-        after its first character. A template may have written a placeholder as a JSON escape.
+        Special tokens can't come back, since plain encoding does not know them; markers could, so
+        each is cut after its first character. A template may have written a placeholder as a JSON
+        escape.
         """
         originals = {placeholder: key for key, placeholder in self._chosen.items()}
         originals |= {_escape(placeholder): key for key, placeholder in self._chosen.items()}

@@ -14,16 +14,19 @@ _MOST_TEXTS = 16384
 class IncrementalDetokenizer:
     """Turns one answer's tokens into text deltas.
 
-    The deltas joined equal `tokenizer.decode(ids)`; none holds half a character: bytes of an unfinished
-    UTF-8 sequence (at most three) wait for the tokens that complete it. Each token is looked up once, so a
-    token costs the same at the start and at the end of a long answer.
+    The deltas joined equal `tokenizer.decode(ids)`; none holds half a character: bytes of an
+    unfinished UTF-8 sequence (at most three) wait for the tokens that complete it. Each token is
+    looked up once, so a token costs the same at the start and at the end of a long answer.
 
-    With `prompt_ids` the answer is read as the continuation of that prompt: a SentencePiece tokenizer then
-    keeps the space before the first word, which `decode` drops only at the very start of a text.
+    With `prompt_ids` the answer is read as the continuation of that prompt: a SentencePiece
+    tokenizer then keeps the space before the first word, which `decode` drops only at the very
+    start of a text.
 
-    `special_mark` stands before each special token's text, for readers who must tell it from the same text in others.
+    `special_mark` stands before each special token's text, for readers who must tell it from the
+    same text in others.
 
-    Ids past the tokenizer's vocabulary add nothing (a model may have more rows than its tokenizer tokens).
+    Ids past the tokenizer's vocabulary add nothing (a model may have more rows than its tokenizer
+    tokens).
     """
 
     __slots__ = (
@@ -51,10 +54,14 @@ class IncrementalDetokenizer:
         # With marks, special tokens have other texts than everybody else's.
         self._texts = {} if special_mark else tokenizer.whole_texts[skip_special_tokens]
         self._is_between = not self._strip_space
-        """Whether the text so far ends with a whole character, so that the next token's text is its own."""
+        """Whether the text so far ends with a whole character, so that the next token's text is its
+        own.
+        """
 
     def push(self, token_id: int) -> str:
-        """The text that is certain once this token is known; often empty inside a multi-byte character."""
+        """The text that is certain once this token is known; often empty inside a multi-byte
+        character.
+        """
         if self._is_between and (known := self._texts.get(token_id)) is not None:
             return known
         data = self._bytes(token_id)

@@ -1,9 +1,9 @@
 """Rebuilds a tokenizer from GGUF metadata (`tokenizer.ggml.*`).
 
-A GGUF file has the vocabulary but not the whole pipeline: `tokenizer.ggml.pre` only names how text is cut
-into words before merging. What each name means is fixed by the tokenizer.json of the models that use it.
-Where transformers' own GGUF reader does less (it knows nothing of `smollm` and skips Qwen's NFC), the
-models' tokenizer.json is what we follow.
+A GGUF file has the vocabulary but not the whole pipeline: `tokenizer.ggml.pre` only names how text
+is cut into words before merging. What each name means is fixed by the tokenizer.json of the models
+that use it. Where transformers' own GGUF reader does less (it knows nothing of `smollm` and skips
+Qwen's NFC), the models' tokenizer.json is what we follow.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class _PreTokenizer:
     """How text is cut before byte-level merging."""
 
     words: str | tuple[str, ...] = ()
-    """Regex of one word, or several that cut one after the other; none is GPT-2's, which is built into the byte-level
-    pre-tokenizer."""
+    """Regex of one word, or several that cut one after the other; none is GPT-2's, which is built
+    into the byte-level pre-tokenizer.
+    """
     single_digits: bool = False
     nfc: bool = False
     whole_words_first: bool = False
@@ -78,7 +79,8 @@ _PRE_TOKENIZERS = {
     "llama3": _LLAMA3,
     "falcon3": _PreTokenizer(_LLAMA3_WORDS, whole_words_first=True),
     "qwen2": _PreTokenizer(_QWEN2_WORDS, nfc=True),
-    # SmolLM3 is a Llama 3 tokenizer without a beginning-of-sequence token, which llama.cpp calls this.
+    # SmolLM3 is a Llama 3 tokenizer without a beginning-of-sequence token, which llama.cpp calls
+    # this.
     "smaug-bpe": _PreTokenizer(_LLAMA3_WORDS, whole_words_first=True),
     "smollm": _STARCODER,
     "tekken": _PreTokenizer(_CASED_WORDS % ("", "", ""), whole_words_first=True, adds_bos=True),
@@ -96,8 +98,9 @@ _PRE_TOKENIZERS = {
     "hunyuan-dense": _PreTokenizer(_HUNYUAN_WORDS),
 }
 
-# Architectures whose control tokens swallow the white space behind them, but for these: files do not say so, their
-# models' tokenizer.json do. For SentencePiece alone: later models of such an architecture have other tokenizers.
+# Architectures whose control tokens swallow the white space behind them, but for these: files do
+# not say so, their models' tokenizer.json do. For SentencePiece alone: later models of such an
+# architecture have other tokenizers.
 _STRIPPING = {"phi3": ("<unk>", "<s>", "<|endoftext|>")}
 
 # Ends of turn that some files mark as control tokens without listing them as ends.
@@ -106,7 +109,9 @@ _END_TEXTS = (
     *("<end_of_turn>", "<|end|>", "<|return|>", "<|call|>"),
 )
 _MESSAGE_END = "<|end|>"
-"""Phi's end of turn; where there is `<|call|>` (gpt-oss) it is the end of a message, after which others may follow."""
+"""Phi's end of turn; where there is `<|call|>` (gpt-oss) it is the end of a message, after which
+others may follow.
+"""
 
 
 def read_gguf_tokenizer(metadata: Mapping[str, object]) -> TokenizerParts:
@@ -124,16 +129,25 @@ def read_gguf_tokenizer(metadata: Mapping[str, object]) -> TokenizerParts:
             f"tokenizer.ggml.model is {model!r}; Quire reads 'gpt2' (byte-level BPE) and 'llama' (SentencePiece)"
         )
     ids = {name: _token_id(fields, key, tokens) for name, key in _NAMED_TOKENS.items()}
-    named = {name: (tokens[token_id], token_id) for name, token_id in ids.items() if token_id is not None}
-    unstripped = _STRIPPING.get(str(metadata.get("general.architecture"))) if model == "llama" else None
-    backend.add_tokens(_added_tokens(tokens, types, {token_id for _, token_id in named.values()}, unstripped))
+    named = {
+        name: (tokens[token_id], token_id) for name, token_id in ids.items() if token_id is not None
+    }
+    unstripped = (
+        _STRIPPING.get(str(metadata.get("general.architecture"))) if model == "llama" else None
+    )
+    backend.add_tokens(
+        _added_tokens(tokens, types, {token_id for _, token_id in named.values()}, unstripped)
+    )
     bos = named.get("bos_token") if fields.boolean("add_bos_token", adds_bos) else None
     eos = named.get("eos_token") if fields.boolean("add_eos_token", False) else None
     backend.post_processor = processors.TemplateProcessing(
         single=[*([bos[0]] if bos else []), "$A", *([eos[0]] if eos else [])],
         special_tokens=[token for token in (bos, eos) if token is not None],
     )
-    ends = [ids["eos_token"], *(_token_id(fields, key, tokens) for key in ("eot_token_id", "eom_token_id"))]
+    ends = [
+        ids["eos_token"],
+        *(_token_id(fields, key, tokens) for key in ("eot_token_id", "eom_token_id")),
+    ]
     ends += _end_ids(tokens, types)
     return TokenizerParts(
         backend=backend,
@@ -147,7 +161,9 @@ def read_gguf_tokenizer(metadata: Mapping[str, object]) -> TokenizerParts:
 
 
 def _end_ids(tokens: Sequence[str], types: Sequence[int]) -> list[int]:
-    found = {token: i for i, token in enumerate(tokens) if types[i] == _CONTROL and token in _END_TEXTS}
+    found = {
+        token: i for i, token in enumerate(tokens) if types[i] == _CONTROL and token in _END_TEXTS
+    }
     if "<|call|>" in found:
         found.pop(_MESSAGE_END, None)
     return list(found.values())
@@ -160,7 +176,9 @@ def _token_id(fields: Fields, key: str, tokens: Sequence[str]) -> int | None:
 def _one_for_each(tokens: Sequence[str], fields: Fields, key: str, kind: type) -> list[Any]:
     values = fields.list_of(key, kind)
     if len(values) != len(tokens):
-        raise ModelFormatError(f"tokenizer.ggml.{key} has {len(values)} entries for {len(tokens)} tokens")
+        raise ModelFormatError(
+            f"tokenizer.ggml.{key} has {len(values)} entries for {len(tokens)} tokens"
+        )
     return values
 
 
@@ -182,12 +200,16 @@ def _byte_level(fields: Fields, tokens: Sequence[str]) -> tuple[tokenizers.Token
     pre = _PRE_TOKENIZERS.get(name)
     if pre is None:
         known = ", ".join(sorted(_PRE_TOKENIZERS))
-        message = f"tokenizer.ggml.pre is {name!r}, a pre-tokenizer Quire does not know; it knows {known}"
+        message = (
+            f"tokenizer.ggml.pre is {name!r}, a pre-tokenizer Quire does not know; it knows {known}"
+        )
         raise UnsupportedModelError(message)
     merges = [merge.partition(" ")[::2] for merge in fields.list_of("merges", str)]
     for index, (left, right) in enumerate(merges):
         if not (left and right):
-            raise ModelFormatError(f"tokenizer.ggml.merges[{index}] is not two tokens with a space between")
+            raise ModelFormatError(
+                f"tokenizer.ggml.merges[{index}] is not two tokens with a space between"
+            )
     backend = _build_bpe(tokens, merges, ignore_merges=pre.whole_words_first)
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
@@ -202,10 +224,14 @@ def _byte_level(fields: Fields, tokens: Sequence[str]) -> tuple[tokenizers.Token
     return backend, pre.adds_bos
 
 
-def _sentencepiece(fields: Fields, tokens: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
+def _sentencepiece(
+    fields: Fields, tokens: Sequence[str], types: Sequence[int]
+) -> tokenizers.Tokenizer:
     scores = _one_for_each(tokens, fields, "scores", Real)
     mergeable = {
-        token: index for index, token in enumerate(tokens) if types[index] not in (_UNKNOWN, _CONTROL, _UNUSED, _BYTE)
+        token: index
+        for index, token in enumerate(tokens)
+        if types[index] not in (_UNKNOWN, _CONTROL, _UNUSED, _BYTE)
     }
     unknown = _token_id(fields, "unknown_token_id", tokens)
     backend = _build_bpe(
@@ -219,15 +245,22 @@ def _sentencepiece(fields: Fields, tokens: Sequence[str], types: Sequence[int]) 
     backend.pre_tokenizer = pre_tokenizers.Metaspace(
         replacement="▁", prepend_scheme="first" if space_prefix else "never", split=False
     )
-    steps: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[decoders.Decoder] = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
     if space_prefix:
         steps.append(decoders.Strip(content=" ", left=1))
     backend.decoder = decoders.Sequence(steps)
     return backend
 
 
-def _merges_from_scores(mergeable: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """The merges a SentencePiece vocabulary implies: better scores first, then longer left and right parts.
+def _merges_from_scores(
+    mergeable: Mapping[str, int], scores: Sequence[float]
+) -> list[tuple[str, str]]:
+    """The merges a SentencePiece vocabulary implies: better scores first, then longer left and
+    right parts.
 
     Control, byte and unused tokens take no part: SentencePiece never makes them out of text.
     """
@@ -241,7 +274,9 @@ def _merges_from_scores(mergeable: Mapping[str, int], scores: Sequence[float]) -
     return [(left, right) for *_, left, right in ranked]
 
 
-def _build_bpe(tokens: Sequence[str], merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
+def _build_bpe(
+    tokens: Sequence[str], merges: list[tuple[str, str]], **options: Any
+) -> tokenizers.Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     try:
         return tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
@@ -254,12 +289,15 @@ def _build_bpe(tokens: Sequence[str], merges: list[tuple[str, str]], **options: 
 def _added_tokens(
     tokens: Sequence[str], types: Sequence[int], named: set[int], unstripped: Sequence[str] | None
 ) -> list[AddedToken]:
-    """Control tokens (and those with a role by name) are special; user-defined ones are only matched whole. All but the
-    `unstripped` ones swallow the white space behind them; None: none does.
+    """Control tokens (and those with a role by name) are special; user-defined ones are only
+    matched whole. All but the `unstripped` ones swallow the white space behind them; None: none
+    does.
 
     All are in the vocabulary already, so they keep their ids.
     """
-    marked = named.union(index for index, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED))
+    marked = named.union(
+        index for index, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED)
+    )
     return [
         AddedToken(
             tokens[index],

@@ -15,16 +15,26 @@ from quire.checkpoints.files import read_json, read_text, safe_member
 from quire.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from quire.frontend.tokenizer_parts import TokenizerParts
 
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 _MAX_TEMPLATE_BYTES = 2**22
 _OTHER_FORMATS = ("tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model")
 
 
 def read_hf_tokenizer(folder: Path) -> TokenizerParts:
-    """tokenizer.json is the tokenizer; the other files name its special tokens and hold its chat template.
+    """tokenizer.json is the tokenizer; the other files name its special tokens and hold its chat
+    template.
 
-    As in transformers 5, the post-processor in tokenizer.json alone decides what is put around a text;
-    `add_bos_token` and `add_eos_token` in tokenizer_config.json are for tokenizers without that file.
+    As in transformers 5, the post-processor in tokenizer.json alone decides what is put around a
+    text; `add_bos_token` and `add_eos_token` in tokenizer_config.json are for tokenizers without
+    that file.
     """
     if not _is_there(folder / "tokenizer.json"):
         _explain_missing(folder)
@@ -59,15 +69,22 @@ def read_chat_templates(folder: Path) -> dict[str, str]:
 
 
 def write_hf_tokenizer(parts: TokenizerParts, folder: Path) -> None:
-    """Writes the files that `read_hf_tokenizer` makes the same tokenizer of. (The ends of an answer go into
-    generation_config.json.)"""
+    """Writes the files that `read_hf_tokenizer` makes the same tokenizer of. (The ends of an answer
+    go into generation_config.json.)
+    """
     parts.backend.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = dict(parts.named_tokens)
     if parts.chat_templates:
-        config["chat_template"] = [{"name": name, "template": text} for name, text in parts.chat_templates.items()]
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        config["chat_template"] = [
+            {"name": name, "template": text} for name, text in parts.chat_templates.items()
+        ]
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
     generation = {"eos_token_id": list(parts.eos_token_ids)}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
+    (folder / "generation_config.json").write_text(
+        json.dumps(generation, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def _explain_missing(folder: Path) -> None:
@@ -109,7 +126,10 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, AddedToken]:
 
 
 def _add_missing_tokens(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, AddedToken], folder: Path
+    backend: tokenizers.Tokenizer,
+    config: Mapping[str, Any],
+    named: Mapping[str, AddedToken],
+    folder: Path,
 ) -> None:
     """Tokens that only tokenizer_config.json knows: by id first, then those it names as special."""
     present = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -121,7 +141,10 @@ def _add_missing_tokens(
             f"{folder / 'tokenizer_config.json'}: added_tokens_decoder must map token ids to tokens"
         ) from None
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    special = [*named.values(), *map(_as_token, extra.values() if isinstance(extra, dict) else extra)]
+    special = [
+        *named.values(),
+        *map(_as_token, extra.values() if isinstance(extra, dict) else extra),
+    ]
     for token in [token for _, token in by_id] + special:
         if token is not None and token.content not in present:
             present.add(token.content)
@@ -144,11 +167,15 @@ def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """chat_template.jinja, else chat_template.json, else the key in tokenizer_config.json: text or a list."""
+    """chat_template.jinja, else chat_template.json, else the key in tokenizer_config.json: text or
+    a list.
+    """
     jinja = folder / "chat_template.jinja"
     if _is_there(jinja):
         return {"default": read_text(jinja, _MAX_TEMPLATE_BYTES)}
-    value = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    value = _read_json(folder / "chat_template.json").get("chat_template") or config.get(
+        "chat_template"
+    )
     if isinstance(value, str):
         return {"default": value}
     if value is None:

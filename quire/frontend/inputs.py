@@ -1,5 +1,6 @@
-"""What a caller of the Python API gives: prompts and parameters, checked at the border, so that what is wrong is named
-there and never reaches the engine."""
+"""What a caller of the Python API gives: prompts and parameters, checked at the border, so that
+what is wrong is named there and never reaches the engine.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def check_text(text: object) -> str:
     return text
 
 
-def check_token_ids(given: object, vocab_size: int, field: str = "token_ids", other: str = "") -> list[int]:
+def check_token_ids(
+    given: object, vocab_size: int, field: str = "token_ids", other: str = ""
+) -> list[int]:
     """Token ids that a vocabulary has; `other` is what else might have been given."""
     if not _is_list(given):
         raise _wrong(field, f"{other}a list of token ids", given)
@@ -55,12 +58,16 @@ def check_token_ids(given: object, vocab_size: int, field: str = "token_ids", ot
         if isinstance(token_id, bool) or not isinstance(token_id, int):
             raise InvalidRequestError(field, f"must be {other}token ids, not {token_id!r}")
         if not 0 <= token_id < vocab_size:
-            raise InvalidRequestError(field, f"token id {token_id} is outside the vocabulary of {vocab_size}")
+            raise InvalidRequestError(
+                field, f"token id {token_id} is outside the vocabulary of {vocab_size}"
+            )
     return list(given)
 
 
 def as_conversations(messages: object) -> list[Any]:
-    """One conversation or several, as a list; what is in one is checked where its template is filled."""
+    """One conversation or several, as a list; what is in one is checked where its template is
+    filled.
+    """
     if not _is_list(messages):
         raise _wrong("messages", "a list of messages, or a list of such lists", messages)
     return list(messages) if messages and all(_is_list(one) for one in messages) else [messages]
@@ -71,7 +78,9 @@ def as_params(params: object, count: int) -> list[SamplingParams | None]:
     if not _is_list(params):
         return [check_params(params)] * count
     if len(params) != count:
-        raise InvalidRequestError("params", f"there are {len(params)} for {count} prompts; give one, or one each")
+        raise InvalidRequestError(
+            "params", f"there are {len(params)} for {count} prompts; give one, or one each"
+        )
     return [check_params(one) for one in params]
 
 
@@ -88,7 +97,9 @@ def check_streamed(params: object) -> SamplingParams:
     if params.n != 1:
         raise InvalidRequestError("n", "a stream carries one answer; use generate for more")
     if params.best_of not in (None, 1):
-        raise InvalidRequestError("best_of", "can't be streamed: the best is known at the end; use generate")
+        raise InvalidRequestError(
+            "best_of", "can't be streamed: the best is known at the end; use generate"
+        )
     return params
 
 
@@ -99,7 +110,9 @@ def check_id(request_id: object) -> str:
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
+    return isinstance(value, Sequence) and not isinstance(
+        value, str | bytes | bytearray | memoryview
+    )
 
 
 def _wrong(field: str, wanted: str, got: object) -> InvalidRequestError:

@@ -1,4 +1,6 @@
-"""A request between its first and last token, on the caller's side of the engine: token ids become text."""
+"""A request between its first and last token, on the caller's side of the engine: token ids become
+text.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ from quire.step import PromptScores, RequestMetrics, RequestUpdate, TokenScore
 class AnswerText:
     """One of the answers, as far as it has come."""
 
-    __slots__ = ("channels", "detokenizer", "matcher", "params", "pieces", "scores", "seed", "token_ids")
+    __slots__ = (
+        "channels",
+        "detokenizer",
+        "matcher",
+        "params",
+        "pieces",
+        "scores",
+        "seed",
+        "token_ids",
+    )
 
     def __init__(
         self,
@@ -33,12 +44,15 @@ class AnswerText:
         channels: ChannelText | None = None,
     ) -> None:
         self.channels = channels
-        # Spaces between special tokens need no switch: no decoder that `Tokenizer` accepts puts any there.
+        # Spaces between special tokens need no switch: no decoder that `Tokenizer` accepts puts any
+        # there.
         skip_special_tokens = params.skip_special_tokens and channels is None
         self.detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, continued, mark)
         self.matcher: StopMatcher | None = None
         if params.stop:
-            self.matcher = StopMatcher(stop_automaton(params.stop), params.include_stop_str_in_output)
+            self.matcher = StopMatcher(
+                stop_automaton(params.stop), params.include_stop_str_in_output
+            )
         self.params = params
         self.seed = seed
         self.token_ids: list[int] = []
@@ -51,7 +65,9 @@ class AnswerText:
         return self.matcher.match if self.matcher is not None else None
 
     def grow(self, token_ids: Sequence[int]) -> str:
-        """`read` for an answer without stop strings and scores that goes on: the text that is certain now."""
+        """`read` for an answer without stop strings and scores that goes on: the text that is
+        certain now.
+        """
         push = self.detokenizer.push
         text = push(token_ids[0]) if len(token_ids) == 1 else "".join(map(push, token_ids))
         self.token_ids += token_ids
@@ -60,12 +76,18 @@ class AnswerText:
         return text
 
     def read(self, update: RequestUpdate) -> tuple[int, str]:
-        """Takes tokens in until a stop string is complete: how many, and the text that is certain now."""
+        """Takes tokens in until a stop string is complete: how many, and the text that is certain
+        now.
+        """
         text, count = "", 0
         for count, token_id in enumerate(update.new_token_ids, start=1):
             self.token_ids.append(token_id)
             is_last = count == len(update.new_token_ids)
-            if is_last and update.stop_token_id is not None and not self.params.include_stop_str_in_output:
+            if (
+                is_last
+                and update.stop_token_id is not None
+                and not self.params.include_stop_str_in_output
+            ):
                 break
             piece = self.detokenizer.push(token_id)
             may_stop = len(self.token_ids) > self.params.min_tokens
@@ -76,7 +98,11 @@ class AnswerText:
         if update.finish_reason is not None and self.stop_string is None:
             rest = self.detokenizer.finish()
             # A character that was never completed is no place to stop.
-            text += rest if self.matcher is None else self.matcher.push(rest, may_stop=False) + self.matcher.finish()
+            text += (
+                rest
+                if self.matcher is None
+                else self.matcher.push(rest, may_stop=False) + self.matcher.finish()
+            )
         if self.channels is not None:
             is_last = self.stop_string is not None or update.finish_reason is not None
             is_whole = self.stop_string is None and update.finish_reason == "stop"
@@ -101,10 +127,12 @@ class LiveRequest:
         deltas_only: bool = False,
         special_mark: str = "",
     ) -> None:
-        """`params` as the caller gave them; `continues_prompt`: the answer goes on with the prompt's text, as
-        opposed to a chat's new turn; `deltas_only`: outputs need not repeat the logprobs of deltas and prompt,
-        which for long ones takes long to write (`best_of` shows no deltas: its outputs have them), and whoever reads
-        the deltas takes their text apart; `special_mark` stands before special tokens in the text."""
+        """`params` as the caller gave them; `continues_prompt`: the answer goes on with the
+        prompt's text, as opposed to a chat's new turn; `deltas_only`: outputs need not repeat the
+        logprobs of deltas and prompt, which for long ones takes long to write (`best_of` shows no
+        deltas: its outputs have them), and whoever reads the deltas takes their text apart;
+        `special_mark` stands before special tokens in the text.
+        """
         self.request_id = request_id
         self.names = [request.request_id for request in requests]
         self.grammar: Grammar | None = None
@@ -117,13 +145,16 @@ class LiveRequest:
         self._deltas_only = deltas_only
         self._tokenizer = tokenizer
         continued = prompt_token_ids if continues_prompt else ()
-        # Without control tokens nobody could tell channels apart. Under a grammar there are none, unless it names them.
+        # Without control tokens nobody could tell channels apart. Under a grammar there are none,
+        # unless it names them.
         is_free = params.structured is None or bool(params.structured.control_tokens)
         is_read = params.skip_special_tokens and not continues_prompt and not deltas_only
         in_channels = is_read and is_free and writes_channels(tokenizer)
         mark = SPECIAL_MARK if in_channels else special_mark
         self._answers = [
-            AnswerText(tokenizer, continued, params, one.seed, mark, ChannelText() if in_channels else None)
+            AnswerText(
+                tokenizer, continued, params, one.seed, mark, ChannelText() if in_channels else None
+            )
             for one in requests
         ]
         self._completions: list[Completion | None] = [None] * len(requests)
@@ -133,23 +164,34 @@ class LiveRequest:
         """Scores of prompt positions, from whichever answer computed them; some may come again."""
         self._prompt_scores.update(enumerate(found.scores, start=found.start))
 
-    def advance(self, index: int, update: RequestUpdate, end: Callable[[], RequestMetrics]) -> RequestDelta:
-        """Takes in what the engine reported of answer `index`. If a stop string is complete with it, `end` is
-        called, which ends the answer in the engine."""
+    def advance(
+        self, index: int, update: RequestUpdate, end: Callable[[], RequestMetrics]
+    ) -> RequestDelta:
+        """Takes in what the engine reported of answer `index`. If a stop string is complete with
+        it, `end` is called, which ends the answer in the engine.
+        """
         answer = self._answers[index]
         count, text = answer.read(update)
         if answer.stop_string is not None and update.finish_reason is None:
             update = update._replace(metrics=end())
         if answer.stop_string is not None:
             update = update._replace(finish_reason="stop", error=None)
-            if update.metrics is not None and update.metrics.num_output_tokens != len(answer.token_ids):
+            if update.metrics is not None and update.metrics.num_output_tokens != len(
+                answer.token_ids
+            ):
                 # Several tokens came at once, and the stop string ended before the last of them.
-                update = update._replace(metrics=replace(update.metrics, num_output_tokens=len(answer.token_ids)))
+                update = update._replace(
+                    metrics=replace(update.metrics, num_output_tokens=len(answer.token_ids))
+                )
         if update.finish_reason is not None:
             self._completions[index] = self._complete(index, answer, update)
         token_ids, reason = update.new_token_ids[:count], update.finish_reason
-        logprobs = () if self._params.logprobs is None else tuple(map(self._spell, update.scores[:count]))
-        delta = RequestDelta(self.request_id, index, text, token_ids, logprobs, reason, self._output())
+        logprobs = (
+            () if self._params.logprobs is None else tuple(map(self._spell, update.scores[:count]))
+        )
+        delta = RequestDelta(
+            self.request_id, index, text, token_ids, logprobs, reason, self._output()
+        )
         if self.unread is not None:
             self.unread.append(delta)
         return delta
@@ -173,13 +215,17 @@ class LiveRequest:
         assert update.finish_reason is not None
         assert update.metrics is not None
         scored = self._params.logprobs is not None or self._params.best_of is not None
-        spelt = self._params.logprobs is not None and (not self._deltas_only or self._params.best_of is not None)
+        spelt = self._params.logprobs is not None and (
+            not self._deltas_only or self._params.best_of is not None
+        )
         return Completion(
             index=index,
             text="".join(answer.pieces),
             token_ids=tuple(answer.token_ids),
             finish_reason=update.finish_reason,
-            stop_reason=answer.stop_string if answer.stop_string is not None else update.stop_token_id,
+            stop_reason=answer.stop_string
+            if answer.stop_string is not None
+            else update.stop_token_id,
             seed=answer.seed,
             error=update.error,
             metrics=update.metrics,
@@ -195,13 +241,19 @@ class LiveRequest:
             done = sorted(done, key=_mean_logprob, reverse=True)[: self._params.n]
             done = [replace(completion, index=index) for index, completion in enumerate(done)]
         prompt_logprobs = None if self._deltas_only else self.prompt_logprobs()
-        return RequestOutput(self.request_id, self._prompt, self._prompt_token_ids, tuple(done), prompt_logprobs)
+        return RequestOutput(
+            self.request_id, self._prompt, self._prompt_token_ids, tuple(done), prompt_logprobs
+        )
 
     def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
-        """What is known of the prompt's logprobs, if they were asked for: all of them once a token has come."""
+        """What is known of the prompt's logprobs, if they were asked for: all of them once a token
+        has come.
+        """
         if self._params.prompt_logprobs is None:
             return None
-        found = (self._prompt_scores.get(position) for position in range(len(self._prompt_token_ids)))
+        found = (
+            self._prompt_scores.get(position) for position in range(len(self._prompt_token_ids))
+        )
         return tuple(None if score is None else self._spell(score) for score in found)
 
     def _spell(self, score: TokenScore) -> TokenLogprobs:
@@ -210,13 +262,18 @@ class LiveRequest:
             for rank, (token_id, logprob) in enumerate(score.top, start=1)
         )
         named = tuple(
-            Logprob(token_id, logprob, rank, self._bytes(token_id)) for token_id, logprob, rank in score.named
+            Logprob(token_id, logprob, rank, self._bytes(token_id))
+            for token_id, logprob, rank in score.named
         )
-        return TokenLogprobs(score.token_id, score.logprob, score.rank, self._bytes(score.token_id), top, named)
+        return TokenLogprobs(
+            score.token_id, score.logprob, score.rank, self._bytes(score.token_id), top, named
+        )
 
     def _bytes(self, token_id: int) -> bytes:
         # A model may have more rows than its tokenizer has tokens.
-        return self._tokenizer.token_bytes(token_id) if token_id < self._tokenizer.vocab_size else b""
+        return (
+            self._tokenizer.token_bytes(token_id) if token_id < self._tokenizer.vocab_size else b""
+        )
 
 
 def _mean_logprob(completion: Completion) -> tuple[bool, float]:

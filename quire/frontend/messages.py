@@ -12,7 +12,9 @@ from quire.errors import InvalidRequestError
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 _CUSTOM_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_ -]{0,63}")
-"""Other roles, for templates that write down any role. Nothing in such a name can pass for a control token."""
+"""Other roles, for templates that write down any role. Nothing in such a name can pass for a
+control token.
+"""
 MAX_DEPTH = 64
 """How deep lists and objects in messages and tools may be nested."""
 
@@ -22,14 +24,17 @@ Message = dict[str, Any]
 def check_messages(messages: object, knows_developer: bool) -> list[Message]:
     """Copies of the messages, made of JSON types only.
 
-    Text parts are joined, tool-call arguments become objects, and the role `developer` becomes `system`
-    for templates that never mention it (`knows_developer`), since for those it means the same.
+    Text parts are joined, tool-call arguments become objects, and the role `developer` becomes
+    `system` for templates that never mention it (`knows_developer`), since for those it means the
+    same.
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise InvalidRequestError("messages", "must be a list of messages")
     if not messages:
         raise InvalidRequestError("messages", "is empty; a chat needs at least one message")
-    checked = [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    checked = [
+        _check_message(message, f"messages[{index}]") for index, message in enumerate(messages)
+    ]
     for message in checked:
         if message["role"] == "developer" and not knows_developer:
             message["role"] = "system"
@@ -39,7 +44,9 @@ def check_messages(messages: object, knows_developer: bool) -> list[Message]:
 def plain_data(value: object, field: str, depth: int = 0) -> Any:
     """The same value in exact JSON types, so that a template meets no method but theirs."""
     if depth > MAX_DEPTH:
-        raise InvalidRequestError(field.split(".")[0], f"is nested more than {MAX_DEPTH} levels deep")
+        raise InvalidRequestError(
+            field.split(".")[0], f"is nested more than {MAX_DEPTH} levels deep"
+        )
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -57,7 +64,9 @@ def plain_data(value: object, field: str, depth: int = 0) -> Any:
         items = {str.__str__(key): item for key, item in value.items()}
         return {key: plain_data(item, f"{field}.{key}", depth + 1) for key, item in items.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [plain_data(item, f"{field}[{index}]", depth + 1) for index, item in enumerate(value)]
+        return [
+            plain_data(item, f"{field}[{index}]", depth + 1) for index, item in enumerate(value)
+        ]
     kind = type(value).__name__
     raise InvalidRequestError(field, f"must be text, a number, a list or an object, not {kind}")
 
@@ -84,7 +93,9 @@ def _check_message(message: object, field: str) -> Message:
         raise InvalidRequestError(f"{field}.role", f"is missing; it is one of {', '.join(ROLES)}")
     if role not in ROLES and not (isinstance(role, str) and _CUSTOM_ROLE.fullmatch(role)):
         allowed = "a name of at most 64 letters, digits, spaces, - and _"
-        raise InvalidRequestError(f"{field}.role", f"is neither one of {', '.join(ROLES)} nor {allowed}")
+        raise InvalidRequestError(
+            f"{field}.role", f"is neither one of {', '.join(ROLES)} nor {allowed}"
+        )
     if plain.get("tool_calls"):
         _check_tool_calls(plain["tool_calls"], f"{field}.tool_calls")
     else:  # clients send null for none; to templates a key that is there means calls
@@ -109,7 +120,9 @@ def _check_content(message: Message, field: str) -> None:
         if not isinstance(part, dict):
             raise InvalidRequestError(where, 'must be an object like {"type": "text", "text": "…"}')
         if part.get("type") != "text":
-            raise InvalidRequestError(f"{where}.type", f"is {part.get('type')!r}; only 'text' is supported")
+            raise InvalidRequestError(
+                f"{where}.type", f"is {part.get('type')!r}; only 'text' is supported"
+            )
         if not isinstance(part.get("text"), str):
             raise InvalidRequestError(f"{where}.text", "must be text")
         texts.append(part["text"])

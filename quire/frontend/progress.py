@@ -26,9 +26,17 @@ class _Bars:
     """A rich progress display that goes away when it is done, and shows nothing when nobody looks."""
 
     def __init__(self, *columns: ProgressColumn) -> None:
-        first, last = (TextColumn("{task.description}"), rich_progress.BarColumn()), rich_progress.TimeRemainingColumn()
+        first, last = (
+            (TextColumn("{task.description}"), rich_progress.BarColumn()),
+            rich_progress.TimeRemainingColumn(),
+        )
         self._progress = rich_progress.Progress(
-            *first, *columns, last, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+            *first,
+            *columns,
+            last,
+            console=Console(stderr=True),
+            transient=True,
+            disable=not sys.stderr.isatty(),
         )
 
     def __enter__(self) -> Self:
@@ -43,11 +51,16 @@ class _Bars:
 
 
 class ModelBars(_Bars):
-    """Bars for models; calling it with `download`, `load` or `quantize` gives the function to report to. When the CPU
-    kernels have to be compiled meanwhile, that has a bar too."""
+    """Bars for models; calling it with `download`, `load` or `quantize` gives the function to
+    report to. When the CPU kernels have to be compiled meanwhile, that has a bar too.
+    """
 
     def __init__(self, name: str) -> None:
-        kinds = rich_progress.TaskProgressColumn, rich_progress.DownloadColumn, rich_progress.TransferSpeedColumn
+        kinds = (
+            rich_progress.TaskProgressColumn,
+            rich_progress.DownloadColumn,
+            rich_progress.TransferSpeedColumn,
+        )
         super().__init__(*(kind() for kind in kinds))
         self._name = name
         self._compiling = self("compile")
@@ -80,7 +93,9 @@ class GenerationBar(_Bars):
     """How many prompts are answered, and how many tokens a second that takes."""
 
     def __init__(self, num_prompts: int) -> None:
-        super().__init__(MofNCompleteColumn(), TextColumn("prompts, {task.fields[rate]:.1f} tokens/s"))
+        super().__init__(
+            MofNCompleteColumn(), TextColumn("prompts, {task.fields[rate]:.1f} tokens/s")
+        )
         self._task = self._progress.add_task("Generating", total=num_prompts, rate=0.0)
         self._num_tokens = 0
         self._started = time.monotonic()
@@ -96,10 +111,14 @@ class GenerationBar(_Bars):
 
 
 class BatchBar(_Bars):
-    """How many requests of a batch are answered, how many tokens a second that takes, and the time left."""
+    """How many requests of a batch are answered, how many tokens a second that takes, and the time
+    left.
+    """
 
     def __init__(self) -> None:
-        super().__init__(MofNCompleteColumn(), TextColumn("requests, {task.fields[rate]:.1f} tokens/s"))
+        super().__init__(
+            MofNCompleteColumn(), TextColumn("requests, {task.fields[rate]:.1f} tokens/s")
+        )
         self._task: rich_progress.TaskID | None = None
         self._started = 0.0
 

@@ -1,4 +1,6 @@
-"""Takes what a model thinks (between `<think>` and `</think>`) apart from what it answers, as the text comes."""
+"""Takes what a model thinks (between `<think>` and `</think>`) apart from what it answers, as the
+text comes.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,18 @@ class SplitText(NamedTuple):
 
 
 class ReasoningSplitter:
-    """Reads one answer. Thinking comes first or not at all: a tag anywhere else is text like any other.
+    """Reads one answer. Thinking comes first or not at all: a tag anywhere else is text like any
+    other.
 
-    White space around the tags belongs to neither part. An answer that ends before the closing tag was all
-    reasoning. The outcome depends on the text alone, not on how it was cut into pieces.
+    White space around the tags belongs to neither part. An answer that ends before the closing tag
+    was all reasoning. The outcome depends on the text alone, not on how it was cut into pieces.
     """
 
     def __init__(self, inside: bool = False) -> None:
         """`inside`: the prompt has opened the tag already."""
-        self._state: Literal["start", "opened", "reasoning", "closed", "content"] = "opened" if inside else "start"
+        self._state: Literal["start", "opened", "reasoning", "closed", "content"] = (
+            "opened" if inside else "start"
+        )
         self._space: list[str] = []
         """White space that counts if more of the same part follows."""
         self._held = ""
@@ -47,7 +52,13 @@ class ReasoningSplitter:
         return self._state == "content"
 
     def feed(self, text: str) -> SplitText:
-        if self._state == "reasoning" and text and not self._held and END[0] not in text and text[-1] not in WHITE:
+        if (
+            self._state == "reasoning"
+            and text
+            and not self._held
+            and END[0] not in text
+            and text[-1] not in WHITE
+        ):
             # Most pieces: nothing in it ends the reasoning, or may begin to.
             reasoned = "".join([*self._space, text])
             self._space.clear()
@@ -78,7 +89,9 @@ class ReasoningSplitter:
         return SplitText(rest if self._state == "reasoning" else rest.strip(WHITE), "")
 
     def _read_tag(self, text: str, position: int, content: list[str]) -> int:
-        """Before the opening tag, behind it, or behind the closing one: white space is not part of anything yet."""
+        """Before the opening tag, behind it, or behind the closing one: white space is not part of
+        anything yet.
+        """
         stripped = len(text) - len(text[position:].lstrip(WHITE))
         if self._state == "start":
             self._space.append(text[position:stripped])
@@ -117,7 +130,9 @@ class ReasoningSplitter:
 
 
 def open_end(text: str, start: int, mark: str) -> int:
-    """Where in `text[start:]` an end begins that `mark` may begin with; the text's length if nowhere."""
+    """Where in `text[start:]` an end begins that `mark` may begin with; the text's length if
+    nowhere.
+    """
     position = text.find(mark[0], max(start, len(text) - len(mark) + 1))
     while position >= 0 and not mark.startswith(text[position:]):
         position = text.find(mark[0], position + 1)

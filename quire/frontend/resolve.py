@@ -22,9 +22,17 @@ def resolve_tokens(params: SamplingParams, tokenizer: Tokenizer) -> ResolvedToke
             if getattr(params, field):
                 tokenizer.need_text(field)
     breakers = params.dry_sequence_breakers if params.dry_multiplier else ()
-    bad_word_ids = dict.fromkeys(ids for word in params.bad_words for ids in _spellings(word, tokenizer))
-    predicted = tokenizer.encode_plain(params.prediction) if params.prediction and params.speculation else ()
-    return ResolvedTokens(tuple(bad_word_ids), _breaker_ids(breakers, tokenizer) if breakers else (), tuple(predicted))
+    bad_word_ids = dict.fromkeys(
+        ids for word in params.bad_words for ids in _spellings(word, tokenizer)
+    )
+    predicted = (
+        tokenizer.encode_plain(params.prediction)
+        if params.prediction and params.speculation
+        else ()
+    )
+    return ResolvedTokens(
+        tuple(bad_word_ids), _breaker_ids(breakers, tokenizer) if breakers else (), tuple(predicted)
+    )
 
 
 def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
@@ -34,7 +42,9 @@ def _spellings(word: str, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
 
 
 class _Vocabulary:
-    """All tokens' bytes in one string, so that a search in them is one of the machine's, not of Python's."""
+    """All tokens' bytes in one string, so that a search in them is one of the machine's, not of
+    Python's.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         pieces = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
@@ -69,7 +79,9 @@ def _breaker_ids(breakers: tuple[str, ...], tokenizer: Tokenizer) -> tuple[int, 
         for text in breakers:
             tokens = vocabulary.tokens_with(text.encode("utf-8", "replace"))
             if not tokens:
-                raise InvalidRequestError("dry_sequence_breakers", f"no token of this model contains {text!r}")
+                raise InvalidRequestError(
+                    "dry_sequence_breakers", f"no token of this model contains {text!r}"
+                )
             found.update(tokens)
         if len(vocabulary.breaker_ids) >= _REMEMBERED:
             vocabulary.breaker_ids.clear()

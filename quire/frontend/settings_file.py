@@ -46,17 +46,25 @@ def read_settings(path: str | Path) -> SettingsFile:
         found = tomllib.loads(text)
     except RecursionError:
         raise InvalidRequestError("config", f"{path} is nested too deeply") from None
-    except ValueError as error:  # TOML's own error, and Python's for integers of thousands of digits
+    except (
+        ValueError
+    ) as error:  # TOML's own error, and Python's for integers of thousands of digits
         raise InvalidRequestError("config", f"{path} is not TOML: {error}") from None
     if any(not -(2**63) <= number < 2**63 for number in _whole_numbers(found)):
-        raise InvalidRequestError("config", f"{path}: whole numbers must have at most 64 bits, as TOML says")
+        raise InvalidRequestError(
+            "config", f"{path}: whole numbers must have at most 64 bits, as TOML says"
+        )
     model = found.pop("model", None)
     if model is not None and not isinstance(model, str):
-        raise InvalidRequestError("config", f"{path}: model must be text, not {reprlib.repr(model)}")
+        raise InvalidRequestError(
+            "config", f"{path}: model must be text, not {reprlib.repr(model)}"
+        )
     for name, section in found.items():
         if name not in SECTIONS or not isinstance(section, dict):
             known = " and ".join(f"[{one}]" for one in SECTIONS)
-            raise InvalidRequestError("config", f"{path}: {name} is unknown; there are model, {known}")
+            raise InvalidRequestError(
+                "config", f"{path}: {name} is unknown; there are model, {known}"
+            )
     return SettingsFile(path, model, found)
 
 
@@ -74,7 +82,9 @@ def _whole_numbers(value: Any) -> Iterator[int]:
 def with_settings(
     config: str | Path | None, model: object, options: Mapping[str, Any], default: str = "smollm2"
 ) -> tuple[str, dict[str, Any]]:
-    """The model and the engine's options: as given, else as a file says. The server's part of it is for a server."""
+    """The model and the engine's options: as given, else as a file says. The server's part of it is
+    for a server.
+    """
     file = SettingsFile() if config is None else read_settings(config)
     model = file.model or default if model is UNSET else model
     if not isinstance(model, str | Path):

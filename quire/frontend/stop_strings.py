@@ -1,7 +1,8 @@
 """Stop strings, found as the text comes and without giving away a part of one.
 
-The match that is complete first ends the text; of several that are complete with the same character, the
-longest. So the outcome depends on the text alone, not on how tokens cut it or on the order of the strings.
+The match that is complete first ends the text; of several that are complete with the same
+character, the longest. So the outcome depends on the text alone, not on how tokens cut it or on the
+order of the strings.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from functools import lru_cache
 
 
 class StopAutomaton:
-    """The strings as a tree of their beginnings (Aho and Corasick): reading a character costs the same, on
-    average, for one string or sixty-four. Never changes, so many texts can be read with one."""
+    """The strings as a tree of their beginnings (Aho and Corasick): reading a character costs the
+    same, on average, for one string or sixty-four. Never changes, so many texts can be read with
+    one.
+    """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.children: list[dict[str, int]] = [{}]
         self.depth = [0]
-        """How much of the text read so far may yet become a stop string: a node's length, except where no
-        string goes on."""
+        """How much of the text read so far may yet become a stop string: a node's length, except
+        where no string goes on.
+        """
         self.match: list[str | None] = [None]
         """The longest stop string the text ends with at this node."""
         self.fallback = [0]
@@ -77,8 +81,9 @@ class StopMatcher:
         """The stop string that ended the text; whatever comes after it is dropped."""
 
     def push(self, text: str, may_stop: bool = True) -> str:
-        """What of the text so far is new and certain. A stop string that is complete while `may_stop` is false
-        is text like any other."""
+        """What of the text so far is new and certain. A stop string that is complete while
+        `may_stop` is false is text like any other.
+        """
         if self.match is not None:
             return ""
         automaton, node = self._automaton, self._node

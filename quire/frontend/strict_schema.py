@@ -1,5 +1,6 @@
-"""JSON schemas with `strict: true`: objects are closed, as OpenAI's are. Without it a schema means what JSON Schema
-says, by which an object may have properties that nobody named."""
+"""JSON schemas with `strict: true`: objects are closed, as OpenAI's are. Without it a schema means
+what JSON Schema says, by which an object may have properties that nobody named.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _ONE = ("items", "additionalProperties", "unevaluatedProperties", "contains", "then", "else")
-"""Keywords whose value is a schema. What stands under `not` and `if` is a condition: closing would turn it around."""
+"""Keywords whose value is a schema. What stands under `not` and `if` is a condition: closing would
+turn it around.
+"""
 _LISTS = ("anyOf", "oneOf", "prefixItems")
 _MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "then", "else", "dependentSchemas")
@@ -20,14 +23,20 @@ def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
     return _closed(schema, "#", combined, True)
 
 
-def _closed(schema: Mapping[str, Any], path: str, combined: set[str], may_close: bool) -> dict[str, Any]:
+def _closed(
+    schema: Mapping[str, Any], path: str, combined: set[str], may_close: bool
+) -> dict[str, Any]:
     closed = dict(schema)
     for key in _ONE:
         if isinstance(schema.get(key), Mapping):
-            closed[key] = _closed(schema[key], f"{path}/{key}", combined, key not in ("then", "else"))
+            closed[key] = _closed(
+                schema[key], f"{path}/{key}", combined, key not in ("then", "else")
+            )
     for key in _LISTS:
         if isinstance(schema.get(key), list):
-            closed[key] = _closed_list(schema[key], f"{path}/{key}", combined, "properties" not in schema)
+            closed[key] = _closed_list(
+                schema[key], f"{path}/{key}", combined, "properties" not in schema
+            )
     if isinstance(schema.get("allOf"), list):
         alone = len(schema["allOf"]) == 1 and "properties" not in schema
         closed["allOf"] = _closed_list(schema["allOf"], f"{path}/allOf", combined, alone)
@@ -35,11 +44,18 @@ def _closed(schema: Mapping[str, Any], path: str, combined: set[str], may_close:
         if isinstance(schema.get(key), Mapping):
             own = key != "dependentSchemas"
             closed[key] = {
-                name: _closed(part, f"{path}/{key}/{name}", combined, own) if isinstance(part, Mapping) else part
+                name: _closed(part, f"{path}/{key}/{name}", combined, own)
+                if isinstance(part, Mapping)
+                else part
                 for name, part in schema[key].items()
             }
     says_enough = ("additionalProperties", "unevaluatedProperties", *_COMBINING)
-    if may_close and _is_object(schema) and path not in combined and not any(key in schema for key in says_enough):
+    if (
+        may_close
+        and _is_object(schema)
+        and path not in combined
+        and not any(key in schema for key in says_enough)
+    ):
         closed["additionalProperties"] = False
     return closed
 
@@ -69,7 +85,11 @@ def _walk(schema: Any) -> Iterator[Mapping[str, Any]]:
 def _combined_refs(schema: Mapping[str, Any]) -> Iterator[str]:
     """Definitions that a schema adds to others, so that none of them holds all properties."""
     several = schema.get("allOf")
-    parts = several if isinstance(several, list) and (len(several) > 1 or "properties" in schema) else []
+    parts = (
+        several
+        if isinstance(several, list) and (len(several) > 1 or "properties" in schema)
+        else []
+    )
     if "properties" in schema:
         parts = [*parts, schema]
     for part in parts:

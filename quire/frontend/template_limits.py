@@ -1,4 +1,6 @@
-"""How much a chat template may do: a budget of steps and time, and sizes that are checked before something is made."""
+"""How much a chat template may do: a budget of steps and time, and sizes that are checked before
+something is made.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ ITERATING = frozenset(
      "selectattr", "slice", "sort", "sum", "unique")
 )  # fmt: skip
 """Filters for which a text is a list of characters."""
-_PADDING = frozenset(("center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap", "batch", "slice"))
-_PRINTING = frozenset(("string", "pprint", "list", "sum", "escape", "e", "forceescape", "urlencode", "xmlattr"))
+_PADDING = frozenset(
+    ("center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap", "batch", "slice")
+)
+_PRINTING = frozenset(
+    ("string", "pprint", "list", "sum", "escape", "e", "forceescape", "urlencode", "xmlattr")
+)
 
 
 class TemplateLimitError(Exception):
@@ -139,7 +145,11 @@ def check_operands(operator: str, left: Any, right: Any) -> None:
         for sequence, count in ((left, right), (right, left)):
             if isinstance(sequence, str | list | tuple) and isinstance(count, int):
                 check_size(len(sequence) * count, "text" if isinstance(sequence, str) else "list")
-        if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > 4096:
+        if (
+            isinstance(left, int)
+            and isinstance(right, int)
+            and left.bit_length() + right.bit_length() > 4096
+        ):
             raise TemplateLimitError("multiplies huge numbers")
     elif operator == "+":
         if isinstance(left, str) and isinstance(right, str):
@@ -159,7 +169,9 @@ def check_growth(name: str, subject: Any, args: tuple[Any, ...], kwargs: Mapping
             check_size(len(text) + (text.count(old) if len(new) > len(old) else 0) * len(new))
         case "join":
             # As a method the separator is the subject, as a filter it is the first argument.
-            separator = subject if isinstance(subject, str) and values else (values[0] if values else "")
+            separator = (
+                subject if isinstance(subject, str) and values else (values[0] if values else "")
+            )
             pieces = values[0] if separator is subject and values else subject
             if isinstance(pieces, list | tuple | str):
                 measured(pieces)
@@ -175,7 +187,11 @@ def check_growth(name: str, subject: Any, args: tuple[Any, ...], kwargs: Mapping
             for width in values:
                 if isinstance(width, int):
                     check_width(width)
-                    lines = subject.count("\n") + subject.count("\t") + 1 if isinstance(subject, str) else 1
+                    lines = (
+                        subject.count("\n") + subject.count("\t") + 1
+                        if isinstance(subject, str)
+                        else 1
+                    )
                     check_size(width * lines)
                 elif isinstance(width, str) and isinstance(subject, str):
                     check_size(len(width) * (len(subject) + 1))

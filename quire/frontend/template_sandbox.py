@@ -1,14 +1,15 @@
 """A Jinja sandbox in which a hostile template can do little and not for long.
 
-A model's chat template is a program that came with the model. Jinja's immutable sandbox keeps it from
-reaching Python's internals and from changing what it is given; this module also bounds its work:
+A model's chat template is a program that came with the model. Jinja's immutable sandbox keeps it
+from reaching Python's internals and from changing what it is given; this module also bounds its
+work:
 
 - every turn of a loop, every macro call and every item that a filter hands on is counted;
-- whatever may take long (filters, methods, operators, tests, slices, printing) looks at the deadline when it is done,
-  and is given so little at once that this comes soon: most filters a megabyte of text, comparisons no more values than
-  may be printed;
-- `range`, `*`, `**`, `+`, `~`, padding, replacing, joining and formatting are checked *before* they make
-  something too large, and so is the printing of nested lists and objects;
+- whatever may take long (filters, methods, operators, tests, slices, printing) looks at the
+  deadline when it is done, and is given so little at once that this comes soon: most filters a
+  megabyte of text, comparisons no more values than may be printed;
+- `range`, `*`, `**`, `+`, `~`, padding, replacing, joining and formatting are checked *before* they
+  make something too large, and so is the printing of nested lists and objects;
 - block captures and the output as a whole have a size limit.
 """
 
@@ -68,11 +69,15 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as templates expect it: no HTML escapes, and characters as they are unless asked otherwise."""
+    """JSON as templates expect it: no HTML escapes, and characters as they are unless asked
+    otherwise.
+    """
     if isinstance(indent, int):
         check_width(indent)
     measured(value)
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _range(*args: int) -> range:
@@ -86,7 +91,9 @@ def _raise_exception(message: object) -> None:
 
 
 class _PlainNamespace(Namespace):
-    """`namespace()` without names that begin with an underscore, which Python and Jinja give meanings to."""
+    """`namespace()` without names that begin with an underscore, which Python and Jinja give
+    meanings to.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -100,18 +107,23 @@ class _PlainNamespace(Namespace):
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the model's own words for training; here its body is simply rendered."""
+    """`{% generation %}` marks the model's own words for training; here its body is simply
+    rendered.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - typed as a plain set by Jinja
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        return nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+        )
 
 
 class _Counted(NodeTransformer):
-    """Puts a step counter into every loop and macro, a size check into `~` and comparisons, and a look at the clock
-    behind comparisons, tests and slices."""
+    """Puts a step counter into every loop and macro, a size check into `~` and comparisons, and a
+    look at the clock behind comparisons, tests and slices.
+    """
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802 - Jinja's naming
         self.generic_visit(node)
@@ -130,7 +142,9 @@ class _Counted(NodeTransformer):
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return self._call("timed", [node], node.lineno) if isinstance(node.arg, nodes.Slice) else node
+        return (
+            self._call("timed", [node], node.lineno) if isinstance(node.arg, nodes.Slice) else node
+        )
 
     def _count(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
         self.generic_visit(node)
@@ -185,7 +199,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         budget.get().step()
         return True
 
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
         check_operands(operator, left, right)
         return timed(super().call_binop(context, operator, left, right))
 

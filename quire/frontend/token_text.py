@@ -1,8 +1,8 @@
 """The bytes each token stands for.
 
-Decoding is nothing but joining these bytes and reading them as UTF-8, so a token's text never depends on
-its neighbours and can be streamed one token at a time. The table is derived from the decoder that the
-tokenizer's files ask for; a decoder that does not work on bytes is refused.
+Decoding is nothing but joining these bytes and reading them as UTF-8, so a token's text never
+depends on its neighbours and can be streamed one token at a time. The table is derived from the
+decoder that the tokenizer's files ask for; a decoder that does not work on bytes is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _SPACE_MARK = "▁"
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """How byte-level BPE spells bytes as characters: printable ones as themselves, the others from U+0100."""
+    """How byte-level BPE spells bytes as characters: printable ones as themselves, the others from
+    U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     hidden = [byte for byte in range(256) if chr(byte) not in alphabet]
@@ -38,7 +40,9 @@ class TokenText:
         self._backend = backend
         self._added = backend.get_added_tokens_decoder()
         self._table: list[bytes | None] = [None] * vocab_size
-        self._alphabet: dict[str, int] | None = byte_level_alphabet() if "ByteLevel" in kinds else None
+        self._alphabet: dict[str, int] | None = (
+            byte_level_alphabet() if "ByteLevel" in kinds else None
+        )
         self._byte_fallback = "ByteFallback" in kinds
         self.strips_first_space = any(_strips_first_space(step) for step in steps)
         """SentencePiece puts a space before the first word; decoding takes it away again."""
@@ -91,7 +95,9 @@ def _is_supported(step: Mapping[str, Any]) -> bool:
         case "Metaspace":
             return step.get("replacement") == _SPACE_MARK
         case "Strip":
-            return step.get("content") == " " and step.get("start") in (0, 1) and step.get("stop") == 0
+            return (
+                step.get("content") == " " and step.get("start") in (0, 1) and step.get("stop") == 0
+            )
     return False
 
 

@@ -23,6 +23,10 @@ class TokenizerParts:
     named_tokens: Mapping[str, str] = field(default_factory=dict)
     """`bos_token`, `eos_token`, … as chat templates see them."""
     chat_templates: Mapping[str, str] = field(default_factory=dict)
-    """By name; `default` is the one for every day, `tool_use` (if any) the one for requests with tools."""
+    """By name; `default` is the one for every day, `tool_use` (if any) the one for requests with
+    tools.
+    """
     class_name: str = "PreTrainedTokenizerFast"
-    """What transformers calls it; for tokenizers that don't say, the class for any `tokenizer.json`."""
+    """What transformers calls it; for tokenizers that don't say, the class for any
+    `tokenizer.json`.
+    """

@@ -1,1 +1,3 @@
-"""Kernels: `ops.py` is the contract, `reference.py` its definition in plain torch, the others are fast."""
+"""Kernels: `ops.py` is the contract, `reference.py` its definition in plain torch, the others are
+fast.
+"""

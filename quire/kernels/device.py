@@ -1,7 +1,9 @@
-"""The contract of a device: where tensors lie, what can be had there, and what goes on there beside the host.
+"""The contract of a device: where tensors lie, what can be had there, and what goes on there beside
+the host.
 
-`cpu/device.py` and `triton/device.py` have one each; `select.py` finds the one for a user's word or a tensor. All that
-the rest of Quire does with streams, events, pinned memory, graphs and readings of memory is here.
+`cpu/device.py` and `triton/device.py` have one each; `select.py` finds the one for a user's word or
+a tensor. All that the rest of Quire does with streams, events, pinned memory, graphs and readings
+of memory is here.
 """
 
 from __future__ import annotations
@@ -31,16 +33,18 @@ class CopyStream(Protocol):
     """Copies results to the host while the device goes on with the next step."""
 
     def to_host(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
-        """Copies that begin when all that was started so far is computed; they may be read once the event has come. The
-        tensors must live until then."""
+        """Copies that begin when all that was started so far is computed; they may be read once the
+        event has come. The tensors must live until then.
+        """
 
 
 class GraphPool(Protocol):
     """Makes graphs that share one memory: of all of them, one runs at a time."""
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Notes what `compute` would do on the device, without doing it; the returned function does all of it in one
-        launch, on the same memory."""
+        """Notes what `compute` would do on the device, without doing it; the returned function does
+        all of it in one launch, on the same memory.
+        """
 
     def reset(self) -> None:
         """Begins anew with other memory, when all its graphs are gone."""
@@ -56,14 +60,17 @@ class DeviceMemory(NamedTuple):
 
 
 class Device(ABC):
-    """One device. It has no state but its place, so that objects for the same place are interchangeable: streams and
-    the like belong to who asked for them."""
+    """One device. It has no state but its place, so that objects for the same place are
+    interchangeable: streams and the like belong to who asked for them.
+    """
 
     kind: ClassVar[str]
     """As users and torch call such devices: cpu, cuda."""
     is_gpu: ClassVar[bool]
-    """Computes beside the host, out of memory of its own: calls return before their work is done, to read a result is
-    to wait, and a step fails if memory is missing. Limits are larger by default."""
+    """Computes beside the host, out of memory of its own: calls return before their work is done,
+    to read a result is to wait, and a step fails if memory is missing. Limits are larger by
+    default.
+    """
     collectives: ClassVar[Literal["nccl", "gloo"]]
     """What several of them gather tensors with; with gloo through the memory of the host."""
 
@@ -117,7 +124,9 @@ class Device(ABC):
 
     @abstractmethod
     def initialise(self) -> None:
-        """Gets it ready, which takes a fraction of a second on a GPU, during which other Python threads can run."""
+        """Gets it ready, which takes a fraction of a second on a GPU, during which other Python
+        threads can run.
+        """
 
     @abstractmethod
     def make_current(self) -> None:
@@ -149,7 +158,9 @@ class Device(ABC):
 
     @abstractmethod
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """New memory of the host, not written yet, which the device reads and writes without the host's help."""
+        """New memory of the host, not written yet, which the device reads and writes without the
+        host's help.
+        """
 
     @abstractmethod
     def event(self) -> Event:
@@ -157,7 +168,9 @@ class Device(ABC):
 
     @abstractmethod
     def copy_stream(self) -> CopyStream | None:
-        """None where results are there when a call returns, and the next step may compute in their memory."""
+        """None where results are there when a call returns, and the next step may compute in their
+        memory.
+        """
 
     @abstractmethod
     def graph_pool(self) -> GraphPool | None:

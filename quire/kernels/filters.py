@@ -1,13 +1,16 @@
-"""The filters (top-k, top-p, ...), as defined in plain torch. A token that is filtered out gets minus infinity.
+"""The filters (top-k, top-p, ...), as defined in plain torch. A token that is filtered out gets
+minus infinity.
 
-Scores are logits divided by the temperature. Each filter but one is a limit on the score, found from the
-highest scores only, and keeps ties with it; `typical_p` is a limit on the distance from the expected
-surprise. So only a row's highest scores are sorted: a few at first, more where these are not enough.
+Scores are logits divided by the temperature. Each filter but one is a limit on the score, found
+from the highest scores only, and keeps ties with it; `typical_p` is a limit on the distance from
+the expected surprise. So only a row's highest scores are sorted: a few at first, more where these
+are not enough.
 
 A row's numbers must not depend on how many rows there are, so sums over the vocabulary are taken by
 `sum_rows`, not by torch, which adds in an order that depends on the shape.
 
-How many depends on the numbers, so on a GPU this would wait for the device, which `triton/filters.py` does not.
+How many depends on the numbers, so on a GPU this would wait for the device, which
+`triton/filters.py` does not.
 """
 
 from __future__ import annotations
@@ -49,13 +52,13 @@ def filter_rows_(kernels: Kernels, logits: Tensor, rows: Tensor, limits: Tensor)
         logits[rows] = scores
 
 
-# Each filter takes the rows that ask for it, with the highest score of each before any filter and the filter's own
-# parameter [rows, 1] both, and changes the scores.
+# Each filter takes the rows that ask for it, with the highest score of each before any filter and
+# the filter's own parameter [rows, 1] both, and changes the scores.
 
 
 def _top_n_sigma_(kernels: Kernels, scores: Tensor, highest: Tensor, parameter: Tensor) -> None:
-    # Deviations are taken from the highest score: dividing by the temperature then changes nothing, and
-    # tokens that are forbidden already don't count.
+    # Deviations are taken from the highest score: dividing by the temperature then changes nothing,
+    # and tokens that are forbidden already don't count.
     below = scores - highest
     unknown = below == _NEVER
     count = below.shape[1] - sum_rows(unknown.float())
@@ -111,7 +114,9 @@ def _xtc_(kernels: Kernels, scores: Tensor, highest: Tensor, parameter: Tensor) 
     _keep_(kernels, scores, high=least.masked_fill_(likely == 0, float("inf")))
 
 
-def _keep_(kernels: Kernels, scores: Tensor, low: float | Tensor = _NEVER, high: float | Tensor = -_NEVER) -> None:
+def _keep_(
+    kernels: Kernels, scores: Tensor, low: float | Tensor = _NEVER, high: float | Tensor = -_NEVER
+) -> None:
     """Excludes scores below `low` [rows, 1] and above `high` [rows, 1]."""
     limits = [torch.empty(len(scores), 1, device=scores.device) for _ in range(2)]
     for limit, value in zip(limits, (low, high), strict=True):
@@ -119,10 +124,14 @@ def _keep_(kernels: Kernels, scores: Tensor, low: float | Tensor = _NEVER, high:
     kernels.keep_between_(scores, limits[0][:, 0], limits[1][:, 0])
 
 
-def _limit_reaching(wanted: Tensor, size: int, best_of: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Tensor:
-    """The value [rows, 1] of the last entry that is needed, taking a row's best entries first, for their weights to
-    reach `wanted` (NaN is never reached). `best_of(rows, count)` gives values and weights of the `count` best entries
-    of some rows; it is called with more entries for the rows where the first ones are not enough."""
+def _limit_reaching(
+    wanted: Tensor, size: int, best_of: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+) -> Tensor:
+    """The value [rows, 1] of the last entry that is needed, taking a row's best entries first, for
+    their weights to reach `wanted` (NaN is never reached). `best_of(rows, count)` gives values and
+    weights of the `count` best entries of some rows; it is called with more entries for the rows
+    where the first ones are not enough.
+    """
     limit = torch.empty_like(wanted)
     rest = torch.arange(len(wanted), device=wanted.device)
     for count in [head for head in _HEADS if head < size] + [size]:
@@ -136,13 +145,17 @@ def _limit_reaching(wanted: Tensor, size: int, best_of: Callable[[Tensor, int], 
 
 
 def _weights(scores: Tensor, highest: Tensor) -> Tensor:
-    """exp(score - highest), which divided by the row's sum is a probability. The difference is at least _FAINTEST:
-    smaller weights vanish in any sum beside the highest's 1, and exp takes a hundred times as long for denormals."""
+    """exp(score - highest), which divided by the row's sum is a probability. The difference is at
+    least _FAINTEST: smaller weights vanish in any sum beside the highest's 1, and exp takes a
+    hundred times as long for denormals.
+    """
     return (scores - highest).clamp_min_(_FAINTEST).exp_()
 
 
 def sum_rows(values: Tensor) -> Tensor:
-    """The sum of each row [rows, 1], by adding its halves until one number is left: an order fixed by its length."""
+    """The sum of each row [rows, 1], by adding its halves until one number is left: an order fixed
+    by its length.
+    """
     while (size := values.shape[1]) > 1:
         half = size // 2
         added = values[:, :half] + values[:, size - half :]

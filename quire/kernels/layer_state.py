@@ -1,7 +1,9 @@
-"""What a layer keeps of a sequence, as data: the cache's blocks, the memory plan and the scheduler's groups follow.
+"""What a layer keeps of a sequence, as data: the cache's blocks, the memory plan and the
+scheduler's groups follow.
 
-A mixer (attention, or whatever else lets tokens see those before them) says which numbers it keeps for each token, how
-far back it reads them, and which it carries on as a state. Nothing else asks what kind of layer it is.
+A mixer (attention, or whatever else lets tokens see those before them) says which numbers it keeps
+for each token, how far back it reads them, and which it carries on as a state. Nothing else asks
+what kind of layer it is.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from torch import dtype
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """Numbers that a layer keeps for each token, or in each state: those of every head side by side."""
+    """Numbers that a layer keeps for each token, or in each state: those of every head side by
+    side.
+    """
 
     heads: int
     shape: tuple[int, ...]
@@ -41,10 +45,13 @@ class LayerState:
     size: int = 0
     """Tokens of the window or chunk."""
     num_heads: int = 0
-    """Query heads. Layers that differ in them divide their attention differently, so they have lists of work and hence
-    groups of their own."""
+    """Query heads. Layers that differ in them divide their attention differently, so they have
+    lists of work and hence groups of their own.
+    """
     carried: tuple[StoredPart, ...] = ()
-    """The state that is carried from chunk to chunk, if it keeps records; each head's numbers are in one piece."""
+    """The state that is carried from chunk to chunk, if it keeps records; each head's numbers are
+    in one piece.
+    """
 
     @property
     def bytes_per_token(self) -> int:

@@ -1,7 +1,9 @@
-"""Random numbers without state: the noise of a sampled token is a function of (seed, position) only.
+"""Random numbers without state: the noise of a sampled token is a function of (seed, position)
+only.
 
-Seed and position make a row's keys; each vocabulary entry's 32 random bits are a keyed hash of its id. So it does not
-matter in which step, batch or order a token is sampled. The C++ kernels compute the same bits.
+Seed and position make a row's keys; each vocabulary entry's 32 random bits are a keyed hash of its
+id. So it does not matter in which step, batch or order a token is sampled. The C++ kernels compute
+the same bits.
 """
 
 from __future__ import annotations
@@ -14,17 +16,22 @@ from torch import Tensor
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 # Makes the random numbers of XTC independent of the tokens' noise: any constant would do.
 _CHANCE = np.uint64(0xD1B54A32D192ED03)
-# The same for acceptance by rejection: whether a guess is accepted, and the token drawn if it is not.
+# The same for acceptance by rejection: whether a guess is accepted, and the token drawn if it is
+# not.
 ACCEPTS, REDRAWS = np.uint64(0x8CB92BA72F3D8DD7), np.uint64(0xABC98388FB8FAC03)
 
 
-def noise_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+def noise_keys(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int32]:
     """Two 32-bit words [rows, 2] from each row's seed and position (the splitmix64 mixer, twice)."""
     mixed = _mix64(_mix64(seeds) + positions.astype(np.uint64))
     return mixed.view(np.int32).reshape(-1, 2)
 
 
-def chances(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def chances(
+    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
     """One number from 0 to below 1 per row, from its seed and position, independent of its noise."""
     mixed = _mix64(_mix64(seeds ^ _CHANCE) + positions.astype(np.uint64))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53

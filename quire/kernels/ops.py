@@ -1,8 +1,8 @@
 """The contract every kernel backend meets.
 
-A backend is an object with the methods of `Kernels`; the decoder gets one as an argument and never asks
-which it is. `reference.py` defines what each method computes; other backends are tested against it and
-against float64.
+A backend is an object with the methods of `Kernels`; the decoder gets one as an argument and never
+asks which it is. `reference.py` defines what each method computes; other backends are tested
+against it and against float64.
 
 The rules of exactness, which tests check with `torch.equal`:
 
@@ -38,7 +38,8 @@ class PagedBatch:
     """Which sequences a step's rows belong to and where their keys and values lie.
 
     Rows of the step are the sequences' new tokens one after the other: sequence i owns rows
-    `query_start[i] : query_start[i + 1]`, and they are the last ones of its `context_lens[i]` tokens.
+    `query_start[i] : query_start[i + 1]`, and they are the last ones of its `context_lens[i]`
+    tokens.
     """
 
     query_start: Tensor
@@ -46,7 +47,9 @@ class PagedBatch:
     context_lens: Tensor
     """int32 [num_sequences]: tokens of the sequence after this step, the new ones included."""
     block_tables: Tensor
-    """int32 [tables, max_blocks]: token t lies in block `block_tables[table_rows[i], t // block_size]`."""
+    """int32 [tables, max_blocks]: token t lies in block `block_tables[table_rows[i], t //
+    block_size]`.
+    """
     table_rows: Tensor
     """int32 [num_sequences]: the row of `block_tables` that belongs to each sequence."""
     slot_mapping: Tensor
@@ -54,26 +57,35 @@ class PagedBatch:
     max_context_len: int
     """The longest of `context_lens` (a bound for grids; results don't depend on it)."""
     work: Mapping[str, Tensor] | None = None
-    """The lists that the backend's `attention_work` made of the batch, on the device; None: `attention` makes them."""
+    """The lists that the backend's `attention_work` made of the batch, on the device; None:
+    `attention` makes them.
+    """
 
 
 Batches = tuple[PagedBatch, ...]
-"""A `PagedBatch` for each group of layers; they differ in block tables, slots and lists of work only."""
+"""A `PagedBatch` for each group of layers; they differ in block tables, slots and lists of work
+only.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's keys and values: [num_blocks, num_kv_heads, block_size, head_dim] each, in the model's dtype, in FP8,
-    or in int8 with scales. In memory each lies as its shape says, or the keys' last two dimensions are exchanged."""
+    """One layer's keys and values: [num_blocks, num_kv_heads, block_size, head_dim] each, in the
+    model's dtype, in FP8, or in int8 with scales. In memory each lies as its shape says, or the
+    keys' last two dimensions are exchanged.
+    """
 
     keys: Tensor
     values: Tensor
     key_scales: Tensor | None = None
-    """float32 [num_blocks, num_kv_heads, block_size]: the scale of a token's int8 keys in one head. It is 1/127 of
-    their largest magnitude, and NaN where not all of them are finite."""
+    """float32 [num_blocks, num_kv_heads, block_size]: the scale of a token's int8 keys in one head.
+    It is 1/127 of their largest magnitude, and NaN where not all of them are finite.
+    """
     value_scales: Tensor | None = None
     fp8_scales: tuple[float, float] = (1.0, 1.0)
-    """The scale of all FP8 keys, and of all FP8 values: stored numbers times the scale are the real ones."""
+    """The scale of all FP8 keys, and of all FP8 values: stored numbers times the scale are the real
+    ones.
+    """
     group: int = 0
     """The layer's group: its index in `Batches`."""
 
@@ -118,13 +130,20 @@ class AttentionSpec:
         sides = (StoredPart(heads, (self.heads.head_dim,), cache_dtype),) * 2
         scales = (StoredPart(heads, (), float32),) * 2 if cache_dtype == int8 else ()
         window = self.sliding_window or 0
-        return LayerState((*sides, *scales), "window" if window else "all", window, self.heads.num_heads)
+        return LayerState(
+            (*sides, *scales), "window" if window else "all", window, self.heads.num_heads
+        )
 
     def layer_cache(
-        self, parts: Sequence[Tensor], group: int, fp8_scales: tuple[float, float], keys_by_dimension: bool
+        self,
+        parts: Sequence[Tensor],
+        group: int,
+        fp8_scales: tuple[float, float],
+        keys_by_dimension: bool,
     ) -> LayerCache:
-        """What kernels read and write, from the memory of the parts of `layer_state` [num_blocks, heads, block_size,
-        ...]."""
+        """What kernels read and write, from the memory of the parts of `layer_state` [num_blocks,
+        heads, block_size, ...].
+        """
         keys, values, key_scales, value_scales = (*parts, None, None)[:4]
         assert keys is not None
         assert values is not None
@@ -134,7 +153,9 @@ class AttentionSpec:
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorm of queries and keys: of each head if a weight has head_dim numbers, else of all heads together."""
+    """RMSNorm of queries and keys: of each head if a weight has head_dim numbers, else of all heads
+    together.
+    """
 
     query: Tensor
     key: Tensor
@@ -151,12 +172,16 @@ class Activation(Enum):
     GELU_TANH = "gelu_tanh"
     """GELU as approximated with tanh."""
     CLAMPED_SWIGLU = "clamped_swiglu"
-    """gate * sigmoid(1.702 * gate) * (up + 1), the gate at most 7 and up between -7 and 7; for gates only."""
+    """gate * sigmoid(1.702 * gate) * (up + 1), the gate at most 7 and up between -7 and 7; for
+    gates only.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """A mixture of experts: each token goes to `top_k` of `num_experts`, and perhaps to one that all tokens share."""
+    """A mixture of experts: each token goes to `top_k` of `num_experts`, and perhaps to one that
+    all tokens share.
+    """
 
     num_experts: int
     top_k: int
@@ -171,7 +196,9 @@ class MoeSpec:
     sigmoid_scores: bool = False
     """Probabilities are sigmoids of the router's logits, which are float32 then, not their softmax."""
     choice_bias: bool = False
-    """`ExpertWeights.choice_bias` is added to the probabilities to choose experts, not to weigh them."""
+    """`ExpertWeights.choice_bias` is added to the probabilities to choose experts, not to weigh
+    them.
+    """
     weight_scale: float = 1.0
     """Factor of the experts' weights, applied last."""
     bias: bool = False
@@ -195,11 +222,23 @@ class ExpertWeights(NamedTuple):
 
 HAS_NAN = 1
 NOTHING_LEFT = 2
-"""Flags of a row that could not choose a token: not all of its scores are numbers, or all are minus infinity."""
+"""Flags of a row that could not choose a token: not all of its scores are numbers, or all are minus
+infinity.
+"""
 
-FILTERS = ("temperature", "top_n_sigma", "top_k", "top_p", "log_min_p", "typical_p", "xtc_threshold")
-"""The columns of `limits` in `Kernels.filter_rows_`, in the order in which they are applied. A filter is off with a
-sigma of 0, a k of 0, a p of 1, a log of minus infinity and a threshold of infinity."""
+FILTERS = (
+    "temperature",
+    "top_n_sigma",
+    "top_k",
+    "top_p",
+    "log_min_p",
+    "typical_p",
+    "xtc_threshold",
+)
+"""The columns of `limits` in `Kernels.filter_rows_`, in the order in which they are applied. A
+filter is off with a sigma of 0, a k of 0, a p of 1, a log of minus infinity and a threshold of
+infinity.
+"""
 
 
 class TokenScores(NamedTuple):
@@ -216,71 +255,103 @@ class TokenScores(NamedTuple):
 
 
 class SampleRows(Protocol):
-    """Samples tokens and writes them into their request rows: see `quire.backends.triton.sampling.sample_rows`."""
+    """Samples tokens and writes them into their request rows: see
+    `quire.backends.triton.sampling.sample_rows`.
+    """
 
     def __call__(
-        self, logits: Tensor, row_index: Tensor, seeds: Tensor, temperatures: Tensor, positions: Tensor,
-        token_ids: Tensor, out: Tensor | None = None,
-    ) -> Tensor: ...  # fmt: skip
+        self,
+        logits: Tensor,
+        row_index: Tensor,
+        seeds: Tensor,
+        temperatures: Tensor,
+        positions: Tensor,
+        token_ids: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 Between = Callable[[Tensor], Tensor]
 
 
 class Kernels(Protocol):
-    """The methods of a backend. Rows are the first dimension; only methods whose names end in _ change their inputs."""
+    """The methods of a backend. Rows are the first dimension; only methods whose names end in _
+    change their inputs.
+    """
 
     @property
     def name(self) -> str: ...
 
     @property
     def sample_rows(self) -> SampleRows | None:
-        """Sampling by temperature and seed, with the tokens written to the request rows; None if there is no kernel."""
+        """Sampling by temperature and seed, with the tokens written to the request rows; None if
+        there is no kernel.
+        """
 
     @property
     def keys_at_once(self) -> int:
-        """Attention may read keys before a sliding window, back to a multiple of this number of tokens."""
+        """Attention may read keys before a sliding window, back to a multiple of this number of
+        tokens.
+        """
 
     def computes(self, format: Format) -> bool:
-        """Whether the backend computes with weights stored in this format; others are expanded when loaded."""
+        """Whether the backend computes with weights stored in this format; others are expanded when
+        loaded.
+        """
 
     @property
     def record(self) -> Callable[[Callable[[], None]], Callable[[], None] | None] | None:
-        """Where calls can be recorded (CPU): runs a function that calls this object's methods only, and returns one
-        that repeats these calls on the same memory, without Python; None if that takes too much memory."""
+        """Where calls can be recorded (CPU): runs a function that calls this object's methods only,
+        and returns one that repeats these calls on the same memory, without Python; None if that
+        takes too much memory.
+        """
 
     def compile_together(self, call: Callable[[], object]) -> None:
-        """Compiles the kernels that `call` runs, several at once, where they are compiled on first use."""
+        """Compiles the kernels that `call` runs, several at once, where they are compiled on first
+        use.
+        """
 
     def pack(self, weight: Weight) -> Weight:
-        """A loaded matrix, or a stack of them, in the layout that the other methods want; vectors are not packed."""
+        """A loaded matrix, or a stack of them, in the layout that the other methods want; vectors
+        are not packed.
+        """
 
     def pack_into(self, packed: Weight, loaded: Weight) -> None:
-        """Replaces what `pack` made of a matrix by what it makes of another, loaded in the same formats, in the same
-        memory: graphs and recordings that know its addresses compute with the new numbers. Raises ValueError, with
-        nothing changed, if it would not fit."""
+        """Replaces what `pack` made of a matrix by what it makes of another, loaded in the same
+        formats, in the same memory: graphs and recordings that know its addresses compute with the
+        new numbers. Raises ValueError, with nothing changed, if it would not fit.
+        """
 
     def packed_bytes(self, parts: Sequence[tuple[Format, tuple[int, ...]]]) -> int:
         """What `pack` makes of a weight whose parts have these formats and shapes, in bytes."""
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """x [rows, in] times weight [out, in] transposed, plus bias, in x's dtype with float32 accumulation; into
-        `out` if there is one. With a quantised weight a backend may round x to 8-bit integers first, each row by
-        itself (`cpu/quantized.h`)."""
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """x [rows, in] times weight [out, in] transposed, plus bias, in x's dtype with float32
+        accumulation; into `out` if there is one. With a quantised weight a backend may round x to
+        8-bit integers first, each row by itself (`cpu/quantized.h`).
+        """
 
-    def linear_gated(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
-        """activation(gate) * up of gate_up = linear(x, weight, bias) [rows, 2 * size]; gate is the first half."""
+    def linear_gated(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
+        """activation(gate) * up of gate_up = linear(x, weight, bias) [rows, 2 * size]; gate is the
+        first half.
+        """
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         """activation(x)."""
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
-        """Rows of weight [vocab, hidden] by int64 token_ids [rows], as plain numbers (float32 if the weight is
-        quantised). A weight that is also the head is packed."""
+        """Rows of weight [vocab, hidden] by int64 token_ids [rows], as plain numbers (float32 if
+        the weight is quantised). A weight that is also the head is packed.
+        """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        """x / sqrt(mean(x²) + eps) * (weight + offset) over the last dimension, the mean in float32; rounded before the
-        product where there is no offset."""
+        """x / sqrt(mean(x²) + eps) * (weight + offset) over the last dimension, the mean in
+        float32; rounded before the product where there is no offset.
+        """
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
@@ -288,7 +359,9 @@ class Kernels(Protocol):
         """(rms_norm(x + residual), x + residual): the sum is rounded to the model's dtype first."""
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension, in float32."""
+        """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension, in
+        float32.
+        """
 
     def scale_add(self, x: Tensor, scale: float, other: Tensor | None = None) -> Tensor:
         """x * scale, rounded, + other, of [rows, size]."""
@@ -297,79 +370,140 @@ class Kernels(Protocol):
         """Numbers of x [rows, size] become cap * tanh(x / cap)."""
 
     def qkv_to_cache_(
-        self, qkv: Tensor, shape: HeadShape, norms: HeadNorms | None, positions: Tensor, cos_sin: Tensor | None,
-        cache: LayerCache, slot_mapping: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Takes packed projections [rows, query heads | key heads | value heads] apart: norms the query and key
-        heads, rotates both by `cos_sin[positions]` [max_position, head_dim] (cosines in the
-        first half, sines in the second; dimension i pairs with i + head_dim / 2; None: no rotation), stores keys and
-        values into their slots (none where the slot is negative) and returns queries [rows, heads, head_dim]."""
+        self,
+        qkv: Tensor,
+        shape: HeadShape,
+        norms: HeadNorms | None,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Takes packed projections [rows, query heads | key heads | value heads] apart: norms the
+        query and key heads, rotates both by `cos_sin[positions]` [max_position, head_dim] (cosines
+        in the first half, sines in the second; dimension i pairs with i + head_dim / 2; None: no
+        rotation), stores keys and values into their slots (none where the slot is negative) and
+        returns queries [rows, heads, head_dim].
+        """
 
     def query_heads(
-        self, query: Tensor, shape: HeadShape, norms: HeadNorms | None, positions: Tensor, cos_sin: Tensor | None
+        self,
+        query: Tensor,
+        shape: HeadShape,
+        norms: HeadNorms | None,
+        positions: Tensor,
+        cos_sin: Tensor | None,
     ) -> Tensor:
-        """What `qkv_to_cache_` makes of queries [rows, query heads] alone, in layers that read another's keys."""
+        """What `qkv_to_cache_` makes of queries [rows, query heads] alone, in layers that read
+        another's keys.
+        """
 
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         """sigmoid(gate) * x of [rows, 1] and [rows, size]."""
 
     def gather_inputs(
-        self, token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
+        self,
+        token_rows: Tensor,
+        positions: Tensor,
+        token_ids: Tensor,
+        block_tables: Tensor,
+        block_size: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """For each token of a step, given by int32 row and position [tokens]: its id `token_ids[row, position]`, its
-        position and the slot of its key and value, int64 each. A row of -1 is padding: token 0, slot -1."""
+        """For each token of a step, given by int32 row and position [tokens]: its id
+        `token_ids[row, position]`, its position and the slot of its key and value, int64 each. A
+        row of -1 is padding: token 0, slot -1.
+        """
 
     def attention_work(
-        self, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape
+        self,
+        query_lens: Int32Array,
+        context_lens: Int32Array,
+        table_rows: Int32Array,
+        shape: HeadShape,
     ) -> dict[str, Int32Array]:
-        """Lists that divide a step's attention into items of work for the kernels' programs. Made on the host, where
-        the lengths are known; the runner uploads them and hands them back as `PagedBatch.work`."""
+        """Lists that divide a step's attention into items of work for the kernels' programs. Made
+        on the host, where the lengths are known; the runner uploads them and hands them back as
+        `PagedBatch.work`.
+        """
 
-    def decode_lists(self, fewest: int, most: int, max_context_len: int, shape: HeadShape) -> dict[str, int]:
-        """For CUDA graphs: the names of the lists that `attention_work` may make for a step of `fewest` to `most`
-        decodes, and the most items of each. Empty where steps can't be captured."""
+    def decode_lists(
+        self, fewest: int, most: int, max_context_len: int, shape: HeadShape
+    ) -> dict[str, int]:
+        """For CUDA graphs: the names of the lists that `attention_work` may make for a step of
+        `fewest` to `most` decodes, and the most items of each. Empty where steps can't be captured.
+        """
 
     def shorten_attention_work_(self, work: Mapping[str, Tensor], lag: Tensor) -> None:
-        """Corrects the lists of `attention_work` for sequences that are shorter than it was told, since guesses were
-        wrong: by int32 lag [tables], for each row of the block tables."""
+        """Corrects the lists of `attention_work` for sequences that are shorter than it was told,
+        since guesses were wrong: by int32 lag [tables], for each row of the block tables.
+        """
 
     def keys_by_dimension(self, cache_dtype: dtype, block_size: int) -> bool:
-        """Whether attention wants the keys of such a cache as [head_dim, block_size] in memory (see `LayerCache`)."""
+        """Whether attention wants the keys of such a cache as [head_dim, block_size] in memory (see
+        `LayerCache`).
+        """
 
     def attention(
-        self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        batch: PagedBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of query [rows, num_heads, head_dim] over the cached keys and values (those of
-        this step are already written); grouped heads; a window counts the query's own position. Each head's softmax
-        has one more score, of sinks [num_heads], which adds nothing to the output."""
+        """Causal attention of query [rows, num_heads, head_dim] over the cached keys and values
+        (those of this step are already written); grouped heads; a window counts the query's own
+        position. Each head's softmax has one more score, of sinks [num_heads], which adds nothing
+        to the output.
+        """
 
     def moe(
-        self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec, between: Between | None = None
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        experts: ExpertWeights,
+        spec: MoeSpec,
+        between: Between | None = None,
     ) -> Tensor:
-        """Probabilities of router_logits [rows, experts] in float32, the top_k (lowest index first among
-        equals), weights renormalised if `spec` says so, experts added in ascending order. `between` is applied to
-        the activated gate and up products [pairs of row and expert, intermediate], before the down products."""
+        """Probabilities of router_logits [rows, experts] in float32, the top_k (lowest index first
+        among equals), weights renormalised if `spec` says so, experts added in ascending order.
+        `between` is applied to the activated gate and up products [pairs of row and expert,
+        intermediate], before the down products.
+        """
 
-    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [rows]: the argmax of float32 logits [rows, vocab] / temperature [rows] + Gumbel noise of the
-        int32 keys [rows, 2] (`noise.py`), and of the logits alone in rows of temperature 0. The lowest id wins
-        among equals. And int32 [rows] of flags: HAS_NAN or NOTHING_LEFT, where the token is 0, or none."""
+    def gumbel_argmax(
+        self, logits: Tensor, temperature: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """int64 [rows]: the argmax of float32 logits [rows, vocab] / temperature [rows] + Gumbel
+        noise of the int32 keys [rows, 2] (`noise.py`), and of the logits alone in rows of
+        temperature 0. The lowest id wins among equals. And int32 [rows] of flags: HAS_NAN or
+        NOTHING_LEFT, where the token is 0, or none.
+        """
 
     def filter_rows_(self, logits: Tensor, rows: Tensor, limits: Tensor) -> None:
-        """Divides some rows (int64 [n], ascending) of float32 logits [rows, vocab] by their temperature, and sets what
-        the filters of float32 limits [n, FILTERS] exclude to minus infinity (defined in `filters.py`)."""
+        """Divides some rows (int64 [n], ascending) of float32 logits [rows, vocab] by their
+        temperature, and sets what the filters of float32 limits [n, FILTERS] exclude to minus
+        infinity (defined in `filters.py`).
+        """
 
-    def match_lengths(self, tokens: Tensor, lengths: Tensor, breaks: Tensor | None, most: int) -> Tensor:
-        """int32 [rows, size]: for each position of int64 tokens [rows, size], how many tokens up to it equal the last
-        ones of the row, which has int64 `lengths` [rows] tokens. Counting ends at a token that `breaks` (bool [rows,
-        size]) marks, and at `most`. 0 from the row's last token on."""
+    def match_lengths(
+        self, tokens: Tensor, lengths: Tensor, breaks: Tensor | None, most: int
+    ) -> Tensor:
+        """int32 [rows, size]: for each position of int64 tokens [rows, size], how many tokens up to
+        it equal the last ones of the row, which has int64 `lengths` [rows] tokens. Counting ends at
+        a token that `breaks` (bool [rows, size]) marks, and at `most`. 0 from the row's last token
+        on.
+        """
 
     def score_tokens(self, logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores:
-        """Scores of int64 token_ids [rows], and the `num_top` likeliest tokens, by float32 logits [rows, vocab]."""
+        """Scores of int64 token_ids [rows], and the `num_top` likeliest tokens, by float32 logits
+        [rows, vocab].
+        """
 
     def top_values(self, x: Tensor, k: int) -> Tensor:
         """The k largest numbers of each row of float32 x [rows, size], descending, [rows, k]."""
 
     def keep_between_(self, x: Tensor, low: Tensor, high: Tensor) -> None:
-        """Numbers of float32 x [rows, size] below their row's low [rows] or above its high [rows] become minus
-        infinity. A limit that is NaN is none."""
+        """Numbers of float32 x [rows, size] below their row's low [rows] or above its high [rows]
+        become minus infinity. A limit that is NaN is none.
+        """

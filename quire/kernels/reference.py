@@ -1,9 +1,9 @@
 """The definition of every kernel, in plain torch, on any device.
 
-Written to be read and to be exact (see the rules in `ops.py`), not to be fast. torch's own matrix product
-picks its algorithm by the number of rows, so bits would change with the batch. Here every product has a
-shape fixed by the model: rows go in tiles of ROW_TILE, queries in tiles of QUERY_TILE, keys in tiles of
-KEY_TILE, the last tile filled up with zeros.
+Written to be read and to be exact (see the rules in `ops.py`), not to be fast. torch's own matrix
+product picks its algorithm by the number of rows, so bits would change with the batch. Here every
+product has a shape fixed by the model: rows go in tiles of ROW_TILE, queries in tiles of
+QUERY_TILE, keys in tiles of KEY_TILE, the last tile filled up with zeros.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ from quire.kernels.weights import Weight
 ROW_TILE = 32
 QUERY_TILE = 16
 KEY_TILE = 64
-GELU_FACTOR = 2 * math.sqrt(2 / math.pi)  # twice that of tanh: (1 + tanh(y)) / 2 is the sigmoid of 2y
+# twice that of tanh: (1 + tanh(y)) / 2 is the sigmoid of 2y
+GELU_FACTOR = 2 * math.sqrt(2 / math.pi)
 SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
 
 
 class ReferenceKernels:
-    """Plain torch. Meets `quire.kernels.ops.Kernels`; other backends inherit what they don't replace."""
+    """Plain torch. Meets `quire.kernels.ops.Kernels`; other backends inherit what they don't
+    replace.
+    """
 
     name = "reference"
     keys_at_once = 1
@@ -54,7 +57,9 @@ class ReferenceKernels:
     record: Callable[[Callable[[], None]], Callable[[], None] | None] | None = None
 
     def computes(self, format: Format) -> bool:
-        return False  # it could, by expanding the weight at every product; expanding it once, at loading, is better
+        # it could, by expanding the weight at every product; expanding it once, at loading, is
+        # better
+        return False
 
     def compile_together(self, call: Callable[[], object]) -> None:
         """There is nothing to compile."""
@@ -63,20 +68,29 @@ class ReferenceKernels:
         return weight
 
     def pack_into(self, packed: Weight, loaded: Weight) -> None:
-        # Packed beside the old one and then copied, so that whatever fails while packing leaves the old one whole.
+        # Packed beside the old one and then copied, so that whatever fails while packing leaves the
+        # old one whole.
         packed.copy_(self.pack(loaded))
 
     def packed_bytes(self, parts: Sequence[tuple[Format, tuple[int, ...]]]) -> int:
         return sum(format.nbytes(shape) for format, shape in parts)
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         if weight.format is None:
-            result = torch.cat([self.linear(x, part, added) for part, added in weight.split(bias)], 1)
+            result = torch.cat(
+                [self.linear(x, part, added) for part, added in weight.split(bias)], 1
+            )
         else:
-            result = tiled_linear(x, weight.format.expand(*weight.parts[0].tensors).to(x.dtype), bias)
+            result = tiled_linear(
+                x, weight.format.expand(*weight.parts[0].tensors).to(x.dtype), bias
+            )
         return result if out is None else out.copy_(result)
 
-    def linear_gated(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
+    def linear_gated(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
         return self.gate(self.linear(x, weight, bias), activation)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -98,7 +112,11 @@ class ReferenceKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return (normed * (weight.float() + offset)).to(x.dtype) if offset else normed.to(x.dtype) * weight
+        return (
+            (normed * (weight.float() + offset)).to(x.dtype)
+            if offset
+            else normed.to(x.dtype) * weight
+        )
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
@@ -121,14 +139,24 @@ class ReferenceKernels:
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
         first, second = x.float().chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
+            x.dtype
+        )
 
     def qkv_to_cache_(
-        self, qkv: Tensor, shape: HeadShape, norms: HeadNorms | None, positions: Tensor, cos_sin: Tensor | None,
-        cache: LayerCache, slot_mapping: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self,
+        qkv: Tensor,
+        shape: HeadShape,
+        norms: HeadNorms | None,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
         packed = qkv.view(qkv.shape[0], -1, shape.head_dim)
-        query, key, value = packed.split_with_sizes((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+        query, key, value = packed.split_with_sizes(
+            (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1
+        )
         if norms is not None and not norms.after_rope:
             query, key = self.norm_heads(query, key, norms)
         if cos_sin is not None:
@@ -140,7 +168,12 @@ class ReferenceKernels:
         return query
 
     def query_heads(
-        self, query: Tensor, shape: HeadShape, norms: HeadNorms | None, positions: Tensor, cos_sin: Tensor | None
+        self,
+        query: Tensor,
+        shape: HeadShape,
+        norms: HeadNorms | None,
+        positions: Tensor,
+        cos_sin: Tensor | None,
     ) -> Tensor:
         query = query.view(query.shape[0], -1, shape.head_dim)
         if norms is not None and not norms.after_rope:
@@ -152,7 +185,9 @@ class ReferenceKernels:
         return query
 
     def norm_heads(self, query: Tensor, key: Tensor, norms: HeadNorms) -> tuple[Tensor, Tensor]:
-        """Norms queries and keys [rows, heads, head_dim], head by head or all heads of a row together."""
+        """Norms queries and keys [rows, heads, head_dim], head by head or all heads of a row
+        together.
+        """
 
         def normed(x: Tensor, weight: Tensor) -> Tensor:
             source = x if weight.shape[0] == x.shape[2] else x.flatten(1)
@@ -163,7 +198,9 @@ class ReferenceKernels:
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         return sigmoid(gate).to(x.dtype) * x
 
-    def write_kv_(self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
+    def write_kv_(
+        self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor
+    ) -> None:
         # Padding is written to block 0, which belongs to no request.
         slots = slot_mapping.clamp_min(0)
         block, offset = slots // cache.block_size, slots % cache.block_size
@@ -171,7 +208,9 @@ class ReferenceKernels:
         for new, side, scales, scale in zip(*sides, strict=True):
             if scales is not None:
                 new, scales[block, :, offset] = quantize_heads(new)
-            elif side.dtype == torch.float8_e4m3fn:  # clamped to FP8's range; stored as bytes, which can be indexed
+            elif (
+                side.dtype == torch.float8_e4m3fn
+            ):  # clamped to FP8's range; stored as bytes, which can be indexed
                 fitting = (new.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8)
                 new, side = fitting.to(side.dtype).view(torch.uint8), side.view(torch.uint8)
             side[block, :, offset] = new
@@ -180,35 +219,59 @@ class ReferenceKernels:
         return False
 
     def gather_inputs(
-        self, token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
+        self,
+        token_rows: Tensor,
+        positions: Tensor,
+        token_ids: Tensor,
+        block_tables: Tensor,
+        block_size: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, places = token_rows.long(), positions.long()
         padding = rows < 0
         rows = rows.clamp_min(0)
         blocks = block_tables[rows, places // block_size].long()
         slots = blocks * block_size + places % block_size
-        return token_ids[rows, places].masked_fill(padding, 0), places, slots.masked_fill(padding, -1)
+        return (
+            token_ids[rows, places].masked_fill(padding, 0),
+            places,
+            slots.masked_fill(padding, -1),
+        )
 
     def attention_work(
-        self, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape
+        self,
+        query_lens: Int32Array,
+        context_lens: Int32Array,
+        table_rows: Int32Array,
+        shape: HeadShape,
     ) -> dict[str, Int32Array]:
         return {}
 
-    def decode_lists(self, fewest: int, most: int, max_context_len: int, shape: HeadShape) -> dict[str, int]:
+    def decode_lists(
+        self, fewest: int, most: int, max_context_len: int, shape: HeadShape
+    ) -> dict[str, int]:
         return {}
 
     def shorten_attention_work_(self, work: Mapping[str, Tensor], lag: Tensor) -> None:
         assert not work  # there are no lists: attention goes by the batch's lengths
 
     def attention(
-        self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        batch: PagedBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         output = torch.empty_like(query)
         starts, context_lens = batch.query_start.tolist(), batch.context_lens.tolist()
         tables = batch.table_rows.tolist()
         for i, context_len in enumerate(context_lens):
             first_row, end_row = starts[i], starts[i + 1]
-            first = max(0, context_len - (end_row - first_row) - spec.sliding_window + 1) if spec.sliding_window else 0
+            first = (
+                max(0, context_len - (end_row - first_row) - spec.sliding_window + 1)
+                if spec.sliding_window
+                else 0
+            )
             keys, values = _gather_tiles(cache, batch.block_tables[tables[i]], first, context_len)
             for row in range(first_row, end_row, QUERY_TILE):
                 tile_rows = slice(row, min(row + QUERY_TILE, end_row))
@@ -217,7 +280,12 @@ class ReferenceKernels:
         return output
 
     def moe(
-        self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec, between: Between | None = None
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        experts: ExpertWeights,
+        spec: MoeSpec,
+        between: Between | None = None,
     ) -> Tensor:
         weights, chosen = route(router_logits, spec, experts.choice_bias)
         # One sort groups the rows by expert; stable, so an expert's rows stay in their order.
@@ -225,22 +293,31 @@ class ReferenceKernels:
         rows = by_expert.indices // spec.top_k
         weights = weights.flatten()[by_expert.indices].unsqueeze(1)
         counts = torch.bincount(by_expert.values, minlength=router_logits.shape[1]).tolist()
-        used = [expert for expert, count in enumerate(counts) if count]  # ascending: the order of additions in a row
+        # ascending: the order of additions in a row
+        used = [expert for expert, count in enumerate(counts) if count]
         sizes = [counts[expert] for expert in used]
         parts, scales = rows.split_with_sizes(sizes), weights.split_with_sizes(sizes)
         hidden = []
         for expert, part in zip(used, parts, strict=True):
             added = _row(experts.gate_up_bias, expert)
-            hidden.append(self.linear_gated(x[part], experts.gate_up.experts[expert], added, spec.activation))
+            hidden.append(
+                self.linear_gated(x[part], experts.gate_up.experts[expert], added, spec.activation)
+            )
         if between is not None:
             hidden = list(between(torch.cat(hidden)).split_with_sizes(sizes))
-        output = torch.zeros(x.shape[0], experts.down.shape[1], dtype=torch.float32, device=x.device)
+        output = torch.zeros(
+            x.shape[0], experts.down.shape[1], dtype=torch.float32, device=x.device
+        )
         for expert, part, scale, own in zip(used, parts, scales, hidden, strict=True):
-            product = self.linear(own, experts.down.experts[expert], _row(experts.down_bias, expert))
+            product = self.linear(
+                own, experts.down.experts[expert], _row(experts.down_bias, expert)
+            )
             output[part] += product.float() * scale
         return output.to(x.dtype)
 
-    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def gumbel_argmax(
+        self, logits: Tensor, temperature: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor]:
         scores = logits
         if (temperature > 0).any():
             drawn = (temperature > 0).unsqueeze(1)
@@ -278,7 +355,9 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return output[:rows]
 
 
-def route(router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Each row's experts and their weights, [rows, top_k] both, the likeliest to be chosen first."""
     scores = sigmoid(router_logits) if spec.sigmoid_scores else router_logits.float().softmax(-1)
     ranked = scores if choice_bias is None else scores + choice_bias.float()
@@ -291,8 +370,9 @@ def route(router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None = Non
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """In float32, by exp: torch.sigmoid computes the last few elements of a tensor in another way than the
-    rest, so its bits would depend on the number of rows."""
+    """In float32, by exp: torch.sigmoid computes the last few elements of a tensor in another way
+    than the rest, so its bits would depend on the number of rows.
+    """
     return 1 / (1 + (-x.float()).exp())
 
 
@@ -310,17 +390,22 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., head_dim] as int8, and the float32 scale [...] of each head, which is NaN if not all its numbers are
-    finite, so that attention to it gives NaN."""
+    """x [..., head_dim] as int8, and the float32 scale [...] of each head, which is NaN if not all
+    its numbers are finite, so that attention to it gives NaN.
+    """
     highest = x.float().abs().amax(-1, keepdim=True)
     scales = (highest / 127).where(highest.isfinite(), float("nan"))
     whole = (x.float() / scales.where(scales > 0, 1.0)).round().clamp(-127, 127)
     return whole.where(scales.isfinite(), 0.0).to(torch.int8), scales.squeeze(-1)
 
 
-def _gather_tiles(cache: LayerCache, block_table: Tensor, first: int, context_len: int) -> tuple[Tensor, Tensor]:
-    """A sequence's keys and values in float32 as [kv_heads, tiles, KEY_TILE, head_dim], with zeros after its end and
-    before the `first` key that is seen: what the cache holds there may be NaN, so multiplying by zero won't do."""
+def _gather_tiles(
+    cache: LayerCache, block_table: Tensor, first: int, context_len: int
+) -> tuple[Tensor, Tensor]:
+    """A sequence's keys and values in float32 as [kv_heads, tiles, KEY_TILE, head_dim], with zeros
+    after its end and before the `first` key that is seen: what the cache holds there may be NaN, so
+    multiplying by zero won't do.
+    """
     block_size = cache.block_size
     num_slots = -(-context_len // KEY_TILE) * KEY_TILE
     blocks = block_table[: -(-context_len // block_size)].long()
@@ -332,7 +417,9 @@ def _gather_tiles(cache: LayerCache, block_table: Tensor, first: int, context_le
         found = found if scale == 1 else found * scale
         numbers = found if scales is None else found * scales[blocks].unsqueeze(-1)
         flat = numbers.transpose(0, 1).reshape(heads, -1, head_dim)[:, first:context_len]
-        return F.pad(flat, (0, 0, first, num_slots - context_len)).view(heads, -1, KEY_TILE, head_dim)
+        return F.pad(flat, (0, 0, first, num_slots - context_len)).view(
+            heads, -1, KEY_TILE, head_dim
+        )
 
     sides = (cache.keys, cache.values), cache.scales, cache.fp8_scales
     keys, values = (gather(*side) for side in zip(*sides, strict=True))
@@ -340,12 +427,19 @@ def _gather_tiles(cache: LayerCache, block_table: Tensor, first: int, context_le
 
 
 def _attend(
-    query: Tensor, position: int, keys: Tensor, values: Tensor, spec: AttentionSpec, sinks: Tensor | None
+    query: Tensor,
+    position: int,
+    keys: Tensor,
+    values: Tensor,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of up to QUERY_TILE queries of one sequence, the first at `position`, over the sequence's key tiles.
+    """Attention of up to QUERY_TILE queries of one sequence, the first at `position`, over the
+    sequence's key tiles.
 
-    A maximum is the same in any order. Sums are taken within a tile of fixed size, and then over the tiles from the
-    first on; a tile that a query may not see adds exactly zero. So the bits don't depend on the number of queries.
+    A maximum is the same in any order. Sums are taken within a tile of fixed size, and then over
+    the tiles from the first on; a tile that a query may not see adds exactly zero. So the bits
+    don't depend on the number of queries.
     """
     rows, num_heads, head_dim = query.shape
     kv_heads, tiles = keys.shape[:2]
@@ -353,18 +447,23 @@ def _attend(
     wide = F.pad(query.float(), (0, 0, 0, 0, 0, QUERY_TILE - rows))
     wide = wide.view(QUERY_TILE, kv_heads, group, head_dim).permute(1, 0, 2, 3)
     wide = wide.reshape(kv_heads, 1, QUERY_TILE * group, head_dim).expand(-1, tiles, -1, -1)
-    scores = (wide @ keys.transpose(-1, -2) * spec.scale).view(kv_heads, tiles, QUERY_TILE, group, KEY_TILE)
+    scores = (wide @ keys.transpose(-1, -2) * spec.scale).view(
+        kv_heads, tiles, QUERY_TILE, group, KEY_TILE
+    )
     if spec.soft_cap:
         scores = soft_capped(scores, spec.soft_cap)
 
     query_position = position + torch.arange(QUERY_TILE, device=query.device).view(1, 1, -1, 1, 1)
-    key_position = torch.arange(tiles * KEY_TILE, device=query.device).view(1, tiles, 1, 1, KEY_TILE)
+    key_position = torch.arange(tiles * KEY_TILE, device=query.device).view(
+        1, tiles, 1, 1, KEY_TILE
+    )
     visible = key_position <= query_position
     if spec.sliding_window is not None:
         visible = visible & (key_position > query_position - spec.sliding_window)
     scores = scores.masked_fill(~visible, float("-inf"))
 
-    # A padded query may see no key at all: its maximum is kept finite, and its row is dropped at the end.
+    # A padded query may see no key at all: its maximum is kept finite, and its row is dropped at
+    # the end.
     highest = scores.amax((1, 4), keepdim=True).clamp_min(torch.finfo(torch.float32).min)
     if sinks is not None:
         sinks = sinks.float().view(kv_heads, 1, 1, group, 1)
@@ -379,4 +478,6 @@ def _attend(
     if sinks is not None:
         total = total + (sinks - highest).exp()[:, 0, :, :, 0]
     output = output.view(kv_heads, QUERY_TILE, group, head_dim) / total.unsqueeze(-1)
-    return output.permute(1, 0, 2, 3).reshape(QUERY_TILE, num_heads, head_dim)[:rows].to(query.dtype)
+    return (
+        output.permute(1, 0, 2, 3).reshape(QUERY_TILE, num_heads, head_dim)[:rows].to(query.dtype)
+    )

@@ -7,11 +7,15 @@ from torch import Tensor
 
 
 def match_lengths(tokens: Tensor, lengths: Tensor, breaks: Tensor | None, most: int) -> Tensor:
-    """`Kernels.match_lengths`, one length after the other, for the positions that still match, which are soon few.
-    Their number must be known on the host, so on a GPU this would wait for the device."""
+    """`Kernels.match_lengths`, one length after the other, for the positions that still match,
+    which are soon few. Their number must be known on the host, so on a GPU this would wait for the
+    device.
+    """
     found = torch.zeros(tokens.shape, dtype=torch.int32, device=tokens.device)
     last = (lengths - 1).unsqueeze(1)
-    same = (tokens == tokens.gather(1, last)) & (torch.arange(tokens.shape[1], device=tokens.device) < last)
+    same = (tokens == tokens.gather(1, last)) & (
+        torch.arange(tokens.shape[1], device=tokens.device) < last
+    )
     if breaks is not None:
         same &= ~breaks.gather(1, last)
     row, place = same.nonzero(as_tuple=True)

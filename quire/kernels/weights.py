@@ -18,16 +18,18 @@ class Part:
 
     format: Format
     tensors: tuple[Tensor, ...]
-    """Plain numbers: one tensor [..., rows, in]. GGUF's blocks: one uint8 [..., rows, bytes of a row]. INT8, FP8 and
-    INT4: codes, float32 scales, and for INT4 zero points."""
+    """Plain numbers: one tensor [..., rows, in]. GGUF's blocks: one uint8 [..., rows, bytes of a
+    row]. INT8, FP8 and INT4: codes, float32 scales, and for INT4 zero points.
+    """
     rows: int
 
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A matrix [out, in], a stack of them [experts, out, in] or a vector, as checkpoints make them and `Kernels.pack`
-    brings them into a backend's layout. A packed matrix such as query, key and value may consist of parts in different
-    formats, one after the other along the output."""
+    """A matrix [out, in], a stack of them [experts, out, in] or a vector, as checkpoints make them
+    and `Kernels.pack` brings them into a backend's layout. A packed matrix such as query, key and
+    value may consist of parts in different formats, one after the other along the output.
+    """
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -74,7 +76,8 @@ class Weight:
         """The matrices of a stack."""
         return tuple(
             type(self)(
-                self.shape[1:], tuple(Part(p.format, tuple(t[i] for t in p.tensors), p.rows) for p in self.parts)
+                self.shape[1:],
+                tuple(Part(p.format, tuple(t[i] for t in p.tensors), p.rows) for p in self.parts),
             )
             for i in range(self.shape[0])
         )
@@ -88,10 +91,13 @@ class Weight:
         return self.parts[0].tensors[0].device
 
     def copy_(self, other: Weight) -> None:
-        """Takes over the numbers of a weight with the same layout, into the memory that this one has. With another
-        layout it raises ValueError, and nothing has changed."""
+        """Takes over the numbers of a weight with the same layout, into the memory that this one
+        has. With another layout it raises ValueError, and nothing has changed.
+        """
         if other.layout != self.layout:
-            raise ValueError(f"a weight laid out as {other.layout} does not fit into one as {self.layout}")
+            raise ValueError(
+                f"a weight laid out as {other.layout} does not fit into one as {self.layout}"
+            )
         for part, new in zip(self.parts, other.parts, strict=True):
             for tensor, numbers in zip(part.tensors, new.tensors, strict=True):
                 tensor.copy_(numbers)
@@ -99,12 +105,18 @@ class Weight:
     @property
     def layout(self) -> tuple[object, ...]:
         """What weights must have in common for one to lie where the other does."""
-        parts = ((p.format.name, p.rows, *((t.dtype, tuple(t.shape)) for t in p.tensors)) for p in self.parts)
+        parts = (
+            (p.format.name, p.rows, *((t.dtype, tuple(t.shape)) for t in p.tensors))
+            for p in self.parts
+        )
         return (self.shape, *parts)
 
     def split(self, bias: Tensor | None = None) -> list[tuple[Weight, Tensor | None]]:
         """Each part as a weight of its own, with its part of the bias."""
         rows = [part.rows for part in self.parts]
         biases = [None] * len(rows) if bias is None else bias.split_with_sizes(rows)
-        weights = (type(self)((*self.shape[:-2], part.rows, self.shape[-1]), (part,)) for part in self.parts)
+        weights = (
+            type(self)((*self.shape[:-2], part.rows, self.shape[-1]), (part,))
+            for part in self.parts
+        )
         return list(zip(weights, biases, strict=True))

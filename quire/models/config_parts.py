@@ -1,4 +1,6 @@
-"""The parts of config.json that many families write alike: rope, windows, experts, activations, end tokens."""
+"""The parts of config.json that many families write alike: rope, windows, experts, activations, end
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU} | dict.fromke
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-def plain_attention(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None) -> AttentionSpec:
+def plain_attention(
+    num_heads: int, num_kv_heads: int, head_dim: int, window: int | None = None
+) -> AttentionSpec:
     """Attention as nearly all families have it: scaled by 1 / sqrt(head_dim)."""
     return AttentionSpec(HeadShape(num_heads, num_kv_heads, head_dim), head_dim**-0.5, window)
 
@@ -30,26 +34,41 @@ def read_activation(config: Fields, allowed: str) -> Activation:
     key = "hidden_activation" if "hidden_activation" in config else "hidden_act"
     name = config.string(key, allowed)
     if _ACTIVATIONS.get(name) is not _ACTIVATIONS[allowed]:
-        raise UnsupportedModelError(f"{config.file}: {key} {name!r} is not supported, only {allowed} is.")
+        raise UnsupportedModelError(
+            f"{config.file}: {key} {name!r} is not supported, only {allowed} is."
+        )
     return _ACTIVATIONS[allowed]
 
 
 def read_rope(
-    config: Fields, head_dim: int, theta: float, partial: float | None, types: tuple[str, ...], kind_of_layer: str
+    config: Fields,
+    head_dim: int,
+    theta: float,
+    partial: float | None,
+    types: tuple[str, ...],
+    kind_of_layer: str,
 ) -> RopeSpec:
-    """Reads all ways of writing rope: `rope_parameters`, for all layers or by kind of layer, and the older `rope_theta`
-    with `rope_scaling`. `partial` is the default of `partial_rotary_factor`; None: the family rotates whole heads."""
+    """Reads all ways of writing rope: `rope_parameters`, for all layers or by kind of layer, and
+    the older `rope_theta` with `rope_scaling`. `partial` is the default of `partial_rotary_factor`;
+    None: the family rotates whole heads.
+    """
     scaling = config.part("rope_parameters" if "rope_parameters" in config else "rope_scaling")
     scaling = scaling.part(kind_of_layer) if kind_of_layer in scaling else scaling
     theta = scaling.number("rope_theta", config.number("rope_theta", theta), low=1e-6)
-    share = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", partial or 1.0))
+    share = scaling.number(
+        "partial_rotary_factor", config.number("partial_rotary_factor", partial or 1.0)
+    )
     rotated = int(head_dim * share)
     if share != 1.0 and (partial is None or rotated % 2 or not 0 < rotated <= head_dim):
-        raise UnsupportedModelError(f"{config.file}: rope over this part of the head dimension is not supported.")
+        raise UnsupportedModelError(
+            f"{config.file}: rope over this part of the head dimension is not supported."
+        )
     plain = RopeSpec(theta, rotated=rotated if rotated < head_dim else 0)
     kind = scaling.string("rope_type", scaling.string("type", "default"))
     if kind not in types:
-        raise UnsupportedModelError(f"{config.file}: rope type {kind!r} is not supported, only {', '.join(types)} are.")
+        raise UnsupportedModelError(
+            f"{config.file}: rope type {kind!r} is not supported, only {', '.join(types)} are."
+        )
     max_position = config.integer("max_position_embeddings", 2048, high=2**31)
     original = config.integer("original_max_position_embeddings", max_position, high=2**31)
     original = scaling.integer("original_max_position_embeddings", original, high=2**31)
@@ -60,24 +79,44 @@ def read_rope(
         if high <= low:
             raise scaling.error("high_freq_factor", f"above low_freq_factor ({low})", high)
         return replace(
-            plain, kind="llama3", factor=scaling.number("factor", low=1e-6), original_max_position=original,
-            low_freq_factor=low, high_freq_factor=high,
-        )  # fmt: skip
+            plain,
+            kind="llama3",
+            factor=scaling.number("factor", low=1e-6),
+            original_max_position=original,
+            low_freq_factor=low,
+            high_freq_factor=high,
+        )
     if kind == "yarn":
         factor = scaling.number("factor", max_position / original, low=1e-6)
-        fast, slow = scaling.number("beta_fast", 32.0) or 32.0, scaling.number("beta_slow", 1.0) or 1.0
+        fast, slow = (
+            scaling.number("beta_fast", 32.0) or 32.0,
+            scaling.number("beta_slow", 1.0) or 1.0,
+        )
         return replace(
-            plain, kind="yarn", factor=factor, original_max_position=original, beta_fast=fast, beta_slow=slow,
-            truncate=scaling.boolean("truncate", True), attention_factor=_yarn_attention_factor(scaling, factor),
-        )  # fmt: skip
+            plain,
+            kind="yarn",
+            factor=factor,
+            original_max_position=original,
+            beta_fast=fast,
+            beta_slow=slow,
+            truncate=scaling.boolean("truncate", True),
+            attention_factor=_yarn_attention_factor(scaling, factor),
+        )
     if kind == "longrope":
         factor = scaling.number("factor", max_position / original, low=1e-6)
-        stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+        stretched = (
+            math.sqrt(1 + math.log(factor) / math.log(original))
+            if factor > 1 and original > 1
+            else 1.0
+        )
         return replace(
-            plain, kind="factors", original_max_position=original, freq_factors=scaling.numbers("long_factor"),
+            plain,
+            kind="factors",
+            original_max_position=original,
+            freq_factors=scaling.numbers("long_factor"),
             short_factors=scaling.numbers("short_factor"),
             attention_factor=scaling.number("attention_factor", stretched),
-        )  # fmt: skip
+        )
     if kind == "factors":
         return replace(plain, kind="factors", freq_factors=scaling.numbers("factors"))
     if kind == "dynamic":  # with a fixed alpha, which only changes the base
@@ -101,7 +140,9 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def read_window(config: Fields, default: int | None) -> int | None:
-    """`sliding_window`, where null and 0 mean none and only an absent key means the family's default."""
+    """`sliding_window`, where null and 0 mean none and only an absent key means the family's
+    default.
+    """
     if not config.declares("sliding_window"):
         return default
     return config.integer("sliding_window", 0, low=0, high=2**31) or None
@@ -113,32 +154,50 @@ def with_window(config: Fields, spec: ModelSpec, default: int | None) -> ModelSp
 
 
 def kinds_of_layers(config: Fields, spec: ModelSpec, default: list[str] | int) -> list[str]:
-    """`layer_types`; where that is absent: the default list, or full attention in every `default`-th layer."""
+    """`layer_types`; where that is absent: the default list, or full attention in every
+    `default`-th layer.
+    """
     if isinstance(default, int):
         full = config.integer("sliding_window_pattern", default)
-        default = ["sliding_attention" if (i + 1) % full else "full_attention" for i in range(spec.num_layers)]
+        default = [
+            "sliding_attention" if (i + 1) % full else "full_attention"
+            for i in range(spec.num_layers)
+        ]
     kinds = config.list_of("layer_types", str, default)
     if len(kinds) != spec.num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise config.error("layer_types", f"{spec.num_layers} of full_attention or sliding_attention", kinds)
+        raise config.error(
+            "layer_types", f"{spec.num_layers} of full_attention or sliding_attention", kinds
+        )
     return kinds
 
 
 def with_windows(
-    config: Fields, spec: ModelSpec, default: list[str] | int, window: int | None = 4096, rope: RopeSpec | None = None
+    config: Fields,
+    spec: ModelSpec,
+    default: list[str] | int,
+    window: int | None = 4096,
+    rope: RopeSpec | None = None,
 ) -> ModelSpec:
-    """Sets windows on the layers that `layer_types` marks; these layers may have a `rope` of their own."""
+    """Sets windows on the layers that `layer_types` marks; these layers may have a `rope` of their
+    own.
+    """
     window = read_window(config, window)
     layers = []
     for layer, kind in zip(spec.layers, kinds_of_layers(config, spec, default), strict=True):
         if kind == "sliding_attention":
-            layer = replace(layer.with_attention(sliding_window=window), rope=layer.rope if rope is None else rope)
+            layer = replace(
+                layer.with_attention(sliding_window=window),
+                rope=layer.rope if rope is None else rope,
+            )
         layers.append(layer)
     return replace(spec, layers=tuple(layers))
 
 
 def with_qwen_experts(config: Fields, spec: ModelSpec, shared: int = 0) -> ModelSpec:
     """Gives experts to the layers that Qwen's settings name."""
-    experts = config.integer("num_experts", config.integer("num_local_experts", 0, low=0), low=0, high=65_536)
+    experts = config.integer(
+        "num_experts", config.integer("num_local_experts", 0, low=0), low=0, high=65_536
+    )
     moe = MoeSpec(
         num_experts=experts,
         top_k=config.integer("num_experts_per_tok"),
@@ -156,18 +215,29 @@ def with_qwen_experts(config: Fields, spec: ModelSpec, shared: int = 0) -> Model
 
 
 def with_deepseek_experts(config: Fields, spec: ModelSpec) -> ModelSpec:
-    """Experts as DeepSeek has them: sigmoid scores, a bias for the choice, shared experts, the first layers dense."""
+    """Experts as DeepSeek has them: sigmoid scores, a bias for the choice, shared experts, the
+    first layers dense.
+    """
     if config.integer("n_group", 1) != 1:
-        raise UnsupportedModelError(f"{config.file}: experts chosen by groups (n_group) are not supported.")
+        raise UnsupportedModelError(
+            f"{config.file}: experts chosen by groups (n_group) are not supported."
+        )
     size = config.integer("moe_intermediate_size")
     moe = MoeSpec(
-        config.integer("n_routed_experts", high=65_536), config.integer("num_experts_per_tok"), size,
-        config.boolean("norm_topk_prob", True), size * config.integer("n_shared_experts", 1, low=0),
-        shared_gate=False, sigmoid_scores=True, choice_bias=True,
+        config.integer("n_routed_experts", high=65_536),
+        config.integer("num_experts_per_tok"),
+        size,
+        config.boolean("norm_topk_prob", True),
+        size * config.integer("n_shared_experts", 1, low=0),
+        shared_gate=False,
+        sigmoid_scores=True,
+        choice_bias=True,
         weight_scale=config.number("routed_scaling_factor", 1.0),
-    )  # fmt: skip
+    )
     first = config.integer("first_k_dense_replace", 0, low=0)
-    layers = (layer if i < first else replace(layer, mlp=moe) for i, layer in enumerate(spec.layers))
+    layers = (
+        layer if i < first else replace(layer, mlp=moe) for i, layer in enumerate(spec.layers)
+    )
     return replace(spec, layers=tuple(layers))
 
 
@@ -176,7 +246,9 @@ def read_eos(config: Fields, generation_config: Path | None) -> tuple[int, ...]:
     found: dict[int, None] = {}
     sources = [config]
     if generation_config is not None and os.path.lexists(generation_config):
-        sources.append(Fields(read_json(generation_config, MAX_CONFIG_BYTES), str(generation_config)))
+        sources.append(
+            Fields(read_json(generation_config, MAX_CONFIG_BYTES), str(generation_config))
+        )
     for source in sources:
         value = source.raw("eos_token_id")
         for token_id in value if isinstance(value, list) else [value]:

@@ -1,7 +1,8 @@
 """The one decoder: a stack of attention and MLP layers as its ModelSpec describes.
 
-`Decoder.__call__` takes all it needs as arguments and knows neither prefill nor decode: a row is a token at a position
-of some sequence, and the batch says where that sequence's keys and values lie. Layers hold weights; kernels compute.
+`Decoder.__call__` takes all it needs as arguments and knows neither prefill nor decode: a row is a
+token at a position of some sequence, and the batch says where that sequence's keys and values lie.
+Layers hold weights; kernels compute.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import AttentionSpec, Batches, ExpertWeights, HeadNorms, Kernels, LayerCache, MoeSpec
+from quire.kernels.ops import (
+    AttentionSpec,
+    Batches,
+    ExpertWeights,
+    HeadNorms,
+    Kernels,
+    LayerCache,
+    MoeSpec,
+)
 from quire.kernels.tensor_memory import TensorMemory
 from quire.kernels.weights import Weight
 from quire.models.linear import Embedding, Experts, Linear, Rows
@@ -53,11 +62,15 @@ class Norm:
         if spec.layer_norm:
             total = batch.kernels.scale_add(x, 1.0, residual)
             return self(batch, total), total
-        return batch.kernels.add_rms_norm(x, residual, self.weight, spec.rms_norm_eps, spec.norm_offset)
+        return batch.kernels.add_rms_norm(
+            x, residual, self.weight, spec.rms_norm_eps, spec.norm_offset
+        )
 
 
 class Attention:
-    """Packed query, key and value projections, perhaps normed heads, rope, attention over the cache."""
+    """Packed query, key and value projections, perhaps normed heads, rope, attention over the
+    cache.
+    """
 
     def __init__(
         self,
@@ -75,7 +88,9 @@ class Attention:
         if layer.qk_norm:
             query = parameters.vector(f"{name}.query_norm")
             key = parameters.vector(f"{name}.key_norm") if self.has_keys else query
-            self.norms = HeadNorms(query, key, spec.rms_norm_eps, spec.norm_offset, layer.qk_norm_after_rope)
+            self.norms = HeadNorms(
+                query, key, spec.rms_norm_eps, spec.norm_offset, layer.qk_norm_after_rope
+            )
         self.sinks = parameters.vector(f"{name}.sinks") if layer.sinks else None
         self.qkv = parameters.linear(f"{name}.qkv")
         self.output = parameters.linear(f"{name}.output")
@@ -85,7 +100,13 @@ class Attention:
         qkv = self.qkv(batch, x)
         if self.has_keys:
             query = kernels.qkv_to_cache_(
-                qkv, spec.heads, self.norms, batch.positions, self.cos_sin, cache, paged.slot_mapping
+                qkv,
+                spec.heads,
+                self.norms,
+                batch.positions,
+                self.cos_sin,
+                cache,
+                paged.slot_mapping,
             )
         else:
             query = kernels.query_heads(qkv, spec.heads, self.norms, batch.positions, self.cos_sin)
@@ -109,7 +130,9 @@ class Mixers:
 
 
 class Mlp:
-    """activation(gate) * up, then down, gate and up packed into one product; or activation(up), then down."""
+    """activation(gate) * up, then down, gate and up packed into one product; or activation(up),
+    then down.
+    """
 
     def __init__(self, parameters: Parameters, name: str, spec: MlpSpec) -> None:
         self.spec = spec
@@ -140,8 +163,14 @@ class MoeMlp:
         self.shared: Mlp | None = None
         self.shared_gate: Linear | None = None
         if spec.shared_intermediate_size:
-            self.shared = Mlp(parameters, f"{name}.shared", MlpSpec(spec.shared_intermediate_size, spec.activation))
-            self.shared_gate = parameters.linear(f"{name}.shared_gate") if spec.shared_gate else None
+            self.shared = Mlp(
+                parameters,
+                f"{name}.shared",
+                MlpSpec(spec.shared_intermediate_size, spec.activation),
+            )
+            self.shared_gate = (
+                parameters.linear(f"{name}.shared_gate") if spec.shared_gate else None
+            )
 
     def __call__(self, batch: Batch, x: Tensor) -> Tensor:
         logits = self.router(batch, x.float() if self.spec.sigmoid_scores else x)
@@ -149,7 +178,9 @@ class MoeMlp:
         if self.shared is not None:
             shared = self.shared(batch, x)
             gate = self.shared_gate
-            output = output + (shared if gate is None else batch.kernels.sigmoid_mul(gate(batch, x), shared))
+            output = output + (
+                shared if gate is None else batch.kernels.sigmoid_mul(gate(batch, x), shared)
+            )
         return output
 
 
@@ -169,10 +200,16 @@ class DecoderLayer:
         self.scale = spec.residual_scale
         norms = {one: Norm(parameters, f"{name}.{one}", spec) for one in layer.norms}
         self.attention_norm, self.mlp_norm = norms.get("attention_norm"), norms.get("mlp_norm")
-        self.attention_post_norm, self.mlp_post_norm = norms.get("attention_post_norm"), norms.get("mlp_post_norm")
+        self.attention_post_norm, self.mlp_post_norm = (
+            norms.get("attention_post_norm"),
+            norms.get("mlp_post_norm"),
+        )
         mixers = zip(mixer_names(layer), layer.mixers, tables, strict=True)
         self.attention = Mixers(
-            [Attention(parameters, f"{name}.{own}", spec, layer, mixer, table) for own, mixer, table in mixers]
+            [
+                Attention(parameters, f"{name}.{own}", spec, layer, mixer, table)
+                for own, mixer, table in mixers
+            ]
         )
         self.mlp: Mlp | MoeMlp | None = None
         if layer.mlp is not None:
@@ -182,10 +219,14 @@ class DecoderLayer:
     def __call__(
         self, batch: Batch, x: Tensor, residual: Tensor | None, caches: Sequence[LayerCache]
     ) -> tuple[Tensor, Tensor]:
-        """Takes x, the last layer's output that is not added to the residual stream yet (adding is fused with the
-        norm), and returns this layer's output in the same way, with the residual stream before it."""
+        """Takes x, the last layer's output that is not added to the residual stream yet (adding is
+        fused with the norm), and returns this layer's output in the same way, with the residual
+        stream before it.
+        """
         normed, residual = _enter(batch, x, residual, self.attention_norm)
-        attended = self._leave(batch, self.attention(batch, normed, caches), self.attention_post_norm)
+        attended = self._leave(
+            batch, self.attention(batch, normed, caches), self.attention_post_norm
+        )
         if self.mlp is None:
             return attended, residual
         if self.parallel:
@@ -194,13 +235,19 @@ class DecoderLayer:
         return self._leave(batch, self.mlp(batch, normed), self.mlp_post_norm), residual
 
     def _leave(self, batch: Batch, x: Tensor, norm: Norm | None) -> Tensor:
-        """What attention or MLP adds to the residual stream: normed and scaled, where the model does that."""
+        """What attention or MLP adds to the residual stream: normed and scaled, where the model
+        does that.
+        """
         x = x if norm is None else norm(batch, x)
         return x if self.scale == 1 else batch.kernels.scale_add(x, self.scale)
 
 
-def _enter(batch: Batch, x: Tensor, residual: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
-    """Adds x to the residual stream; returns its norm, which attention or MLP takes as input, and the stream."""
+def _enter(
+    batch: Batch, x: Tensor, residual: Tensor | None, norm: Norm | None
+) -> tuple[Tensor, Tensor]:
+    """Adds x to the residual stream; returns its norm, which attention or MLP takes as input, and
+    the stream.
+    """
     if norm is None:
         total = x if residual is None else batch.kernels.scale_add(x, 1.0, residual)
         return total, total
@@ -218,14 +265,16 @@ class Decoder:
         dtype: torch.dtype,
         max_position: int | None = None,
     ) -> None:
-        """`loaded` has the weights of `spec.parameters()` and is empty afterwards. `max_position` is the number of
-        positions in the rope tables (default: the spec's)."""
+        """`loaded` has the weights of `spec.parameters()` and is empty afterwards. `max_position`
+        is the number of positions in the rope tables (default: the spec's).
+        """
         self.spec = spec
         self.kernels = kernels
         self.dtype = dtype
         self.max_position = max_position or spec.max_position
         parameters = Parameters(kernels, loaded)
-        # A tied embedding is the head too, which is packed; a recorded step (CPU) looks its rows up by a kernel.
+        # A tied embedding is the head too, which is packed; a recorded step (CPU) looks its rows up
+        # by a kernel.
         pack_embedding = spec.tie_embeddings or kernels.record is not None
         embedding = parameters.matrix("embedding", pack=pack_embedding)
         self.device = embedding.device
@@ -240,7 +289,9 @@ class Decoder:
             if rope is None:
                 return None
             if (rope, head_dim) not in tables:
-                tables[rope, head_dim] = cos_sin_table(rope, head_dim, self.max_position).to(self.device)
+                tables[rope, head_dim] = cos_sin_table(rope, head_dim, self.max_position).to(
+                    self.device
+                )
             return tables[rope, head_dim]
 
         for i, layer in enumerate(spec.layers):
@@ -254,9 +305,12 @@ class Decoder:
         """All of them by name, as the kernels packed them."""
         return self._parameters.weights
 
-    def __call__(self, token_ids: Tensor, positions: Tensor, paged: Batches, caches: Sequence[LayerCache]) -> Tensor:
-        """The final hidden states [rows, hidden] of int64 token_ids [rows] at int64 positions [rows]. `caches` has
-        one for every mixer, in the order of the layers."""
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, paged: Batches, caches: Sequence[LayerCache]
+    ) -> Tensor:
+        """The final hidden states [rows, hidden] of int64 token_ids [rows] at int64 positions
+        [rows]. `caches` has one for every mixer, in the order of the layers.
+        """
         batch = Batch(self.kernels, positions, paged)
         x, residual, first = self.embed(batch, token_ids), None, 0
         for layer in self.layers:
@@ -268,11 +322,16 @@ class Decoder:
     def embed(self, rows: Rows, token_ids: Tensor) -> Tensor:
         """What the first layer takes of int64 token_ids [rows]."""
         x = self.embedding(rows, token_ids).to(self.dtype)
-        return x if self.spec.embedding_scale == 1 else self.kernels.scale_add(x, self.spec.embedding_scale)
+        return (
+            x
+            if self.spec.embedding_scale == 1
+            else self.kernels.scale_add(x, self.spec.embedding_scale)
+        )
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Scores [rows, vocab] of hidden rows, in the model's dtype; into `out` if there is one."""
-        if self.spec.logit_scale != 1:  # applied to the hidden rows, which are shorter than rows of logits
+        # applied to the hidden rows, which are shorter than rows of logits
+        if self.spec.logit_scale != 1:
             hidden = self.kernels.scale_add(hidden, self.spec.logit_scale)
         scores = self.head(Rows(self.kernels), hidden, out)
         if self.spec.logit_cap:
@@ -295,13 +354,16 @@ class Decoder:
 
     @property
     def missing(self) -> set[str]:
-        """Weights that are gone, since the decoder slept at level 2: it computes nothing of use before they are new."""
+        """Weights that are gone, since the decoder slept at level 2: it computes nothing of use
+        before they are new.
+        """
         return self._parameters.missing
 
     def sleep(self, level: SleepLevel) -> None:
         """Gives the weights' memory back; nothing can be computed before `wake`."""
         self._parameters.sleep(level)
-        self._tables.sleep(keep=True)  # not among the weights that a caller has, so they are never lost
+        # not among the weights that a caller has, so they are never lost
+        self._tables.sleep(keep=True)
 
     def wake(self) -> None:
         """Takes the memory again."""

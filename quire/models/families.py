@@ -1,8 +1,9 @@
 """The families of models Quire runs: one entry each, naming what differs from plain Llama.
 
-A new family of this kind is one `Family` below: the names its files go by, and a function that reads its
-quirks from `config.json`. Everything shared (sizes, rope) is read by `read_config` in `model_config.py`. GGUF files
-say the same under other names (`gguf_spec.py`), so they are read by the same functions.
+A new family of this kind is one `Family` below: the names its files go by, and a function that
+reads its quirks from `config.json`. Everything shared (sizes, rope) is read by `read_config` in
+`model_config.py`. GGUF files say the same under other names (`gguf_spec.py`), so they are read by
+the same functions.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Family:
     gguf: str | None = None
     """What `general.architecture` says in a GGUF file, if such files exist."""
     gguf_key: str = ""
-    """Where families share a GGUF architecture, the first one whose key the file has is taken; "" fits any file."""
+    """Where families share a GGUF architecture, the first one whose key the file has is taken; ""
+    fits any file.
+    """
     gguf_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that GGUF files leave out, by their names in config.json."""
     tie_embeddings: bool = False
@@ -56,10 +59,14 @@ class Family:
     head_dim: int | None = None
     """What an absent `head_dim` means; None: hidden_size / heads."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Names of a layer's tensors that are not the usual ones (see `names.py`), "" where there is no such tensor."""
+    """Names of a layer's tensors that are not the usual ones (see `names.py`), "" where there is no
+    such tensor.
+    """
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     interleaved_rope: bool = False
-    """Rope rotates neighbouring dimensions (2i, 2i + 1): rows of q and k are reordered when they are loaded."""
+    """Rope rotates neighbouring dimensions (2i, 2i + 1): rows of q and k are reordered when they
+    are loaded.
+    """
     gguf_interleaved_rope: bool = False
     """The same for GGUF files, which may have q and k in another order than Hugging Face's."""
     alternating_gate_up: bool = False
@@ -68,10 +75,14 @@ class Family:
     """Files may hold layers after the last one for multi-token prediction; they are ignored."""
 
 
-def _with_biases(spec: ModelSpec, qkv: bool, output: bool, mlp: bool, gated: bool = True) -> ModelSpec:
+def _with_biases(
+    spec: ModelSpec, qkv: bool, output: bool, mlp: bool, gated: bool = True
+) -> ModelSpec:
     dense = spec.layers[0].mlp
     assert isinstance(dense, MlpSpec)
-    return spec.with_layers(qkv_bias=qkv, output_bias=output, mlp=replace(dense, bias=mlp, gated=gated))
+    return spec.with_layers(
+        qkv_bias=qkv, output_bias=output, mlp=replace(dense, bias=mlp, gated=gated)
+    )
 
 
 def _llama(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -82,14 +93,17 @@ def _llama(config: Fields, spec: ModelSpec) -> ModelSpec:
 def _smollm3(config: Fields, spec: ModelSpec) -> ModelSpec:
     interval = config.integer("no_rope_layer_interval", 4)
     every_nth = [int((i + 1) % interval != 0) for i in range(spec.num_layers)]
-    rope = config.list_of("no_rope_layers", int, every_nth)  # 1 where rope is used, whatever the name says
+    # 1 where rope is used, whatever the name says
+    rope = config.list_of("no_rope_layers", int, every_nth)
     if len(rope) != spec.num_layers:
         raise config.error("no_rope_layers", f"a list of {spec.num_layers} numbers", rope)
     default = ["full_attention" if use else "sliding_attention" for use in rope]
     if config.boolean("use_sliding_window", False):
         spec = with_windows(config, spec, default, window=None)
     layers = zip(_llama(config, spec).layers, rope, strict=True)
-    return replace(spec, layers=tuple(layer if use else replace(layer, rope=None) for layer, use in layers))
+    return replace(
+        spec, layers=tuple(layer if use else replace(layer, rope=None) for layer, use in layers)
+    )
 
 
 def _mixtral_experts(config: Fields) -> MoeSpec:
@@ -107,8 +121,13 @@ def _mixtral(config: Fields, spec: ModelSpec) -> ModelSpec:
 
 def _qwen2(config: Fields, spec: ModelSpec) -> ModelSpec:
     first_window_layer = config.integer("max_window_layers", 28, low=0)
-    default = ["sliding_attention" if i >= first_window_layer else "full_attention" for i in range(spec.num_layers)]
-    spec = with_windows(config, spec, default) if config.boolean("use_sliding_window", False) else spec
+    default = [
+        "sliding_attention" if i >= first_window_layer else "full_attention"
+        for i in range(spec.num_layers)
+    ]
+    spec = (
+        with_windows(config, spec, default) if config.boolean("use_sliding_window", False) else spec
+    )
     return spec.with_layers(qkv_bias=True)
 
 
@@ -116,7 +135,9 @@ def _qwen2_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
     last_window_layer = config.integer("max_window_layers", 28, low=0)
     windows = [i % 2 == 0 and i < last_window_layer for i in range(spec.num_layers)]
     default = ["sliding_attention" if window else "full_attention" for window in windows]
-    spec = with_windows(config, spec, default) if config.boolean("use_sliding_window", False) else spec
+    spec = (
+        with_windows(config, spec, default) if config.boolean("use_sliding_window", False) else spec
+    )
     spec = with_qwen_experts(config, spec, config.integer("shared_expert_intermediate_size", 5632))
     return spec.with_layers(qkv_bias=config.boolean("qkv_bias", True))
 
@@ -130,42 +151,62 @@ def _qwen3_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
     bias = config.boolean("attention_bias", False)
     if config.boolean("use_sliding_window", False):
         spec = with_window(config, spec, 4096)
-    return with_qwen_experts(config, spec).with_layers(qk_norm=True, qkv_bias=bias, output_bias=bias)
+    return with_qwen_experts(config, spec).with_layers(
+        qk_norm=True, qkv_bias=bias, output_bias=bias
+    )
 
 
 def _gemma(
-    config: Fields, spec: ModelSpec, caps: tuple[float, float], full_every: int, rope: RopeSpec | None = None
+    config: Fields,
+    spec: ModelSpec,
+    caps: tuple[float, float],
+    full_every: int,
+    rope: RopeSpec | None = None,
 ) -> ModelSpec:
     if config.boolean("use_bidirectional_attention", False):
         raise UnsupportedModelError(f"{config.file}: attention to later tokens is not supported.")
     heads, bias = spec.head_shapes[0], config.boolean("attention_bias", False)
     # GGUF files leave it out; the models of 27B are those with 46 and 62 layers.
-    divided = spec.hidden_size / heads.num_heads if spec.num_layers in (46, 62) else float(heads.head_dim)
+    divided = (
+        spec.hidden_size / heads.num_heads if spec.num_layers in (46, 62) else float(heads.head_dim)
+    )
     scale = config.number("query_pre_attn_scalar", divided, low=1e-6) ** -0.5
     keys = ("attn_logit_softcapping", caps[0]), ("final_logit_softcapping", caps[1])
-    cap, logit_cap = (config.number(key, 0.0) if config.declares(key) else default for key, default in keys)
+    cap, logit_cap = (
+        config.number(key, 0.0) if config.declares(key) else default for key, default in keys
+    )
     if cap and not caps[0]:
-        raise UnsupportedModelError(f"{config.file}: attn_logit_softcapping is not supported in this family.")
+        raise UnsupportedModelError(
+            f"{config.file}: attn_logit_softcapping is not supported in this family."
+        )
     spec = spec.with_attention(scale=scale, soft_cap=cap)
     spec = spec.with_layers(post_norms=True, qkv_bias=bias, output_bias=bias)
-    spec = replace(spec, norm_offset=1.0, embedding_scale=spec.hidden_size**0.5, logit_cap=logit_cap)
+    spec = replace(
+        spec, norm_offset=1.0, embedding_scale=spec.hidden_size**0.5, logit_cap=logit_cap
+    )
     return with_windows(config, spec, full_every, rope=rope)
 
 
 def _gemma3(config: Fields, spec: ModelSpec) -> ModelSpec:
     local = RopeSpec(config.number("rope_local_base_freq", 10_000.0, low=1e-6))
-    return _gemma(config, spec, (0.0, 0.0), 6, _local_rope(config, spec, local)).with_layers(qk_norm=True)
+    return _gemma(config, spec, (0.0, 0.0), 6, _local_rope(config, spec, local)).with_layers(
+        qk_norm=True
+    )
 
 
 def _local_rope(config: Fields, spec: ModelSpec, default: RopeSpec) -> RopeSpec:
     """The rope of layers with a sliding window, which is not stretched for longer contexts."""
     if "sliding_attention" not in config.part("rope_parameters"):
         return default
-    return read_rope(config, spec.head_shapes[0].head_dim, default.theta, None, ROPE_TYPES, "sliding_attention")
+    return read_rope(
+        config, spec.head_shapes[0].head_dim, default.theta, None, ROPE_TYPES, "sliding_attention"
+    )
 
 
 def _olmo2(config: Fields, spec: ModelSpec) -> ModelSpec:
-    return _llama(config, spec).with_layers(pre_norms=False, post_norms=True, qk_norm=True, qk_norm_is_whole=True)
+    return _llama(config, spec).with_layers(
+        pre_norms=False, post_norms=True, qk_norm=True, qk_norm_is_whole=True
+    )
 
 
 def _olmo3(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -191,12 +232,16 @@ def _granite_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
 
 def _granite_hybrid(config: Fields, spec: ModelSpec) -> ModelSpec:
     if not set(config.list_of("layer_types", str, ["mamba"])) <= {"attention", "full_attention"}:
-        raise UnsupportedModelError(f"{config.file}: Mamba layers are not supported, only models without them are.")
+        raise UnsupportedModelError(
+            f"{config.file}: Mamba layers are not supported, only models without them are."
+        )
     if config.string("position_embedding_type", "nope") != "rope":
         spec = spec.with_layers(rope=None)
     if config.integer("num_local_experts", 8, low=0):
         return _granite_moe(config, spec)
-    return _granite(config, spec).with_layers(mlp=MlpSpec(config.integer("shared_intermediate_size", 1024)))
+    return _granite(config, spec).with_layers(
+        mlp=MlpSpec(config.integer("shared_intermediate_size", 1024))
+    )
 
 
 def _glm(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -214,19 +259,26 @@ def _glm4_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
 
 def _cohere2(config: Fields, spec: ModelSpec) -> ModelSpec:
     spec = with_windows(config, _llama(config, spec).with_layers(parallel=True), 4)
-    layers = tuple(one if one.mixers[0].sliding_window else replace(one, rope=None) for one in spec.layers)
+    layers = tuple(
+        one if one.mixers[0].sliding_window else replace(one, rope=None) for one in spec.layers
+    )
     eps, scale = config.number("layer_norm_eps", 1e-5), config.number("logit_scale", 0.0625)
     return replace(spec, layers=layers, layer_norm=True, rms_norm_eps=eps, logit_scale=scale)
 
 
 def _starcoder2(config: Fields, spec: ModelSpec) -> ModelSpec:
     bias = config.boolean("use_bias", True)
-    spec = replace(spec, layer_norm=True, norm_bias=True, rms_norm_eps=config.number("norm_epsilon", 1e-5))
+    spec = replace(
+        spec, layer_norm=True, norm_bias=True, rms_norm_eps=config.number("norm_epsilon", 1e-5)
+    )
     return _with_biases(with_window(config, spec, None), bias, bias, bias, gated=False)
 
 
 def _seed_oss(config: Fields, spec: ModelSpec) -> ModelSpec:
-    qkv, output = config.boolean("attention_bias", True), config.boolean("attention_out_bias", False)
+    qkv, output = (
+        config.boolean("attention_bias", True),
+        config.boolean("attention_out_bias", False),
+    )
     return _with_biases(spec, qkv, output, config.boolean("mlp_bias", False))
 
 
@@ -242,10 +294,17 @@ def _hunyuan(config: Fields, spec: ModelSpec) -> ModelSpec:
 def _gpt_oss(config: Fields, spec: ModelSpec) -> ModelSpec:
     limits = config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)
     if limits != (7.0, 1.702):
-        raise UnsupportedModelError(f"{config.file}: swiglu_limit and swiglu_alpha of {limits} are not supported.")
+        raise UnsupportedModelError(
+            f"{config.file}: swiglu_limit and swiglu_alpha of {limits} are not supported."
+        )
     bias = config.boolean("attention_bias", True)
     moe = replace(_mixtral_experts(config), activation=Activation.CLAMPED_SWIGLU, bias=True)
-    return with_windows(config, spec.with_layers(qkv_bias=bias, output_bias=bias, sinks=True, mlp=moe), 2, window=128)
+    return with_windows(
+        config,
+        spec.with_layers(qkv_bias=bias, output_bias=bias, sinks=True, mlp=moe),
+        2,
+        window=128,
+    )
 
 
 _MIXTRAL_NAMES = {
@@ -262,10 +321,18 @@ _GRANITE_MOE_NAMES = {
     "shared_gate_up": "shared_mlp.input_linear",
     "shared_down": "shared_mlp.output_linear",
 }
-_GRANITE4_NAMES = _GRANITE_MOE_NAMES | {"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"}
+_GRANITE4_NAMES = _GRANITE_MOE_NAMES | {
+    "gate_up": "shared_mlp.input_linear",
+    "down": "shared_mlp.output_linear",
+}
 _GLM_NAMES = {"gate_up": "mlp.gate_up_proj"}
-_GLM4_NAMES = {"attention_post_norm": "post_self_attn_layernorm", "mlp_post_norm": "post_mlp_layernorm"} | _GLM_NAMES
-_GLM4_MOE_NAMES = {f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+_GLM4_NAMES = {
+    "attention_post_norm": "post_self_attn_layernorm",
+    "mlp_post_norm": "post_mlp_layernorm",
+} | _GLM_NAMES
+_GLM4_MOE_NAMES = {
+    f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
+}
 
 FAMILIES: tuple[Family, ...] = (
     # GGUF files of Mistral and Mixtral call themselves llama.

@@ -1,6 +1,7 @@
 """The spec of a model in a GGUF file, from its metadata and the names of its tensors.
 
-The metadata is read as config.json is, by the same functions, under the names of `checkpoints/gguf_settings.py`.
+The metadata is read as config.json is, by the same functions, under the names of
+`checkpoints/gguf_settings.py`.
 """
 
 from __future__ import annotations
@@ -30,23 +31,35 @@ def read_gguf_spec(checkpoint: Checkpoint, file: str) -> ModelSpec:
 
 
 def config_of(checkpoint: Checkpoint, file: str) -> dict[str, Any]:
-    """A config.json for the file's model. It can't say all that a GGUF file can: compare the specs afterwards."""
+    """A config.json for the file's model. It can't say all that a GGUF file can: compare the specs
+    afterwards.
+    """
     if "rope_freqs.weight" in checkpoint.tensors:
-        raise UnsupportedModelError(f"{file}: a factor for each rope frequency has no place in config.json")
+        raise UnsupportedModelError(
+            f"{file}: a factor for each rope frequency has no place in config.json"
+        )
     family, config = _settings(checkpoint, file)
-    values = {key: config.raw(key) for key in (*KEYS, *config.names()) if key in config and "." not in key}
+    values = {
+        key: config.raw(key) for key in (*KEYS, *config.names()) if key in config and "." not in key
+    }
     return {"architectures": [family.architectures[0]], "model_type": family.name, **values}
 
 
 def _settings(checkpoint: Checkpoint, file: str) -> tuple[Family, Fields]:
     """The family, and its settings by the names they have in config.json."""
-    family = _find_family(Fields(checkpoint.metadata, file).string("general.architecture"), checkpoint.metadata, file)
+    family = _find_family(
+        Fields(checkpoint.metadata, file).string("general.architecture"), checkpoint.metadata, file
+    )
     return family, gguf_settings(checkpoint, file, family.gguf_settings)
 
 
 def _find_family(name: str, metadata: Mapping[str, Any], file: str) -> Family:
     for family in FAMILIES:
-        if family.gguf == name and (not family.gguf_key or metadata.get(f"{name}.{family.gguf_key}")):
+        if family.gguf == name and (
+            not family.gguf_key or metadata.get(f"{name}.{family.gguf_key}")
+        ):
             return family
     supported = ", ".join(dict.fromkeys(family.gguf for family in FAMILIES if family.gguf))
-    raise UnsupportedModelError(f"{file}: the architecture {name!r} is not supported. Supported: {supported}.")
+    raise UnsupportedModelError(
+        f"{file}: the architecture {name!r} is not supported. Supported: {supported}."
+    )

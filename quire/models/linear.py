@@ -1,8 +1,8 @@
 """The only door to a model's matrices: products, experts and the embedding's rows.
 
-Whatever is computed with a matrix is a method here, and each is told of the rows that it computes. So what differs
-from row to row (whose adapter a row has) is added in this file, and nothing that multiplies can be forgotten:
-`tests/test_structure.py` finds a product that goes past it.
+Whatever is computed with a matrix is a method here, and each is told of the rows that it computes.
+So what differs from row to row (whose adapter a row has) is added in this file, and nothing that
+multiplies can be forgotten: `tests/test_structure.py` finds a product that goes past it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from quire.kernels.weights import Weight
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a product is told of the rows that it computes: those of a step, or of its hidden states that are scored."""
+    """What a product is told of the rows that it computes: those of a step, or of its hidden states
+    that are scored.
+    """
 
     kernels: Kernels
 
@@ -36,7 +38,9 @@ class Linear:
         return rows.kernels.linear(x, self._weight, self._bias, out)
 
     def gated(self, rows: Rows, x: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) * up, of a product whose first half of outputs is gate and whose second half is up."""
+        """activation(gate) * up, of a product whose first half of outputs is gate and whose second
+        half is up.
+        """
         return rows.kernels.linear_gated(x, self._weight, self._bias, activation)
 
 

@@ -1,7 +1,9 @@
-"""Opens a model's files and fills a decoder from them, some tensors at a time, without a second copy of the model.
+"""Opens a model's files and fills a decoder from them, some tensors at a time, without a second
+copy of the model.
 
-Names and shapes are checked and formats are chosen (`weight_plan.py`) before memory is allocated. A tensor that is kept
-in its stored format is read straight into its place; others are expanded or quantised, some rows at a time.
+Names and shapes are checked and formats are chosen (`weight_plan.py`) before memory is allocated. A
+tensor that is kept in its stored format is read straight into its place; others are expanded or
+quantised, some rows at a time.
 """
 
 from __future__ import annotations
@@ -36,12 +38,16 @@ Progress = Callable[[int, int], None]
 """Called with the number of bytes read so far (0 at first) and of all bytes."""
 
 _NUM_READERS = 4
-"""Threads that read: a single one copies or expands more slowly than memory or a GPU's bus can take it."""
+"""Threads that read: a single one copies or expands more slowly than memory or a GPU's bus can take
+it.
+"""
 _AHEAD_BYTES = 16 * 2**20
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a `.gguf` file, a folder with safetensors (single or sharded), or a folder of `.npy` files."""
+    """Opens a `.gguf` file, a folder with safetensors (single or sharded), or a folder of `.npy`
+    files.
+    """
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise UnsupportedModelError(
@@ -78,8 +84,9 @@ def load_planned(
     progress: Progress | None = None,
     wrap_source: Callable[[WeightSource], WeightSource] = lambda source: source,
 ) -> Decoder:
-    """A decoder with its weights on the device, in the formats of the plan; `max_position` is the decoder's. Ranks of
-    tensor parallelism, which take parts of the weights, have a `wrap_source`."""
+    """A decoder with its weights on the device, in the formats of the plan; `max_position` is the
+    decoder's. Ranks of tensor parallelism, which take parts of the weights, have a `wrap_source`.
+    """
     with reading(plan, progress) as loaded:
         return Decoder(plan.files.spec, plan.kernels, wrap_source(loaded), plan.dtype, max_position)
 
@@ -95,8 +102,10 @@ def reading(plan: WeightPlan, progress: Progress | None = None) -> Iterator[Weig
 
 
 class _Reading:
-    """The `WeightSource` of a decoder: reads its parameters from the files, ahead of the one it asks for. On a GPU all
-    are read ahead; on a CPU, where each is packed and then freed, only enough to keep the reading threads busy."""
+    """The `WeightSource` of a decoder: reads its parameters from the files, ahead of the one it
+    asks for. On a GPU all are read ahead; on a CPU, where each is packed and then freed, only
+    enough to keep the reading threads busy.
+    """
 
     def __init__(self, plan: WeightPlan, readers: ThreadPoolExecutor, progress: Progress) -> None:
         self._plan = plan
@@ -106,7 +115,10 @@ class _Reading:
         for piece in plan.files.pieces:
             self._pieces[piece.parameter].append(piece)
         tensors = plan.files.checkpoint.tensors
-        self._sizes = {name: sum(tensors[one.name].num_bytes for one in own) for name, own in self._pieces.items()}
+        self._sizes = {
+            name: sum(tensors[one.name].num_bytes for one in own)
+            for name, own in self._pieces.items()
+        }
         self._started: dict[str, tuple[Weight, list[Future[None]]]] = {}
         self._most_ahead = _AHEAD_BYTES if plan.device.type == "cpu" else sum(self._sizes.values())
         self._done, self._total = 0, sum(self._sizes.values())
@@ -140,12 +152,20 @@ class _Reading:
             targets = room[piece.part or 0]
             if piece.expert is not None:
                 targets = tuple(target[piece.expert] for target in targets)
-            reads.append(self._readers.submit(read_piece, checkpoint, piece, self._plan.format_of(piece), targets))
+            reads.append(
+                self._readers.submit(
+                    read_piece, checkpoint, piece, self._plan.format_of(piece), targets
+                )
+            )
         self._started[name] = weight, reads
 
 
-def read_piece(checkpoint: Checkpoint, piece: Piece, format: Format, targets: Sequence[Tensor]) -> None:
-    """Fills the tensors of a weight's part from one tensor of the checkpoint, with rows in the decoder's order."""
+def read_piece(
+    checkpoint: Checkpoint, piece: Piece, format: Format, targets: Sequence[Tensor]
+) -> None:
+    """Fills the tensors of a weight's part from one tensor of the checkpoint, with rows in the
+    decoder's order.
+    """
     if targets[0].dim() > len(checkpoint.tensors[piece.name].shape):  # biases of experts
         targets = tuple(target.squeeze(-1) for target in targets)
     order = piece.order
@@ -155,11 +175,15 @@ def read_piece(checkpoint: Checkpoint, piece: Piece, format: Format, targets: Se
     rows = tuple(torch.empty_like(target) for target in targets)
     _read_as(checkpoint, piece.name, format, rows)
     for source, target in zip(rows, targets, strict=True):  # whatever the format, a row is a row
-        target.copy_(source.index_select(order.axis, order.index(source.shape[order.axis]).to(source.device)))
+        target.copy_(
+            source.index_select(order.axis, order.index(source.shape[order.axis]).to(source.device))
+        )
 
 
 def _read_as(checkpoint: Checkpoint, name: str, format: Format, targets: Sequence[Tensor]) -> None:
-    """Fills `targets` with plain numbers, with the stored blocks as they are, or with numbers quantised here."""
+    """Fills `targets` with plain numbers, with the stored blocks as they are, or with numbers
+    quantised here.
+    """
     info = checkpoint.tensors[name]
     if format.dtype is not None:
         checkpoint.read_into(name, targets[0])

@@ -1,4 +1,6 @@
-"""From a model's settings to its spec: what all families have in common; `families.py` has the rest."""
+"""From a model's settings to its spec: what all families have in common; `families.py` has the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from quire.checkpoints.gguf_settings import MAX_LAYERS
 from quire.checkpoints.quantization_config import read_layout
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.ops import MoeSpec
-from quire.models.config_parts import MAX_CONFIG_BYTES, plain_attention, read_activation, read_eos, read_rope
+from quire.models.config_parts import (
+    MAX_CONFIG_BYTES,
+    plain_attention,
+    read_activation,
+    read_eos,
+    read_rope,
+)
 from quire.models.families import FAMILIES, Family
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec
 
@@ -30,8 +38,19 @@ def spec_of(family: Family, config: Fields, generation_config: Path | None = Non
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     known = "head_dim" in config
-    head_dim = config.integer("head_dim") if known else family.head_dim or config.head_size("hidden_size", num_heads)
-    rope = read_rope(config, head_dim, family.rope_theta, family.partial_rotary, family.rope_types, "full_attention")
+    head_dim = (
+        config.integer("head_dim")
+        if known
+        else family.head_dim or config.head_size("hidden_size", num_heads)
+    )
+    rope = read_rope(
+        config,
+        head_dim,
+        family.rope_theta,
+        family.partial_rotary,
+        family.rope_types,
+        "full_attention",
+    )
     max_position = config.integer("max_position_embeddings", 2048, high=2**31)
     if rope.kind == "yarn":
         max_position = max(max_position, int(rope.original_max_position * rope.factor))
@@ -41,7 +60,8 @@ def spec_of(family: Family, config: Fields, generation_config: Path | None = Non
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        layers=(LayerSpec(plain_attention(num_heads, num_kv_heads, head_dim), rope, mlp),) * num_layers,
+        layers=(LayerSpec(plain_attention(num_heads, num_kv_heads, head_dim), rope, mlp),)
+        * num_layers,
         max_position=max_position,
         tie_embeddings=config.boolean("tie_word_embeddings", family.tie_embeddings),
         eos_token_ids=read_eos(config, generation_config),
@@ -61,13 +81,23 @@ def check_spec(spec: ModelSpec, file: str) -> None:
 
     for heads in spec.head_shapes:
         queries, keys = heads.num_heads, heads.num_kv_heads
-        require(queries % keys == 0, f"{queries} attention heads can't share {keys} key-value heads evenly")
-        require(heads.head_dim % 2 == 0, f"head_dim is {heads.head_dim}, but rope needs an even number")
+        require(
+            queries % keys == 0,
+            f"{queries} attention heads can't share {keys} key-value heads evenly",
+        )
+        require(
+            heads.head_dim % 2 == 0, f"head_dim is {heads.head_dim}, but rope needs an even number"
+        )
     for layer in spec.layers:
         if layer.rope is not None and layer.rope.kind == "factors":
             pairs = (layer.rope.rotated or layer.mixers[0].heads.head_dim) // 2
-            for factors in (layer.rope.freq_factors, layer.rope.short_factors or layer.rope.freq_factors):
-                require(len(factors) == pairs, f"{len(factors)} rope factors for {pairs} frequencies")
+            for factors in (
+                layer.rope.freq_factors,
+                layer.rope.short_factors or layer.rope.freq_factors,
+            ):
+                require(
+                    len(factors) == pairs, f"{len(factors)} rope factors for {pairs} frequencies"
+                )
         if isinstance(layer.mlp, MoeSpec):
             top_k, num_experts = layer.mlp.top_k, layer.mlp.num_experts
             require(top_k <= num_experts, f"{top_k} experts per token of {num_experts}")
@@ -77,9 +107,13 @@ def _find_family(config: Fields) -> Family:
     names = config.list_of("architectures", str, [])
     if not names:
         model_type = config.string("model_type", "")
-        names = [f.architectures[0] for f in FAMILIES if f.name == model_type] or [f"model_type {model_type!r}"]
+        names = [f.architectures[0] for f in FAMILIES if f.name == model_type] or [
+            f"model_type {model_type!r}"
+        ]
     for family in FAMILIES:
         if names[0] in family.architectures:
             return family
     supported = ", ".join(name for family in FAMILIES for name in family.architectures)
-    raise UnsupportedModelError(f"{config.file}: the architecture {names[0]} is not supported. Supported: {supported}.")
+    raise UnsupportedModelError(
+        f"{config.file}: the architecture {names[0]} is not supported. Supported: {supported}."
+    )

@@ -15,9 +15,11 @@ from quire.models.spec import LayerSpec, ModelSpec, Parameter
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """How to reorder the rows of a tensor for the decoder, whose rope pairs dimension i of a head with dimension
-    i + head_dim / 2. A checkpoint's rope may pair neighbours, or rotate only the first dimensions. Queries and keys are
-    reordered alike, so their products don't change. Also sorts experts whose gate and up rows alternate."""
+    """How to reorder the rows of a tensor for the decoder, whose rope pairs dimension i of a head
+    with dimension i + head_dim / 2. A checkpoint's rope may pair neighbours, or rotate only the
+    first dimensions. Queries and keys are reordered alike, so their products don't change. Also
+    sorts experts whose gate and up rows alternate.
+    """
 
     heads: int
     """How many heads are reordered, from the first row on; rows after them keep their place."""
@@ -49,7 +51,9 @@ class Piece:
     parameter: str
     """The decoder's parameter, by its dotted path."""
     part: int | None = None
-    """Which of several tensors stacked in one parameter it is (query 0, key 1, value 2); None: it fills all rows."""
+    """Which of several tensors stacked in one parameter it is (query 0, key 1, value 2); None: it
+    fills all rows.
+    """
     expert: int | None = None
     """Which expert of a stack it is; None: it has all experts, or the parameter has none."""
     order: RowOrder | None = None
@@ -68,7 +72,8 @@ class Piece:
         if self.part is not None:
             shape[-2 if len(shape) > 1 else -1] = parameter.rows[self.part]
         shape = shape if self.expert is None else shape[1:]
-        return tuple(shape[:-1] if shape[2:] == [1] else shape)  # biases of experts are stacked vectors
+        # biases of experts are stacked vectors
+        return tuple(shape[:-1] if shape[2:] == [1] else shape)
 
 
 _MLP = ("gate", "up", "down")
@@ -86,16 +91,20 @@ _LAYER_NAMES = {
     "sinks": ("self_attn.sinks", "attn_sinks.weight"),
     **{part: (f"mlp.{part}_proj", f"ffn_{part}") for part in _MLP},
     **{f"shared_{part}": (f"mlp.shared_expert.{part}_proj", f"ffn_{part}_shexp") for part in _MLP},
-    **{f"expert_{part}": (f"mlp.experts.{{expert}}.{part}_proj", f"ffn_{part}_exps") for part in _MLP},
+    **{
+        f"expert_{part}": (f"mlp.experts.{{expert}}.{part}_proj", f"ffn_{part}_exps")
+        for part in _MLP
+    },
     "shared_router": ("mlp.shared_expert_gate", "ffn_gate_inp_shexp"),
     "router": ("mlp.gate", "ffn_gate_inp"),
     "choice_bias": ("mlp.gate.e_score_correction_bias", "exp_probs_b.bias"),
     "experts_gate_up": ("mlp.experts.gate_up_proj", ""),
     "experts_down": ("mlp.experts.down_proj", ""),
 }
-"""A layer's tensors by Hugging Face's and by GGUF's name, without the layer's prefix. `.weight` or `.bias` is appended,
-but for sinks, choice_bias and stacked experts. `{expert}` is an expert's number. A family whose files pack tensors adds
-names for `qkv`, `gate_up` and `shared_gate_up`."""
+"""A layer's tensors by Hugging Face's and by GGUF's name, without the layer's prefix. `.weight` or
+`.bias` is appended, but for sinks, choice_bias and stacked experts. `{expert}` is an expert's
+number. A family whose files pack tensors adds names for `qkv`, `gate_up` and `shared_gate_up`.
+"""
 _LINEARS = {
     "attention.qkv": ("qkv", "query", "key", "value"),
     "attention.output": ("output",),
@@ -107,24 +116,36 @@ _LINEARS = {
     "mlp.shared_gate": ("shared_router",),
     "mlp.router": ("router",),
 }
-"""For each of a layer's products: by what name its tensor goes, then the names of the tensors that are stacked in it
-where the files don't pack them."""
+"""For each of a layer's products: by what name its tensor goes, then the names of the tensors that
+are stacked in it where the files don't pack them.
+"""
 _HUGGINGFACE, _GGUF = ({part: pair[i] for part, pair in _LAYER_NAMES.items()} for i in range(2))
 
 
 def huggingface_pieces(spec: ModelSpec, present: Collection[str]) -> Iterator[Piece]:
     """`present` are the names in the checkpoint: experts come one by one or stacked."""
     family, ends = family_named(spec.family), ("model.embed_tokens", "model.norm", "lm_head")
-    return _pieces(spec, ends, "model.layers", {**_HUGGINGFACE, **family.names}, family.interleaved_rope, present)
+    return _pieces(
+        spec,
+        ends,
+        "model.layers",
+        {**_HUGGINGFACE, **family.names},
+        family.interleaved_rope,
+        present,
+    )
 
 
 def gguf_pieces(spec: ModelSpec, present: Collection[str] = ()) -> Iterator[Piece]:
     family, ends = family_named(spec.family), ("token_embd", "output_norm", "output")
-    return _pieces(spec, ends, "blk", {**_GGUF, **family.gguf_names}, family.gguf_interleaved_rope, present)
+    return _pieces(
+        spec, ends, "blk", {**_GGUF, **family.gguf_names}, family.gguf_interleaved_rope, present
+    )
 
 
 def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
-    """Tensors of a checkpoint that are not loaded: the decoder does not need them, or they are part of its spec."""
+    """Tensors of a checkpoint that are not loaded: the decoder does not need them, or they are part
+    of its spec.
+    """
     further = tuple(f"{prefix}.{spec.num_layers}." for prefix in ("model.layers", "blk"))
     unused = {name for name in present if name.endswith(".rotary_emb.inv_freq")}
     if any(layer.rope is not None and layer.rope.kind == "factors" for layer in spec.layers):
@@ -137,11 +158,19 @@ def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
 
 
 def _pieces(
-    spec: ModelSpec, ends: tuple[str, str, str], layers: str, names: Mapping[str, str], interleaved: bool,
+    spec: ModelSpec,
+    ends: tuple[str, str, str],
+    layers: str,
+    names: Mapping[str, str],
+    interleaved: bool,
     present: Collection[str],
-) -> Iterator[Piece]:  # fmt: skip
+) -> Iterator[Piece]:
     embedding, norm, head = ends
-    outside = {"embedding": f"{embedding}.weight", "final_norm": f"{norm}.weight", "head": f"{head}.weight"}
+    outside = {
+        "embedding": f"{embedding}.weight",
+        "final_norm": f"{norm}.weight",
+        "head": f"{head}.weight",
+    }
     outside["final_norm_bias"] = f"{norm}.bias"
     found: list[_Layer] = []
     for i, layer in enumerate(spec.layers):
@@ -179,22 +208,40 @@ class _Layer(NamedTuple):
             yield from self._experts(kind, path, parameter)
         else:
             norm = kind.removesuffix("_bias")
-            yield Piece(f"{names[norm]}.{'weight' if kind == norm else 'bias'}", path, order=self._order(norm))
+            yield Piece(
+                f"{names[norm]}.{'weight' if kind == norm else 'bias'}",
+                path,
+                order=self._order(norm),
+            )
 
     def _order(self, part: str) -> RowOrder | None:
-        heads, rope, is_whole = self.layer.mixers[0].heads, self.layer.rope, self.layer.qk_norm_is_whole
-        counts = {"query": heads.num_heads, "key": heads.num_kv_heads, "qkv": heads.num_heads + heads.num_kv_heads}
+        heads, rope, is_whole = (
+            self.layer.mixers[0].heads,
+            self.layer.rope,
+            self.layer.qk_norm_is_whole,
+        )
+        counts = {
+            "query": heads.num_heads,
+            "key": heads.num_kv_heads,
+            "qkv": heads.num_heads + heads.num_kv_heads,
+        }
         counts |= {f"{name}_norm": counts[name] if is_whole else 1 for name in ("query", "key")}
         rotated = heads.head_dim if rope is None or not rope.rotated else rope.rotated
         is_needed = part in counts and (self.interleaved or rotated < heads.head_dim)
-        return RowOrder(counts[part], heads.head_dim, rotated, self.interleaved) if is_needed else None
+        return (
+            RowOrder(counts[part], heads.head_dim, rotated, self.interleaved) if is_needed else None
+        )
 
     def _experts(self, name: str, path: str, parameter: Parameter) -> Iterator[Piece]:
-        """The experts' `gate_up` or `down`, or a bias of these: stacked in the checkpoint, or one by one."""
+        """The experts' `gate_up` or `down`, or a bias of these: stacked in the checkpoint, or one
+        by one.
+        """
         names, (matrix, bias, _) = self.names, name.partition("_bias")
         if names.get("experts_gate_up") in self.present or "expert_gate" not in names:
             alternate, size = family_named(self.spec.family).alternating_gate_up, parameter.shape[1]
-            order = RowOrder(1, size, size, True, axis=1) if alternate and matrix == "gate_up" else None
+            order = (
+                RowOrder(1, size, size, True, axis=1) if alternate and matrix == "gate_up" else None
+            )
             yield Piece(f"{names[f'experts_{matrix}']}{bias}", path, order=order)
             return
         parts = (("gate", 0), ("up", 1)) if matrix == "gate_up" else (("down", None),)

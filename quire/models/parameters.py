@@ -1,4 +1,6 @@
-"""A decoder's weights by name: taken from their source once, replaced where they lie, given back and taken again."""
+"""A decoder's weights by name: taken from their source once, replaced where they lie, given back
+and taken again.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ SleepLevel = Literal[1, 2]
 
 
 class WeightSource(Protocol):
-    """Where a decoder takes its weights from, each once: a dict of them, or files that are being read."""
+    """Where a decoder takes its weights from, each once: a dict of them, or files that are being
+    read.
+    """
 
     def pop(self, name: str, /) -> Weight: ...
 
@@ -26,9 +30,11 @@ class WeightSource(Protocol):
 
 
 class Parameters:
-    """Hands loaded weights to a decoder by name, each packed for the kernels when it is taken, and then freed.
+    """Hands loaded weights to a decoder by name, each packed for the kernels when it is taken, and
+    then freed.
 
-    A weight's memory is the decoder's from then on, and stays the same: graphs and recorded steps know its address.
+    A weight's memory is the decoder's from then on, and stays the same: graphs and recorded steps
+    know its address.
     """
 
     def __init__(self, kernels: Kernels, loaded: WeightSource) -> None:
@@ -37,7 +43,9 @@ class Parameters:
         self.weights: dict[str, Weight] = {}
         """All that were taken, as the kernels packed them."""
         self.missing: set[str] = set()
-        """Those whose numbers are gone, since the decoder slept at level 2, and that were not replaced yet."""
+        """Those whose numbers are gone, since the decoder slept at level 2, and that were not
+        replaced yet.
+        """
         self._forms: dict[str, str] = {}
         """By name, the formats that a weight was loaded in: only such a weight fits into its place."""
         self._packed: set[str] = set()
@@ -63,12 +71,14 @@ class Parameters:
     def update(self, weights: Mapping[str, Weight]) -> None:
         """Replaces weights where they lie; what is captured or recorded computes with the new ones.
 
-        All are checked first: with an unknown name, another shape or another format, nothing changes. After that they
-        are replaced one by one. If that fails (for want of memory to pack one in), that one and those behind it are
-        still the old ones, and the error names it.
+        All are checked first: with an unknown name, another shape or another format, nothing
+        changes. After that they are replaced one by one. If that fails (for want of memory to pack
+        one in), that one and those behind it are still the old ones, and the error names it.
         """
         if self._memory is not None:
-            raise ModelFormatError("weights can't be replaced while the model is asleep: wake it first")
+            raise ModelFormatError(
+                "weights can't be replaced while the model is asleep: wake it first"
+            )
         for name, weight in weights.items():
             self._check(name, weight)
         for done, (name, weight) in enumerate(weights.items()):
@@ -86,17 +96,26 @@ class Parameters:
     def _check(self, name: str, weight: Weight) -> None:
         place = self.weights.get(name)
         if place is None:
-            raise ModelFormatError(f"the model has no parameter {name}: it has {', '.join(list(self.weights)[:3])}, …")
+            raise ModelFormatError(
+                f"the model has no parameter {name}: it has {', '.join(list(self.weights)[:3])}, …"
+            )
         if weight.shape != place.shape:
-            raise ModelFormatError(f"{name} has shape {list(weight.shape)}; in this model it is {list(place.shape)}")
+            raise ModelFormatError(
+                f"{name} has shape {list(weight.shape)}; in this model it is {list(place.shape)}"
+            )
         if (form := _form(weight)) != self._forms[name]:
-            raise ModelFormatError(f"{name} is {form}; it was loaded, and can be replaced, as {self._forms[name]}")
+            raise ModelFormatError(
+                f"{name} is {form}; it was loaded, and can be replaced, as {self._forms[name]}"
+            )
 
     def sleep(self, level: SleepLevel) -> None:
         """Gives the weights' memory back."""
         if self._memory is None:
             self._memory = TensorMemory(
-                tensor for weight in self.weights.values() for part in weight.parts for tensor in part.tensors
+                tensor
+                for weight in self.weights.values()
+                for part in weight.parts
+                for tensor in part.tensors
             )
         self._memory.sleep(keep=level == 1)
         if level == 2:

@@ -14,7 +14,8 @@ from quire.models.spec import RopeSpec
 def inverse_frequencies(rope: RopeSpec, head_dim: int, num_positions: int = 2**31) -> Tensor:
     """The angle per position of each pair of rotated dimensions, stretched as the spec says.
 
-    In float32 on purpose, as in training: at long positions a more precise table would not fit the weights.
+    In float32 on purpose, as in training: at long positions a more precise table would not fit the
+    weights.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / rope.theta**exponents
@@ -31,8 +32,9 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, num_positions: int = 2**3
 
 
 def cos_sin_table(rope: RopeSpec, head_dim: int, num_positions: int) -> Tensor:
-    """float32 [num_positions, head_dim]: cosines in the first half, sines in the second. Dimensions that are not
-    rotated, the last ones of each half, have 1 and 0."""
+    """float32 [num_positions, head_dim]: cosines in the first half, sines in the second. Dimensions
+    that are not rotated, the last ones of each half, have 1 and 0.
+    """
     rotated = rope.rotated or head_dim
     frequencies = inverse_frequencies(rope, rotated, num_positions)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
@@ -51,7 +53,9 @@ def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
-    """Dimensions that turn often over the original context are kept, slow ones stretched, a ramp between."""
+    """Dimensions that turn often over the original context are kept, slow ones stretched, a ramp
+    between.
+    """
 
     def dimension(rotations: float) -> float:
         wavelength = rope.original_max_position / (rotations * 2 * math.pi)

@@ -17,7 +17,9 @@ from quire.kernels.ops import Activation, AttentionSpec, HeadShape, MoeSpec
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding: the base frequencies and how they are stretched for longer contexts."""
+    """Rotary position embedding: the base frequencies and how they are stretched for longer
+    contexts.
+    """
 
     theta: float = 10_000.0
     kind: Literal["plain", "linear", "llama3", "yarn", "factors"] = "plain"
@@ -34,12 +36,18 @@ class RopeSpec:
     truncate: bool = True
     """yarn: round that range to whole dimensions."""
     attention_factor: float = 1.0
-    """yarn: cos and sin are multiplied by this (already resolved from mscale when the config says so)."""
+    """yarn: cos and sin are multiplied by this (already resolved from mscale when the config says
+    so).
+    """
     freq_factors: tuple[float, ...] = ()
-    """factors: each frequency is divided by its own factor (how GGUF files carry llama3 stretching)."""
+    """factors: each frequency is divided by its own factor (how GGUF files carry llama3
+    stretching).
+    """
     short_factors: tuple[float, ...] = ()
-    """Used instead of `freq_factors` where `max_model_len` is at most the original context (longrope). A sequence's own
-    length does not matter: if it did, its first keys would change when it grows."""
+    """Used instead of `freq_factors` where `max_model_len` is at most the original context
+    (longrope). A sequence's own length does not matter: if it did, its first keys would change when
+    it grows.
+    """
     rotated: int = 0
     """How many dimensions of a head are rotated (in a checkpoint its first ones); 0: all."""
 
@@ -57,15 +65,18 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
-    """Several mixers of one layer: they take the same input, and their outputs are added in this order."""
+    """Several mixers of one layer: they take the same input, and their outputs are added in this
+    order.
+    """
 
     parts: tuple[AttentionSpec, ...]
 
 
 Mixer = AttentionSpec | SideBySide
-"""What lets tokens see those before them. A new kind says what it keeps (`layer_state`), which parameters it has
-(`ModelSpec.parameters`), how they are divided among devices (`quire.parallel.division`), and how it is computed (a
-class in decoder.py)."""
+"""What lets tokens see those before them. A new kind says what it keeps (`layer_state`), which
+parameters it has (`ModelSpec.parameters`), how they are divided among devices
+(`quire.parallel.division`), and how it is computed (a class in decoder.py).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +98,17 @@ class LayerSpec:
     pre_norms: bool = True
     """Whether the inputs of attention and MLP are normed."""
     post_norms: bool = False
-    """Whether the outputs of attention and MLP are normed before they are added to the residual stream."""
+    """Whether the outputs of attention and MLP are normed before they are added to the residual
+    stream.
+    """
     parallel: bool = False
     """Attention and MLP take the same normed input, and their sum is added to the residual stream."""
     sinks: bool = False
     """Each head has one more score in its softmax, which belongs to no key."""
     reads_layer: int | None = None
-    """The layer whose keys and values it reads, an earlier one with the same mixer; it has none of its own then."""
+    """The layer whose keys and values it reads, an earlier one with the same mixer; it has none of
+    its own then.
+    """
 
     @property
     def mixers(self) -> tuple[AttentionSpec, ...]:
@@ -103,23 +118,37 @@ class LayerSpec:
     def with_attention(self, **changes: Any) -> LayerSpec:
         """The same layer with these fields of its attention changed."""
         changed = tuple(replace(mixer, **changes) for mixer in self.mixers)
-        return replace(self, mixer=SideBySide(changed) if isinstance(self.mixer, SideBySide) else changed[0])
+        return replace(
+            self, mixer=SideBySide(changed) if isinstance(self.mixer, SideBySide) else changed[0]
+        )
 
     @property
     def norms(self) -> tuple[str, ...]:
         """The names of the layer's norms, besides those of queries and keys."""
-        before = ("attention_norm",) if self.parallel or self.mlp is None else ("attention_norm", "mlp_norm")
-        after = ("attention_post_norm",) if self.mlp is None else ("attention_post_norm", "mlp_post_norm")
+        before = (
+            ("attention_norm",)
+            if self.parallel or self.mlp is None
+            else ("attention_norm", "mlp_norm")
+        )
+        after = (
+            ("attention_post_norm",)
+            if self.mlp is None
+            else ("attention_post_norm", "mlp_post_norm")
+        )
         return (before if self.pre_norms else ()) + (after if self.post_norms else ())
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of the decoder: a matrix [out, in], a stack of them [experts, out, in] or a vector."""
+    """A parameter of the decoder: a matrix [out, in], a stack of them [experts, out, in] or a
+    vector.
+    """
 
     shape: tuple[int, ...]
     rows: tuple[int, ...] = ()
-    """Where several tensors of a checkpoint are stacked (query, key and value): how many rows each of them fills."""
+    """Where several tensors of a checkpoint are stacked (query, key and value): how many rows each
+    of them fills.
+    """
     wide: bool = False
     """Kept in float32 whatever the model's dtype is."""
 
@@ -163,7 +192,9 @@ class ModelSpec:
 
     @property
     def head_shapes(self) -> tuple[HeadShape, ...]:
-        """The different shapes of heads among its layers, in the order of the first layers that have them."""
+        """The different shapes of heads among its layers, in the order of the first layers that
+        have them.
+        """
         return tuple(dict.fromkeys(mixer.heads for layer in self.layers for mixer in layer.mixers))
 
     def with_layers(self, **changes: Any) -> ModelSpec:
@@ -176,11 +207,16 @@ class ModelSpec:
 
     def parameters(self) -> dict[str, Parameter]:
         """Names and shapes of all parameters of the decoder."""
-        found = {"embedding": Parameter((self.vocab_size, self.hidden_size)), **dict(self._norm("final_norm"))}
+        found = {
+            "embedding": Parameter((self.vocab_size, self.hidden_size)),
+            **dict(self._norm("final_norm")),
+        }
         if not self.tie_embeddings:
             found["head"] = Parameter((self.vocab_size, self.hidden_size))
         for i, layer in enumerate(self.layers):
-            found |= {f"layers.{i}.{name}": parameter for name, parameter in self._layer_parameters(layer)}
+            found |= {
+                f"layers.{i}.{name}": parameter for name, parameter in self._layer_parameters(layer)
+            }
         return found
 
     @property
@@ -207,7 +243,8 @@ class ModelSpec:
         size, shared = mlp.intermediate_size, mlp.shared_intermediate_size
         yield "mlp.gate_up", Parameter((mlp.num_experts, 2 * size, hidden), (size, size))
         yield "mlp.down", Parameter((mlp.num_experts, hidden, size))
-        if mlp.bias:  # matrices of one column: their rows are stacked, ordered and divided as the weights' are
+        # matrices of one column: their rows are stacked, ordered and divided as the weights' are
+        if mlp.bias:
             yield "mlp.gate_up_bias", Parameter((mlp.num_experts, 2 * size, 1), (size, size))
             yield "mlp.down_bias", Parameter((mlp.num_experts, hidden, 1))
         for name, router in _linear("mlp.router", hidden, (mlp.num_experts,), mlp.bias):
@@ -219,7 +256,9 @@ class ModelSpec:
         if shared and mlp.shared_gate:
             yield from _linear("mlp.shared_gate", hidden, (1,))
 
-    def _attention_parameters(self, layer: LayerSpec, heads: HeadShape) -> Iterator[tuple[str, Parameter]]:
+    def _attention_parameters(
+        self, layer: LayerSpec, heads: HeadShape
+    ) -> Iterator[tuple[str, Parameter]]:
         hidden, has_keys = self.hidden_size, layer.reads_layer is None
         query, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
         if layer.qk_norm:
@@ -238,7 +277,9 @@ def mixer_names(layer: LayerSpec) -> tuple[str, ...]:
     return ("attention", *(f"attention_{number}" for number in range(1, len(layer.mixers))))
 
 
-def _linear(name: str, size: int, rows: tuple[int, ...], bias: bool = False) -> Iterator[tuple[str, Parameter]]:
+def _linear(
+    name: str, size: int, rows: tuple[int, ...], bias: bool = False
+) -> Iterator[tuple[str, Parameter]]:
     stacked = rows if len(rows) > 1 else ()
     yield f"{name}.weight", Parameter((sum(rows), size), stacked)
     if bias:

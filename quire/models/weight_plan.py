@@ -55,7 +55,9 @@ class ModelFiles:
 
 
 def quantized_format(parameter: str, shape: tuple[int, ...], quantization: str) -> Format | None:
-    """The format that plain numbers for a parameter are quantised to; None: they stay plain numbers."""
+    """The format that plain numbers for a parameter are quantised to; None: they stay plain
+    numbers.
+    """
     wanted = QUANTIZED.get(quantization)
     is_small = len(shape) < 2 or parameter.endswith(_STAY_PLAIN)
     return None if wanted is None or is_small or shape[-1] % MULTIPLE else wanted
@@ -72,7 +74,9 @@ class WeightPlan:
     quantization: str
     parameters: dict[str, Parameter]
     formats: dict[str, tuple[Format, ...]]
-    """For each parameter, the format of each tensor stacked in it (of the only one, where none are stacked)."""
+    """For each parameter, the format of each tensor stacked in it (of the only one, where none are
+    stacked).
+    """
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +88,9 @@ class WeightPlan:
         return sum(math.prod(one.shape) for one in self.parameters.values())
 
     def describe(self) -> str:
-        """For the start-up message: the formats, the one with the most bytes first, and what was expanded and why."""
+        """For the start-up message: the formats, the one with the most bytes first, and what was
+        expanded and why.
+        """
         sizes: Counter[str] = Counter()
         for name in self.formats:
             for format, shape in self.stored(name):
@@ -95,28 +101,42 @@ class WeightPlan:
         dtype = str(self.dtype).removeprefix("torch.")
         texts += [dtype] if PLAIN[self.dtype].name in sizes else []
         if expanded := self.expanded():
-            why = "as quantization=none asks" if self.quantization == "none" else "no kernel for it here"
+            why = (
+                "as quantization=none asks"
+                if self.quantization == "none"
+                else "no kernel for it here"
+            )
             texts.append(f"{', '.join(expanded)} expanded to {dtype}: {why}")
-        matrices = (name for name, one in self.parameters.items() if len(one.shape) > 1 and one.shape[-1] % MULTIPLE)
+        matrices = (
+            name
+            for name, one in self.parameters.items()
+            if len(one.shape) > 1 and one.shape[-1] % MULTIPLE
+        )
         uneven = sum(not name.endswith(_STAY_PLAIN) for name in matrices)
         if uneven and self.quantization in QUANTIZED:
-            texts.append(f"{uneven} matrices in {dtype}: their input size is no multiple of {MULTIPLE}")
+            texts.append(
+                f"{uneven} matrices in {dtype}: their input size is no multiple of {MULTIPLE}"
+            )
         return "; ".join(texts)
 
     def expanded(self) -> list[str]:
         """The quantised formats of which some tensor is expanded to plain numbers."""
-        return list(dict.fromkeys(
-            info.dtype for piece in self.files.pieces
-            if (info := self.files.checkpoint.tensors[piece.name]).format.dtype is None
-            and self.format_of(piece).dtype is not None
-        ))  # fmt: skip
+        return list(
+            dict.fromkeys(
+                info.dtype
+                for piece in self.files.pieces
+                if (info := self.files.checkpoint.tensors[piece.name]).format.dtype is None
+                and self.format_of(piece).dtype is not None
+            )
+        )
 
     def format_of(self, piece: Piece) -> Format:
         return self.formats[piece.parameter][piece.part or 0]
 
     def make_room(self, name: str) -> tuple[Weight, list[tuple[Tensor, ...]]]:
-        """Memory for a parameter, and the views into it that each of its stacked tensors fills. Neighbouring tensors of
-        the same format become one `Part` of the weight."""
+        """Memory for a parameter, and the views into it that each of its stacked tensors fills.
+        Neighbouring tensors of the same format become one `Part` of the weight.
+        """
         shape = self.parameters[name].shape
         along = max(len(shape) - 2, 0)
         parts: list[Part] = []
@@ -133,15 +153,23 @@ class WeightPlan:
         """Format and shape of the tensors stacked in a parameter."""
         parameter, formats = self.parameters[name], self.formats[name]
         shape, along = parameter.shape, max(len(parameter.shape) - 2, 0)
-        for format, rows in zip(formats, parameter.rows if len(formats) > 1 else (shape[along],), strict=True):
+        for format, rows in zip(
+            formats, parameter.rows if len(formats) > 1 else (shape[along],), strict=True
+        ):
             yield format, (*shape[:along], rows, *shape[along + 1 :])
 
 
 def plan_weights(
-    files: ModelFiles, kernels: Kernels, dtype: torch.dtype, device: torch.device, quantization: str = "auto"
+    files: ModelFiles,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str = "auto",
 ) -> WeightPlan:
-    """Checks names and shapes and chooses formats: what the kernels compute with stays as it is stored ("auto"), all
-    becomes plain numbers of `dtype` ("none"), or plain matrices are quantised ("int8", "int4")."""
+    """Checks names and shapes and chooses formats: what the kernels compute with stays as it is
+    stored ("auto"), all becomes plain numbers of `dtype` ("none"), or plain matrices are quantised
+    ("int8", "int4").
+    """
     parameters = files.parameters
     check_names_and_shapes(files, parameters)
     if quantization in QUANTIZED:
@@ -151,16 +179,24 @@ def plan_weights(
     for piece in files.pieces:
         parameter, stored = parameters[piece.parameter], tensors[piece.name].format
         shape, plain = parameter.shape, PLAIN[torch.float32 if parameter.wide else dtype]
-        # On a GPU quantised formats have kernels for matrix products, not for looking up rows of the embedding.
+        # On a GPU quantised formats have kernels for matrix products, not for looking up rows of
+        # the embedding.
         can_stay = len(shape) > 1 and (device.type == "cpu" or piece.parameter not in ENDS)
-        wanted = (quantized_format(piece.parameter, shape, quantization) if can_stay else None) or plain
+        wanted = (
+            quantized_format(piece.parameter, shape, quantization) if can_stay else None
+        ) or plain
         if stored.dtype is None:
             stays = quantization == "auto" and can_stay and kernels.computes(stored)
             wanted = stored if stays and shape[-1] % MULTIPLE == 0 else plain
-        # Experts stored one by one are stacked into one part, which has one format: plain if theirs differ.
+        # Experts stored one by one are stacked into one part, which has one format: plain if theirs
+        # differ.
         formats = chosen[piece.parameter]
-        formats[piece.part or 0] = wanted if formats.get(piece.part or 0, wanted) == wanted else plain
-    formats_of = {name: tuple(formats[part] for part in sorted(formats)) for name, formats in chosen.items()}
+        formats[piece.part or 0] = (
+            wanted if formats.get(piece.part or 0, wanted) == wanted else plain
+        )
+    formats_of = {
+        name: tuple(formats[part] for part in sorted(formats)) for name, formats in chosen.items()
+    }
     return WeightPlan(files, kernels, dtype, device, quantization, parameters, formats_of)
 
 
@@ -174,7 +210,9 @@ def check_not_quantized(files: ModelFiles, quantization: str) -> None:
         )
 
 
-def _check_can_quantize(files: ModelFiles, kernels: Kernels, device: torch.device, quantization: str) -> None:
+def _check_can_quantize(
+    files: ModelFiles, kernels: Kernels, device: torch.device, quantization: str
+) -> None:
     check_not_quantized(files, quantization)
     if not kernels.computes(QUANTIZED[quantization]):
         raise DeviceError(

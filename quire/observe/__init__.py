@@ -1,1 +1,3 @@
-"""What shows the engine and its requests to the outside: step log, request records, metrics, traces."""
+"""What shows the engine and its requests to the outside: step log, request records, metrics,
+traces.
+"""

@@ -1,4 +1,6 @@
-"""What every block of the pool is used for, as steps tell it: free, in use, shared, or cached, and by whom."""
+"""What every block of the pool is used for, as steps tell it: free, in use, shared, or cached, and
+by whom.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,23 @@ from collections import Counter
 from itertools import groupby
 
 FREE, USED, SHARED, CACHED, UNSEEN = range(5)
-"""States of a block. Cached: nobody uses it, but it holds tokens of a request until it is taken again. Unseen: no step
-has named it since the log begins."""
+"""States of a block. Cached: nobody uses it, but it holds tokens of a request until it is taken
+again. Unseen: no step has named it since the log begins.
+"""
 STATE_NAMES = ("free", "used", "shared", "cached", "unseen")
 _STATES = 8
 """A block's code is its owner times this, plus its state."""
 
 
 class BlockMap:
-    """Counts references by what requests gained and gave up. An owner is a number: of the request that computed what
-    the block holds, 0 if that is unknown."""
+    """Counts references by what requests gained and gave up. An owner is a number: of the request
+    that computed what the block holds, 0 if that is unknown.
+    """
 
     def __init__(self, num_blocks: int, is_complete: bool) -> None:
-        """`num_blocks` includes block 0, which nobody gets. `is_complete`: no step is missed, so the rest is free."""
+        """`num_blocks` includes block 0, which nobody gets. `is_complete`: no step is missed, so
+        the rest is free.
+        """
         self._references = [0] * num_blocks
         self._owners = [0] * num_blocks
         self._holds_tokens = bytearray(num_blocks)

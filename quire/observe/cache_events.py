@@ -1,14 +1,17 @@
-"""Which blocks an engine has cached, told as they come and go: for whoever sends requests where their prompts lie.
+"""Which blocks an engine has cached, told as they come and go: for whoever sends requests where
+their prompts lie.
 
-A block is cached as long as the device or the host tier has it and all those before it: without them nobody finds it.
-If all layers have windows, those before it are given up while it is still of use: then every block that is there is
-told of, and whoever listens looks for as many in a row as the window wants. `quire.observe.block_names` names it.
+A block is cached as long as the device or the host tier has it and all those before it: without
+them nobody finds it. If all layers have windows, those before it are given up while it is still of
+use: then every block that is there is told of, and whoever listens looks for as many in a row as
+the window wants. `quire.observe.block_names` names it.
 
-Whatever else explains the engine reads steps; this can't. A step names blocks by their numbers. What they hold, when it
-can be found (of several copies the first, from the commit on that fills it) and when no longer (a placement that fails
-may have given blocks up, a failed step's copies are forgotten) follows from rules of the block manager that an observer
-would have to repeat; and digests in steps would cost every engine, while only one of several replicas is asked for
-them. So whoever listens gives the block manager caches that take notes; nobody else pays for it.
+Whatever else explains the engine reads steps; this can't. A step names blocks by their numbers.
+What they hold, when it can be found (of several copies the first, from the commit on that fills it)
+and when no longer (a placement that fails may have given blocks up, a failed step's copies are
+forgotten) follows from rules of the block manager that an observer would have to repeat; and
+digests in steps would cost every engine, while only one of several replicas is asked for them. So
+whoever listens gives the block manager caches that take notes; nobody else pays for it.
 """
 
 from __future__ import annotations
@@ -22,11 +25,15 @@ from quire.engine.prefix_cache import PrefixCache
 from quire.observe.block_names import BlockNamer, pack_names
 
 _Changes = dict[bytes, BlockKey | None]
-"""By digest, the blocks of which something was stored or removed, with their keys if they were stored."""
+"""By digest, the blocks of which something was stored or removed, with their keys if they were
+stored.
+"""
 
 
 class _Cache(PrefixCache):
-    """A prefix cache that notes which full blocks of tokens were published or removed; states are not told of."""
+    """A prefix cache that notes which full blocks of tokens were published or removed; states are
+    not told of.
+    """
 
     def __init__(self, block_size: int, changed: _Changes) -> None:
         super().__init__(block_size)
@@ -117,11 +124,16 @@ class CacheEvents:
         """Stored blocks, by the digest of the one before them, which is not."""
 
     def take(self) -> tuple[bytes, bytes]:
-        """The names of blocks that were cached, and of those that are no longer, since the last call."""
+        """The names of blocks that were cached, and of those that are no longer, since the last
+        call.
+        """
         come: dict[int, None] = {}
         gone: dict[int, None] = {}
         for digest, key in self._changed.items():
-            is_here, was_here = digest in self._cache or digest in self._tier, digest in self._stored
+            is_here, was_here = (
+                digest in self._cache or digest in self._tier,
+                digest in self._stored,
+            )
             if is_here and not was_here:
                 assert key is not None, "it came without being stored"
                 self._store(key, come, gone)
@@ -154,7 +166,9 @@ class CacheEvents:
             if parent is None and not self._orphans[block.parent]:
                 del self._orphans[block.parent]
 
-    def _tell(self, block: _Stored, is_cached: bool, told: dict[int, None], other: dict[int, None]) -> None:
+    def _tell(
+        self, block: _Stored, is_cached: bool, told: dict[int, None], other: dict[int, None]
+    ) -> None:
         """This block, and with it those behind it, are cached now, or not any more."""
         left = [block]
         while left:
@@ -172,8 +186,14 @@ class CacheEvents:
         chain = [key]
         while (parent := chain[-1].parent) is not None and parent.digest not in self._stored:
             chain.append(parent)
-        name = self._namer.start(chain[-1].extra_keys) if parent is None else self._stored[parent.digest].name
+        name = (
+            self._namer.start(chain[-1].extra_keys)
+            if parent is None
+            else self._stored[parent.digest].name
+        )
         while chain:
             key = chain.pop()
-            name = self._namer.following(name, key.token_ids, key.extra_keys if key.parent is not None else ())
+            name = self._namer.following(
+                name, key.token_ids, key.extra_keys if key.parent is not None else ()
+            )
         return name

@@ -7,7 +7,14 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from quire.step import Admission, Finished, Preemption, RequestMetrics, ScheduledRequest, StepLogEntry
+from quire.step import (
+    Admission,
+    Finished,
+    Preemption,
+    RequestMetrics,
+    ScheduledRequest,
+    StepLogEntry,
+)
 
 
 @dataclass(slots=True)
@@ -59,7 +66,8 @@ class EngineMetrics:
         step, counters = entry.step, self.counters
         counters.steps += 1
         counters.failed_steps += entry.error is not None
-        # A request may have been preempted and then ended; its name may have been admitted again since.
+        # A request may have been preempted and then ended; its name may have been admitted again
+        # since.
         for preemption in step.preempted:
             self._observe_preemption(preemption)
         for finished in step.finished:
@@ -119,7 +127,10 @@ class EngineMetrics:
         self.counters.computed_tokens += scheduled.num_tokens
         live = self._live.get(scheduled.request_id)
         if live is not None and scheduled.start < live.computed_before:
-            end = min(scheduled.start + scheduled.num_tokens - len(scheduled.guesses), live.computed_before)
+            end = min(
+                scheduled.start + scheduled.num_tokens - len(scheduled.guesses),
+                live.computed_before,
+            )
             live.recomputed_tokens += end - scheduled.start
             self.counters.recomputed_tokens += end - scheduled.start
 

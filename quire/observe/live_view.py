@@ -1,7 +1,9 @@
-"""The engine as somebody sees it who watches: requests, blocks and steps, told from steps alone and as differences.
+"""The engine as somebody sees it who watches: requests, blocks and steps, told from steps alone and
+as differences.
 
-Costs little per step: the decodes of a step, which are most of it, are looked through for new blocks only. How far
-each request has come is read off the last step when a frame is made, a few times a second.
+Costs little per step: the decodes of a step, which are most of it, are looked through for new
+blocks only. How far each request has come is read off the last step when a frame is made, a few
+times a second.
 """
 
 from __future__ import annotations
@@ -12,7 +14,15 @@ from typing import Any, NamedTuple
 
 from quire.engine import SchedulerConfig
 from quire.observe.block_map import BlockMap
-from quire.step import Admission, BlockCopy, Finished, Preemption, ScheduledRequest, Step, StepLogEntry
+from quire.step import (
+    Admission,
+    BlockCopy,
+    Finished,
+    Preemption,
+    ScheduledRequest,
+    Step,
+    StepLogEntry,
+)
 
 FRAME_SECONDS = 0.2
 """From one frame to the next, at least: in the time of the steps."""
@@ -83,7 +93,14 @@ class LiveRequest:
     """The blocks of its recurrent layers' states."""
 
     def describe(self) -> list[Any]:
-        about = [self.index, self.name, self.arrival, self.prompt_tokens, self.cached_tokens, self.preemptions]
+        about = [
+            self.index,
+            self.name,
+            self.arrival,
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.preemptions,
+        ]
         return [*about, int(self.is_running), self.computed, self.output, len(self.table)]
 
 
@@ -154,12 +171,21 @@ class LiveView:
         self._last = entry
 
     def take_frame(self, now: float = 0.0, wall: float = 0.0) -> tuple[dict[str, Any], bool]:
-        """All that changed, in plain types; and whether it is a key frame, which tells everything. It is of the time
-        of the last step, of `now` if there was none; `wall` is what to add for the clock on the wall."""
+        """All that changed, in plain types; and whether it is a key frame, which tells everything.
+        It is of the time of the last step, of `now` if there was none; `wall` is what to add for
+        the clock on the wall.
+        """
         now = now if self._last is None else self._last.committed
         is_key = self._key_time is None or now - self._key_time >= KEY_SECONDS
-        frame: dict[str, Any] = {"time": round(now, 4), "steps": [list(one) for one in _merged(self._columns)]}
-        if is_key or len(self.requests) <= _FEW_REQUESTS or now - self._progress_time >= _PROGRESS_SECONDS:
+        frame: dict[str, Any] = {
+            "time": round(now, 4),
+            "steps": [list(one) for one in _merged(self._columns)],
+        }
+        if (
+            is_key
+            or len(self.requests) <= _FEW_REQUESTS
+            or now - self._progress_time >= _PROGRESS_SECONDS
+        ):
             self._progress_time = now
             progress = self._progress()
             if progress and not is_key:
@@ -205,7 +231,9 @@ class LiveView:
         request.table = list(admission.block_ids)
         request.num_published = request.computed // self._config.block_size
         kept = request.num_published * self._config.block_size
-        request.num_left = {group: self._config.first_kept(group, kept) for group in self._config.leaving_groups}
+        request.num_left = {
+            group: self._config.first_kept(group, kept) for group in self._config.leaving_groups
+        }
         request.states = [block for state in admission.state_ids for block in state]
         for block in request.states:
             self.blocks.take(block, request.index)
@@ -250,22 +278,37 @@ class LiveView:
         # All tokens but the last were computed, if there are any; else the prompt as far as it got.
         computed = finished.num_prompt_tokens + finished.num_output_tokens - 1
         self._give_up(request, computed if finished.num_output_tokens else request.computed)
-        about: list[Any] = [request.index, request.name, finished.arrival, finished.time, finished.reason]
-        counts = [finished.num_prompt_tokens, finished.num_output_tokens, request.cached_tokens, request.preemptions]
+        about: list[Any] = [
+            request.index,
+            request.name,
+            finished.arrival,
+            finished.time,
+            finished.reason,
+        ]
+        counts = [
+            finished.num_prompt_tokens,
+            finished.num_output_tokens,
+            request.cached_tokens,
+            request.preemptions,
+        ]
         self._ended.append([*about, *counts])
 
     def _give_up(self, request: LiveRequest, num_computed: int) -> None:
         num_full = num_computed // self._config.block_size if self._config.prefix_caching else 0
         for place in range(len(request.table) - 1, -1, -1):
             if request.table[place]:
-                self.blocks.give_up(request.table[place], place < num_full * self._config.num_groups)
+                self.blocks.give_up(
+                    request.table[place], place < num_full * self._config.num_groups
+                )
         for block in request.states:
             self.blocks.give_up(block, False)
         request.table, request.states = [], []
         request.num_published, request.num_left = 0, {}
 
     def _leave_blocks(self, one: ScheduledRequest, num_drawn: int) -> None:
-        """When blocks have been filled, layers that don't look at all tokens give up those they will not see again."""
+        """When blocks have been filled, layers that don't look at all tokens give up those they
+        will not see again.
+        """
         request, config = self.requests.get(one.request_id), self._config
         if request is None or not request.table:
             return
@@ -286,7 +329,9 @@ class LiveView:
     # What is told
 
     def _progress(self) -> list[int]:
-        """Request, computed tokens, tokens of the answer, blocks, request, … of those in the last step."""
+        """Request, computed tokens, tokens of the answer, blocks, request, … of those in the last
+        step.
+        """
         flat: list[int] = []
         if self._last is None:
             return flat
@@ -315,7 +360,9 @@ class LiveView:
         }
 
 
-def _column(entry: StepLogEntry, prompt: int, decodes: int, accepted: int, refused: int, sampled: int) -> Column:
+def _column(
+    entry: StepLogEntry, prompt: int, decodes: int, accepted: int, refused: int, sampled: int
+) -> Column:
     step: Step = entry.step
     return Column(
         step_id=step.step_id,
@@ -338,7 +385,9 @@ def _column(entry: StepLogEntry, prompt: int, decodes: int, accepted: int, refus
 
 
 def _merged(columns: Sequence[Column]) -> list[Column]:
-    """At most `_MOST_COLUMNS`: neighbours are added up; queues and blocks are as they were at the last of them."""
+    """At most `_MOST_COLUMNS`: neighbours are added up; queues and blocks are as they were at the
+    last of them.
+    """
     size = -(-len(columns) // _MOST_COLUMNS)
     return [_sum(columns[first : first + size]) for first in range(0, len(columns), max(1, size))]
 

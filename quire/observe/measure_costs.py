@@ -1,6 +1,8 @@
-"""Measures what rows cost a decoder on a CPU, where kernels compute them in tiles, in about half a second.
+"""Measures what rows cost a decoder on a CPU, where kernels compute them in tiles, in about half a
+second.
 
-What counts is how few and many rows compare, so the clock is the processor's: it stands still while other programs run.
+What counts is how few and many rows compare, so the clock is the processor's: it stands still while
+other programs run.
 """
 
 from __future__ import annotations
@@ -34,13 +36,17 @@ _SECONDS = 0.4
 def about_model(
     name: str, config: EngineConfig, spec: ModelSpec, decoder: Decoder, is_measured: bool
 ) -> dict[str, Any]:
-    """What a log says of a model (`LoggedEngine.model`) and of its rows (`.costs`); these are measured if there is a
-    file to write that to and the decoder is that of all of the model."""
+    """What a log says of a model (`LoggedEngine.model`) and of its rows (`.costs`); these are
+    measured if there is a file to write that to and the decoder is that of all of the model.
+    """
     costs = costs_of_shapes(spec)
     where = str(Path(name).absolute()) if os.path.exists(name) else name
     asked = {one: getattr(config, one) for one in LoggedModel._fields if hasattr(config, one)}
     model = LoggedModel(**asked | {"name": where, "device": decoder.device.type})
-    return {"costs": asdict(measured_costs(decoder, costs) if is_measured else costs), "model": model._asdict()}
+    return {
+        "costs": asdict(measured_costs(decoder, costs) if is_measured else costs),
+        "model": model._asdict(),
+    }
 
 
 @torch.inference_mode()
@@ -79,8 +85,9 @@ def measured_costs(decoder: Decoder, costs: StepCosts) -> StepCosts:
 
 
 def _times(part: Callable[[int], float]) -> tuple[float, ...]:
-    """By numbers of rows, two at least and as many as there is time for. What disturbs makes times longer, never
-    shorter: so the shortest one counts, of as many rows or of more."""
+    """By numbers of rows, two at least and as many as there is time for. What disturbs makes times
+    longer, never shorter: so the shortest one counts, of as many rows or of more.
+    """
     deadline = perf_counter() + 2 * _SECONDS
     times: list[float] = []
     for count in _ROWS:
@@ -116,5 +123,6 @@ def costs_of_shapes(spec: ModelSpec) -> StepCosts:
             is_stack = len(parameter.shape) > 2  # of experts, of which a token has a few
             layers += math.prod(parameter.shape) * (part if is_stack else 1.0)
     heads = (mixer.heads for layer in spec.layers for mixer in layer.mixers)
-    pair = sum(2 * one.num_heads * one.head_dim for one in heads)  # with the key, and with its value
+    # with the key, and with its value
+    pair = sum(2 * one.num_heads * one.head_dim for one in heads)
     return StepCosts(spec.vocab_size * spec.hidden_size / layers, pair / layers)

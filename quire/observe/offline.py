@@ -1,4 +1,6 @@
-"""What an offline engine tells of itself: counters, and spans of its requests where somebody collects them."""
+"""What an offline engine tells of itself: counters, and spans of its requests where somebody
+collects them.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ from quire.step import RequestMetrics, StepLogEntry
 
 
 class OfflineObserver:
-    """Listens to the step log of an `LLM`, and hears of every answer's end, which the log has one step later. `traces`
-    is where spans go: a collector's address (OTLP over HTTP), or a `Tracing` made by hand."""
+    """Listens to the step log of an `LLM`, and hears of every answer's end, which the log has one
+    step later. `traces` is where spans go: a collector's address (OTLP over HTTP), or a `Tracing`
+    made by hand.
+    """
 
     def __init__(self, model: str, traces: str | Tracing | None = None) -> None:
         self._model = model

@@ -1,8 +1,9 @@
-"""An entry of the step log in little memory: the log keeps thousands, of up to hundreds of requests each.
+"""An entry of the step log in little memory: the log keeps thousands, of up to hundreds of requests
+each.
 
-As objects, a step of 256 requests takes 70 kB in a thousand pieces, through which the garbage collector looks again and
-again, and whose gaps nobody else can use when they are freed. Here it is a string of bytes of 20 kB, four of them
-for a token of a prompt instead of forty.
+As objects, a step of 256 requests takes 70 kB in a thousand pieces, through which the garbage
+collector looks again and again, and whose gaps nobody else can use when they are freed. Here it is
+a string of bytes of 20 kB, four of them for a token of a prompt instead of forty.
 """
 
 from __future__ import annotations
@@ -16,13 +17,24 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, overload
 
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.step import Admission, BlockCopy, Finished, Preemption, ScheduledRequest, Step, StepLogEntry, StepResult
+from quire.step import (
+    Admission,
+    BlockCopy,
+    Finished,
+    Preemption,
+    ScheduledRequest,
+    Step,
+    StepLogEntry,
+    StepResult,
+)
 
 _T = TypeVar("_T")
 _OBJECTS = ("params", "resolved")
 """What an admission holds that is no plain value."""
 _PLAIN = [field.name for field in fields(Admission) if field.name not in (*_OBJECTS, "token_ids")]
-_NAME, _NEW_BLOCKS = (ScheduledRequest._fields.index(name) for name in ("request_id", "new_block_ids"))
+_NAME, _NEW_BLOCKS = (
+    ScheduledRequest._fields.index(name) for name in ("request_id", "new_block_ids")
+)
 _COUNTS = [field.name for field in fields(Step) if field.name.startswith("num_")]
 _plain_fields = attrgetter(*_PLAIN)
 _preemption_fields = attrgetter(*(field.name for field in fields(Preemption)))
@@ -94,12 +106,15 @@ class BlockEvents(NamedTuple):
 
 
 def block_events(entries: Sequence[StepLogEntry]) -> Iterator[BlockEvents]:
-    """Of the entries, the last one first. Packed ones are not made anew for it, which takes four times as long: an
-    engine waits while thousands are looked through."""
+    """Of the entries, the last one first. Packed ones are not made anew for it, which takes four
+    times as long: an engine waits while thousands are looked through.
+    """
     if not isinstance(entries, UnpackedEntries):
         for entry in reversed(entries):
             step = entry.step
-            yield BlockEvents([(one.request_id, one.new_block_ids) for one in step.scheduled], step.copies)
+            yield BlockEvents(
+                [(one.request_id, one.new_block_ids) for one in step.scheduled], step.copies
+            )
         return
     for packed in reversed(entries.packed):
         values = _Values.of(packed)
@@ -123,7 +138,9 @@ def pack(entry: StepLogEntry) -> PackedEntry:
         step_id=step.step_id,
         now=step.now,
         scheduled=list(map(tuple, step.scheduled)),
-        admitted=[(_plain_fields(one), array("i", one.token_ids).tobytes()) for one in step.admitted],
+        admitted=[
+            (_plain_fields(one), array("i", one.token_ids).tobytes()) for one in step.admitted
+        ],
         preempted=[_preemption_fields(one) for one in step.preempted],
         finished=[_finished_fields(one) for one in step.finished],
         copies=list(map(tuple, step.copies)),
@@ -158,15 +175,18 @@ def unpack(packed: PackedEntry) -> StepLogEntry:
     return StepLogEntry(step, result, values.error, values.committed, values.submitted)
 
 
-def _admission(packed: tuple[Sequence[Any], bytes], objects: tuple[SamplingParams, ResolvedTokens]) -> Admission:
+def _admission(
+    packed: tuple[Sequence[Any], bytes], objects: tuple[SamplingParams, ResolvedTokens]
+) -> Admission:
     plain, token_ids = packed
     known: dict[str, Any] = dict(zip((*_PLAIN, *_OBJECTS), (*plain, *objects), strict=True))
     return Admission(token_ids=tuple(array("i", token_ids)), **known)
 
 
 def _shared(value: _T) -> _T:
-    """Most requests have parameters that others have, too: one object for all of them. Those with code in them, which
-    may hold anything, are not kept beyond their entries."""
+    """Most requests have parameters that others have, too: one object for all of them. Those with
+    code in them, which may hold anything, are not kept beyond their entries.
+    """
     if getattr(value, "logits_processors", ()):
         return value
     try:

@@ -1,4 +1,6 @@
-"""Prometheus metrics, under vLLM's names so that its dashboards work, and under our own where we know more."""
+"""Prometheus metrics, under vLLM's names so that its dashboards work, and under our own where we
+know more.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,46 @@ from quire.observe.step_log import StepSummary
 from quire.step import RequestMetrics
 
 ALL_ENGINES = "all"
-_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+_SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+_TOKEN_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+)
 _LONG_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 _COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _NS = (1, 2, 5, 10, 20, 50, 100)
@@ -46,16 +86,28 @@ _COUNTERS = {
 _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "vllm:time_to_first_token_seconds": ("From arrival to the first token.", _SECONDS),
     "vllm:inter_token_latency_seconds": ("Between two tokens.", _TOKEN_SECONDS),
-    "vllm:time_per_output_token_seconds": ("The former name of vllm:inter_token_latency_seconds.", _TOKEN_SECONDS),
-    "vllm:request_time_per_output_token_seconds": ("Mean time between an answer's tokens.", _TOKEN_SECONDS),
+    "vllm:time_per_output_token_seconds": (
+        "The former name of vllm:inter_token_latency_seconds.",
+        _TOKEN_SECONDS,
+    ),
+    "vllm:request_time_per_output_token_seconds": (
+        "Mean time between an answer's tokens.",
+        _TOKEN_SECONDS,
+    ),
     "vllm:e2e_request_latency_seconds": ("From arrival to the end.", _LONG_SECONDS),
     "vllm:request_queue_time_seconds": ("Time in the queue.", _LONG_SECONDS),
     "vllm:request_inference_time_seconds": ("Time running.", _LONG_SECONDS),
-    "vllm:request_prefill_time_seconds": ("From leaving the queue to the first token.", _LONG_SECONDS),
+    "vllm:request_prefill_time_seconds": (
+        "From leaving the queue to the first token.",
+        _LONG_SECONDS,
+    ),
     "vllm:request_decode_time_seconds": ("From the first token to the last.", _LONG_SECONDS),
     "vllm:request_prompt_tokens": ("Prompt tokens of a request.", _COUNTS),
     "vllm:request_generation_tokens": ("Tokens generated for a request.", _COUNTS),
-    "vllm:request_max_num_generation_tokens": ("Tokens of the longest answer to a request.", _COUNTS),
+    "vllm:request_max_num_generation_tokens": (
+        "Tokens of the longest answer to a request.",
+        _COUNTS,
+    ),
     "vllm:request_params_n": ("The parameter n.", _NS),
     "vllm:request_params_max_tokens": ("The parameter max_tokens.", _COUNTS),
     "vllm:iteration_tokens_total": ("Tokens computed in a step.", _COUNTS),
@@ -73,15 +125,18 @@ _OF_STEPS = {
     "vllm:iteration_tokens_total",
     "quire_step_seconds",
 }
-"""What an engine's steps and its process tell; the rest is told by calls, whichever engine they went to."""
+"""What an engine's steps and its process tell; the rest is told by calls, whichever engine they
+went to.
+"""
 
 
 class ServerMetrics:
     """All the numbers of one server."""
 
     def __init__(self, model_name: str, engine: str = "0", numbers: Numbers | None = None) -> None:
-        """`engine` is the label of what is counted here; with several, ALL_ENGINES, and each counts its own
-        (`of_engine`). `numbers`: where this process counts, so that another can read it."""
+        """`engine` is the label of what is counted here; with several, ALL_ENGINES, and each counts
+        its own (`of_engine`). `numbers`: where this process counts, so that another can read it.
+        """
         registry = Registry(numbers)
         self.show = registry.show
         """Adds what other processes count to the page."""
@@ -92,25 +147,34 @@ class ServerMetrics:
         common: dict[str, Any] = {"labelnames": names, "registry": registry}
         self._families: dict[str, dict[str, Any]] = {
             "gauges": {name: Gauge(name, text, **common) for name, text in _GAUGES.items()},
-            "memory": {name: Gauge(f"quire_{name}_bytes", text, **common) for name, text in _MEMORY.items()},
+            "memory": {
+                name: Gauge(f"quire_{name}_bytes", text, **common) for name, text in _MEMORY.items()
+            },
             "counters": {name: Counter(name, text, **common) for name, text in _COUNTERS.items()},
             "histograms": {
-                name: Histogram(name, text, buckets=buckets, **common) for name, (text, buckets) in _HISTOGRAMS.items()
+                name: Histogram(name, text, buckets=buckets, **common)
+                for name, (text, buckets) in _HISTOGRAMS.items()
             },
         }
         self._take_labels()
         text = "Answers that came to an end, by reason."
-        self._finished = Counter("vllm:request_success", text, [*names, "finished_reason"], registry=registry)
+        self._finished = Counter(
+            "vllm:request_success", text, [*names, "finished_reason"], registry=registry
+        )
         text = "Guesses that were right, by their place among a request's guesses."
         per_place = "vllm:spec_decode_num_accepted_tokens_per_pos"
         self._accepted = Counter(per_place, text, [*names, "position"], registry=registry)
         text = "Requests that wait, by what for: room in the batch or in the cache is all there is to wait for."
-        self._waiting = Gauge("vllm:num_requests_waiting_by_reason", text, [*names, "reason"], registry=registry)
+        self._waiting = Gauge(
+            "vllm:num_requests_waiting_by_reason", text, [*names, "reason"], registry=registry
+        )
         text = "The cache of keys and values: always 1, with its sizes as labels."
         cache_labels = ["block_size", "num_gpu_blocks", "engine"]
         self._cache_sizes: tuple[str, ...] | None = None
         self._cache_config = Gauge("vllm:cache_config_info", text, cache_labels, registry=registry)
-        self._http = Counter("quire_http_requests", "HTTP requests answered.", ["path", "status"], registry=registry)
+        self._http = Counter(
+            "quire_http_requests", "HTTP requests answered.", ["path", "status"], registry=registry
+        )
         text = "Answers that never came to an end."
         self._aborted = Counter("quire_answers_not_finished", text, ["why"], registry=registry)
         # Counters that are there from the start can be told from those that were never asked for.
@@ -123,8 +187,9 @@ class ServerMetrics:
         self._generated = self._counters["vllm:generation_tokens"]
         self._between_tokens = self._histograms["vllm:inter_token_latency_seconds"]
         self.gaps: dict[float, int] = {}
-        """Seconds between two tokens of an answer, and how many times, that `count_gaps` is to count: what a step gave
-        to all who got the one before, too, is one number."""
+        """Seconds between two tokens of an answer, and how many times, that `count_gaps` is to
+        count: what a step gave to all who got the one before, too, is one number.
+        """
         registry.show_as("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
 
     def text(self) -> bytes:
@@ -139,7 +204,9 @@ class ServerMetrics:
         return other
 
     def _take_labels(self, of_calls: bool = True) -> None:
-        """Finds the metrics under the labels: those that an engine's steps tell, those that calls tell, or both."""
+        """Finds the metrics under the labels: those that an engine's steps tell, those that calls
+        tell, or both.
+        """
         of_steps = self._labels["engine"] != ALL_ENGINES
 
         def labelled(kind: str) -> dict[str, Any]:
@@ -181,7 +248,9 @@ class ServerMetrics:
         self._gauges["vllm:kv_cache_usage_perc"].set(1 - num_free_blocks / self._num_blocks)
 
     def memory(self, found: Mapping[str, int]) -> None:
-        """What the engine process takes, by the names of `_MEMORY`; those of a GPU stay 0 where there is none."""
+        """What the engine process takes, by the names of `_MEMORY`; those of a GPU stay 0 where
+        there is none.
+        """
         for name, size in found.items():
             self._memory[name].set(size)
 
@@ -204,7 +273,9 @@ class ServerMetrics:
         self._counters["vllm:prefix_cache_hits"].inc(num_cached)
 
     def tokens(self, count: int, seconds: float, is_first: bool) -> None:
-        """An answer gained tokens; `seconds` after its arrival if they are the first, else after those before."""
+        """An answer gained tokens; `seconds` after its arrival if they are the first, else after
+        those before.
+        """
         self._generated.inc(count)
         if is_first:
             self._observe("vllm:time_to_first_token_seconds", seconds)
@@ -222,15 +293,29 @@ class ServerMetrics:
         self._finished.labels(**self._labels, finished_reason=reason).inc()
         if metrics.queue_time is not None and metrics.first_scheduled is not None:
             self._observe("vllm:request_queue_time_seconds", metrics.queue_time)
-            self._observe("vllm:request_inference_time_seconds", metrics.finished - metrics.first_scheduled)
+            self._observe(
+                "vllm:request_inference_time_seconds", metrics.finished - metrics.first_scheduled
+            )
             if metrics.first_token is not None:
-                self._observe("vllm:request_prefill_time_seconds", metrics.first_token - metrics.first_scheduled)
-                self._observe("vllm:request_decode_time_seconds", metrics.finished - metrics.first_token)
+                self._observe(
+                    "vllm:request_prefill_time_seconds",
+                    metrics.first_token - metrics.first_scheduled,
+                )
+                self._observe(
+                    "vllm:request_decode_time_seconds", metrics.finished - metrics.first_token
+                )
         if metrics.time_per_output_token is not None:
-            self._observe("vllm:request_time_per_output_token_seconds", metrics.time_per_output_token)
+            self._observe(
+                "vllm:request_time_per_output_token_seconds", metrics.time_per_output_token
+            )
 
     def request_finished(
-        self, seconds: float, num_prompt_tokens: int, num_tokens: Sequence[int], n: int, max_tokens: int | None
+        self,
+        seconds: float,
+        num_prompt_tokens: int,
+        num_tokens: Sequence[int],
+        n: int,
+        max_tokens: int | None,
     ) -> None:
         """`num_tokens`: of each of its answers."""
         self._observe("vllm:e2e_request_latency_seconds", seconds)

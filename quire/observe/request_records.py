@@ -1,5 +1,6 @@
-"""What happened to a request: told from the step log (in the engine process), and kept in outline (in the HTTP
-process) for longer than the log remembers."""
+"""What happened to a request: told from the step log (in the engine process), and kept in outline
+(in the HTTP process) for longer than the log remembers.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +18,20 @@ _MOST_STEPS = 1000
 _MOST_COMPANIONS = 50
 
 
-def describe_request(log: Sequence[StepLogEntry], request_id: str, config: SchedulerConfig) -> dict[str, Any] | None:
-    """What the log says about a request and its answers (`request_id/0`, …); None if it is not there."""
+def describe_request(
+    log: Sequence[StepLogEntry], request_id: str, config: SchedulerConfig
+) -> dict[str, Any] | None:
+    """What the log says about a request and its answers (`request_id/0`, …); None if it is not
+    there.
+    """
     trails: dict[str, _Trail] = {}
     for entry in log:
         step = entry.step
         for admission in step.admitted:
             if belongs_to(admission.request_id, request_id):
-                trail = trails.setdefault(admission.request_id, _Trail(admission.arrival, admission.num_prompt_tokens))
+                trail = trails.setdefault(
+                    admission.request_id, _Trail(admission.arrival, admission.num_prompt_tokens)
+                )
                 trail.admissions.append(
                     {
                         "step": step.step_id,
@@ -40,7 +47,10 @@ def describe_request(log: Sequence[StepLogEntry], request_id: str, config: Sched
                 trails[preemption.request_id].preemptions.append(what)
         for finished in step.finished:
             if finished.request_id in trails:
-                end = {"reason": finished.reason, "time": round(finished.time - finished.arrival, 6)}
+                end = {
+                    "reason": finished.reason,
+                    "time": round(finished.time - finished.arrival, 6),
+                }
                 trails[finished.request_id].finish = end
         if trails:
             _follow(entry, trails)
@@ -48,7 +58,10 @@ def describe_request(log: Sequence[StepLogEntry], request_id: str, config: Sched
         trail.explain_wait(log, config)
     if not trails:
         return None
-    return {"request_id": request_id, "answers": [trail.describe(name) for name, trail in sorted(trails.items())]}
+    return {
+        "request_id": request_id,
+        "answers": [trail.describe(name) for name, trail in sorted(trails.items())],
+    }
 
 
 @dataclass(slots=True)
@@ -117,10 +130,16 @@ def _follow(entry: StepLogEntry, trails: dict[str, _Trail]) -> None:
         trail.computed_tokens += one.num_tokens
         trail.step_seconds += entry.committed - entry.step.now
         trail.failure = entry.error or trail.failure
-        if trail.first_token is None and entry.result is not None and entry.result.tokens.get(one.request_id):
+        if (
+            trail.first_token is None
+            and entry.result is not None
+            and entry.result.tokens.get(one.request_id)
+        ):
             trail.first_token = round(entry.committed - trail.arrival, 6)
         if trail.num_steps <= _MOST_STEPS:
-            others = (other.request_id for other in entry.step.scheduled if other.request_id not in trails)
+            others = (
+                other.request_id for other in entry.step.scheduled if other.request_id not in trails
+            )
             trail.companions.update(islice(others, 512))
 
 
@@ -152,8 +171,9 @@ class RequestRecord:
         return {name: getattr(self, name) for name in self.__slots__ if name != "owner"}
 
     def answered(self, seconds: float, reading: float, moment: float, started: float = 0.0) -> None:
-        """The last byte has been handed over, then and so long after the request came; reading its body has taken so
-        long. What was sent while the engine still computed took nobody's time."""
+        """The last byte has been handed over, then and so long after the request came; reading its
+        body has taken so long. What was sent while the engine still computed took nobody's time.
+        """
         total = self.timings.get("total")
         if total is not None:
             self.started = started
@@ -172,8 +192,9 @@ class RequestRecord:
 
 
 class RecordBook:
-    """The last requests, found by the id of their response or of their HTTP request. Clients choose the latter, so two
-    of them may be the same: each key finds its own."""
+    """The last requests, found by the id of their response or of their HTTP request. Clients choose
+    the latter, so two of them may be the same: each key finds its own.
+    """
 
     def __init__(self, keep: int = 2048) -> None:
         self._keep = keep

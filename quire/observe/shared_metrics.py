@@ -1,11 +1,12 @@
 """Counters, gauges and histograms whose numbers lie in memory that other processes can read.
 
-They look like those of `prometheus_client`, which writes their page, and differ in two ways: counting a value takes a
-fraction of a microsecond, since the numbers have one writer and need no lock; and with several HTTP processes each has
-a file of its own, so that whoever answers /metrics adds them up, those of a process that was killed included.
+They look like those of `prometheus_client`, which writes their page, and differ in two ways:
+counting a value takes a fraction of a microsecond, since the numbers have one writer and need no
+lock; and with several HTTP processes each has a file of its own, so that whoever answers /metrics
+adds them up, those of a process that was killed included.
 
-A file holds its numbers and, in front of them, their names: each is appended once, first its text and then the length
-of all texts, so a reader never sees half of one.
+A file holds its numbers and, in front of them, their names: each is appended once, first its text
+and then the length of all texts, so a reader never sees half of one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Numbers:
     """All numbers of one process. One thread writes, others may read."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """In a file, which is made if it is not there and continued if it is; None: in memory alone."""
+        """In a file, which is made if it is not there and continued if it is; None: in memory
+        alone.
+        """
         if path is None:
             self._map = mmap.mmap(-1, _SIZE)
         else:
@@ -117,7 +120,9 @@ class _Family:
 
     num_values = 1
 
-    def __init__(self, name: str, text: str, labelnames: Sequence[str] = (), registry: Registry | None = None) -> None:
+    def __init__(
+        self, name: str, text: str, labelnames: Sequence[str] = (), registry: Registry | None = None
+    ) -> None:
         assert registry is not None
         self.name = name
         self.text = text

@@ -1,5 +1,6 @@
-"""What the rows of a step cost, as far as it is known without any step: a step log says it, for whoever predicts how
-long steps take that the log does not have."""
+"""What the rows of a step cost, as far as it is known without any step: a step log says it, for
+whoever predicts how long steps take that the log does not have.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """By the model's shapes and, where they were measured (`measure_costs`), by its kernels, which compute rows in
-    tiles: the fifth may take as long as the two before it."""
+    """By the model's shapes and, where they were measured (`measure_costs`), by its kernels, which
+    compute rows in tiles: the fifth may take as long as the two before it.
+    """
 
     head_share: float = 0.0
     """The products of the scores of a row, over those of all layers' matrices."""
@@ -25,15 +27,20 @@ class StepCosts:
     """Seconds of the scores of so many; perhaps of fewer numbers."""
 
     def work(self, tokens: int, drawn: int) -> float:
-        """The products of a step's tokens, and of the scores of those behind which one is drawn, beyond those of one
-        row in the layers: in rows, as they are in a large step."""
+        """The products of a step's tokens, and of the scores of those behind which one is drawn,
+        beyond those of one row in the layers: in rows, as they are in a large step.
+        """
         if len(self.rows) < 2:
             return tokens - 1 + self.head_share * drawn
         row = max((self.layers[-1] - self.layers[0]) / (self.rows[-1] - self.rows[0]), 1e-9)
-        return (self._seconds(self.layers, tokens) - self.layers[0] + self._seconds(self.head, drawn)) / row
+        return (
+            self._seconds(self.layers, tokens) - self.layers[0] + self._seconds(self.head, drawn)
+        ) / row
 
     def _seconds(self, measured: Sequence[float], count: int) -> float:
-        """As measured, or on the line between the nearest two; beyond the last on that from the middle one."""
+        """As measured, or on the line between the nearest two; beyond the last on that from the
+        middle one.
+        """
         if not count:
             return 0.0
         last = len(measured) - 1

@@ -1,6 +1,8 @@
-"""Entries of the step log as lines of JSON, and back. Most of a long log are decodes, so these are written in columns:
-a row's number and position, and only what is unusual beside it (docs/step_log.md). Lines of version 5, which had an
-object for each request of each step, are read as well."""
+"""Entries of the step log as lines of JSON, and back. Most of a long log are decodes, so these are
+written in columns: a row's number and position, and only what is unusual beside it
+(docs/step_log.md). Lines of version 5, which had an object for each request of each step, are read
+as well.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
-from quire.step import Admission, BlockCopy, Finished, Preemption, ScheduledRequest, Step, StepLogEntry, StepResult
+from quire.step import (
+    Admission,
+    BlockCopy,
+    Finished,
+    Preemption,
+    ScheduledRequest,
+    Step,
+    StepLogEntry,
+    StepResult,
+)
 
 VERSION = 6
 _READ_VERSIONS = (5, 6)
@@ -30,13 +41,17 @@ _RECORDS: Mapping[str, Callable[..., Any]] = {
 }
 """What a step has tuples of, beside the requests that are scheduled."""
 _NAMES_AGAIN = 1024
-"""After so many lines the names of all rows are written again: the end of a file can be read from there on."""
+"""After so many lines the names of all rows are written again: the end of a file can be read from
+there on.
+"""
 _DEFAULT_PARAMS = SamplingParams()
 _T = TypeVar("_T")
 
 
 class LineWriter:
-    """Encodes entries in the order of their steps: names of rows stand in the line where they change."""
+    """Encodes entries in the order of their steps: names of rows stand in the line where they
+    change.
+    """
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
@@ -59,9 +74,19 @@ class LineWriter:
             done = entry.result
             tokens = _aligned_tokens(entry.step.scheduled, done.tokens)
             result = {"step_id": done.step_id, "tokens": tokens}
-            extra = {"errors": dict(done.errors), "ended": sorted(done.ended), "drafts": dict(done.drafts)}
+            extra = {
+                "errors": dict(done.errors),
+                "ended": sorted(done.ended),
+                "drafts": dict(done.drafts),
+            }
             result |= {name: value for name, value in extra.items() if value}
-        line = {"version": VERSION, "step": step, "result": result, "error": entry.error, "committed": entry.committed}
+        line = {
+            "version": VERSION,
+            "step": step,
+            "result": result,
+            "error": entry.error,
+            "committed": entry.committed,
+        }
         if entry.submitted is not None:
             line["submitted"] = entry.submitted
         if engine is not None:
@@ -72,7 +97,10 @@ class LineWriter:
         names = self._names
         new = {one.row: one.request_id for one in scheduled if names.get(one.row) != one.request_id}
         names.update(new)
-        columns: dict[str, Any] = {"rows": [one.row for one in scheduled], "starts": [one.start for one in scheduled]}
+        columns: dict[str, Any] = {
+            "rows": [one.row for one in scheduled],
+            "starts": [one.start for one in scheduled],
+        }
         if new:
             columns["names"] = new
         for name, usual in _USUAL.items():
@@ -92,7 +120,9 @@ class LineReader:
         """The settings that the last line had beside its entry."""
 
     def decode(self, line: str | bytes) -> StepLogEntry:
-        """The value one line stands for; raises ValueError, KeyError or TypeError if it stands for none."""
+        """The value one line stands for; raises ValueError, KeyError or TypeError if it stands for
+        none.
+        """
         try:
             data = json.loads(line)
         except RecursionError:
@@ -108,12 +138,20 @@ class LineReader:
         for name, kind in _RECORDS.items():
             step[name] = tuple(build_record(kind, item) for item in step[name])
         if version == 5:
-            step["scheduled"] = tuple(build_record(ScheduledRequest, item) for item in step["scheduled"])
+            step["scheduled"] = tuple(
+                build_record(ScheduledRequest, item) for item in step["scheduled"]
+            )
         else:
             step["scheduled"] = self._scheduled(_mapping(step["scheduled"]))
-        result = None if data["result"] is None else _decode_result(_mapping(data["result"]), step["scheduled"])
+        result = (
+            None
+            if data["result"] is None
+            else _decode_result(_mapping(data["result"]), step["scheduled"])
+        )
         self.engine = data.get("engine")
-        return StepLogEntry(Step(**step), result, data["error"], data["committed"], data.get("submitted"))
+        return StepLogEntry(
+            Step(**step), result, data["error"], data["committed"], data.get("submitted")
+        )
 
     def _scheduled(self, columns: dict[str, Any]) -> tuple[ScheduledRequest, ...]:
         names, rows = self._names, columns["rows"]
@@ -128,12 +166,19 @@ class LineReader:
                 values[int(place)] = tuple(value) if isinstance(value, list) else value
             given.append(values)
         return tuple(
-            map(ScheduledRequest._make, zip([names[row] for row in rows], rows, columns["starts"], *given, strict=True))
+            map(
+                ScheduledRequest._make,
+                zip([names[row] for row in rows], rows, columns["starts"], *given, strict=True),
+            )
         )
 
 
-def _aligned_tokens(scheduled: Sequence[ScheduledRequest], tokens: Mapping[str, tuple[int, ...]]) -> Any:
-    """Of the requests that sample, in their order: a number where there is one token. By name where that is not all."""
+def _aligned_tokens(
+    scheduled: Sequence[ScheduledRequest], tokens: Mapping[str, tuple[int, ...]]
+) -> Any:
+    """Of the requests that sample, in their order: a number where there is one token. By name where
+    that is not all.
+    """
     sampling = [one.request_id for one in scheduled if one.samples]
     if len(sampling) != len(tokens) or not all(name in tokens for name in sampling):
         return dict(tokens)
@@ -145,7 +190,9 @@ def _decode_result(item: dict[str, Any], scheduled: Sequence[ScheduledRequest]) 
     if isinstance(found, list):
         sampling = [one.request_id for one in scheduled if one.samples]
         if len(sampling) != len(found):
-            raise ValueError(f"{len(sampling)} requests sample, but there are tokens of {len(found)}")
+            raise ValueError(
+                f"{len(sampling)} requests sample, but there are tokens of {len(found)}"
+            )
         tokens = {
             name: tuple(value) if isinstance(value, list) else (value,)
             for name, value in zip(sampling, found, strict=True)
@@ -162,7 +209,9 @@ def _decode_result(item: dict[str, Any], scheduled: Sequence[ScheduledRequest]) 
 
 
 def encode_params(params: SamplingParams) -> dict[str, Any]:
-    """The parameters that differ from their defaults, in plain types; without logits processors: those are code."""
+    """The parameters that differ from their defaults, in plain types; without logits processors:
+    those are code.
+    """
     given = fields_of(params)
     del given["logits_processors"]
     if params.structured is not None:
@@ -186,7 +235,10 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 def fields_of(record: Any) -> dict[str, Any]:
     """Of a dataclass or a named tuple."""
-    return {name: getattr(record, name) for name in getattr(record, "_fields", None) or record.__dataclass_fields__}
+    return {
+        name: getattr(record, name)
+        for name in getattr(record, "_fields", None) or record.__dataclass_fields__
+    }
 
 
 def build_record(kind: Callable[..., _T], fields: dict[str, Any]) -> _T:

@@ -1,7 +1,8 @@
-"""Every step with its result, in order: a bounded ring in memory and, on request, a file of JSON lines.
+"""Every step with its result, in order: a bounded ring in memory and, on request, a file of JSON
+lines.
 
-The file's schema is described in docs/step_log.md; `read_step_log` gives back the values that were written. For whoever
-counts (metrics) and logs, a step is told in a few numbers (`StepSummary`).
+The file's schema is described in docs/step_log.md; `read_step_log` gives back the values that were
+written. For whoever counts (metrics) and logs, a step is told in a few numbers (`StepSummary`).
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ class LoggedEngine(NamedTuple):
 
 
 class StepLog:
-    """The last `capacity` entries, or fewer if the prompts in them have more than `max_tokens` tokens. `listeners`
-    are called with each one (metrics, a live page).
+    """The last `capacity` entries, or fewer if the prompts in them have more than `max_tokens`
+    tokens. `listeners` are called with each one (metrics, a live page).
 
-    What the ring holds is packed (`packed_entry`) and made anew for whoever looks; nothing is formatted unless there is
-    a file. A file that can't be written any more never stops the engine: `file_error` says what happened, and the ring
-    goes on.
+    What the ring holds is packed (`packed_entry`) and made anew for whoever looks; nothing is
+    formatted unless there is a file. A file that can't be written any more never stops the engine:
+    `file_error` says what happened, and the ring goes on.
 
-    Scores (logprobs) and pooled vectors are left out: they are output, they say nothing about the engine, and
-    the scores of one long prompt can take a hundred megabytes.
+    Scores (logprobs) and pooled vectors are left out: they are output, they say nothing about the
+    engine, and the scores of one long prompt can take a hundred megabytes.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class StepLog:
         try:
             self._file: TextIO | None = None if path is None else _open_to_append(path)
         except OSError as error:
-            raise InvalidRequestError("step_log", f"{path} can't be written: {error}; name another file") from error
+            raise InvalidRequestError(
+                "step_log", f"{path} can't be written: {error}; name another file"
+            ) from error
 
     def __len__(self) -> int:
         return len(self._ring)
@@ -93,8 +96,9 @@ class StepLog:
         return map(unpack, tuple(self._ring))
 
     def about(self, request_id: str) -> tuple[list[StepLogEntry], UnpackedEntries]:
-        """The entries from a request's arrival to its end, and those before them: whoever asks about one request need
-        not look at all steps, while the engine waits."""
+        """The entries from a request's arrival to its end, and those before them: whoever asks
+        about one request need not look at all steps, while the engine waits.
+        """
         packed = list(self._ring)
         named = [index for index, one in enumerate(packed) if one.mentions(request_id)]
         for first in named:
@@ -107,13 +111,17 @@ class StepLog:
             return [], UnpackedEntries(packed)
         while first and packed[first - 1].committed >= min(arrivals):
             first -= 1
-        return [unpack(one) for one in packed[first : named[-1] + 1]], UnpackedEntries(packed[:first])
+        return [unpack(one) for one in packed[first : named[-1] + 1]], UnpackedEntries(
+            packed[:first]
+        )
 
     def append(self, entry: StepLogEntry) -> None:
         packed = pack(entry)
         self._ring.append(packed)
         self._num_tokens += packed.num_prompt_tokens
-        while len(self._ring) > self._capacity or (self._num_tokens > self._max_tokens and len(self._ring) > 1):
+        while len(self._ring) > self._capacity or (
+            self._num_tokens > self._max_tokens and len(self._ring) > 1
+        ):
             self._num_tokens -= self._ring.popleft().num_prompt_tokens
         for listener in self._listeners:
             listener(entry)
@@ -124,7 +132,9 @@ class StepLog:
                 self._file.flush()
             except OSError as error:
                 self.file_error = f"step log stopped at step {entry.step.step_id}: {error}"
-                logger.error("%s; the engine goes on without it: make room and start again", self.file_error)
+                logger.error(
+                    "%s; the engine goes on without it: make room and start again", self.file_error
+                )
                 self.close()
 
     def close(self) -> None:
@@ -138,7 +148,9 @@ class StepLog:
 
 
 def _open_to_append(path: Path) -> TextIO:
-    """A line that was cut off by the end of an earlier run gets its end, so that ours are lines of their own."""
+    """A line that was cut off by the end of an earlier run gets its end, so that ours are lines of
+    their own.
+    """
     file = path.open("a+b")
     with contextlib.suppress(OSError):  # a pipe has no end to look at
         if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
@@ -151,9 +163,10 @@ _BAD_LINE = (ValueError, KeyError, TypeError, AttributeError, IndexError, Recurs
 
 
 def iter_step_log(path: Path) -> Iterator[StepLogEntry]:
-    """The entries of a file, each when it is asked for, equal to those written (but for logits processors, which are
-    code and stay out of it); says which line is wrong if one is. A last line without its end was cut off while it was
-    written, and is left out."""
+    """The entries of a file, each when it is asked for, equal to those written (but for logits
+    processors, which are code and stay out of it); says which line is wrong if one is. A last line
+    without its end was cut off while it was written, and is left out.
+    """
     for entry, _ in _entries(path):
         yield entry
 
@@ -192,8 +205,9 @@ def _entries(path: Path) -> Iterator[tuple[StepLogEntry, dict[str, Any] | None]]
 
 
 def last_run(path: Path) -> tuple[UnpackedEntries, LoggedEngine | None]:
-    """The entries of the engine that wrote to a file last (others may have done so before), and its settings. They are
-    packed: a long log takes as many bytes as its file, not ten times as many."""
+    """The entries of the engine that wrote to a file last (others may have done so before), and its
+    settings. They are packed: a long log takes as many bytes as its file, not ten times as many.
+    """
     packed: list[PackedEntry] = []
     found: dict[str, Any] | None = None
     for entry, engine in _entries(path):
@@ -265,7 +279,9 @@ def summarize(entry: StepLogEntry) -> StepSummary:
         error=entry.error,
         num_guessed=len(guessed),
         num_guesses=sum(len(one.guesses) for one in guessed),
-        accepted=tuple(sum(length > place for length in lengths) for place in range(max(lengths, default=0))),
+        accepted=tuple(
+            sum(length > place for length in lengths) for place in range(max(lengths, default=0))
+        ),
     )
 
 

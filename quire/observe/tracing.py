@@ -1,6 +1,7 @@
 """OpenTelemetry spans of requests: where the time of each one went.
 
-A request is one span, `llm_request`, under the span of whoever sent it. Each of its answers has five below:
+A request is one span, `llm_request`, under the span of whoever sent it. Each of its answers has
+five below:
 
     queue         from its arrival until the engine has a place for it
     prompt        until the first token is made
@@ -8,7 +9,8 @@ A request is one span, `llm_request`, under the span of whoever sent it. Each of
     decode        from the first token until the last
     detokenize    from the first text to the last; `quire.busy_seconds` of it were spent on making text
 
-A text to embed has the first two, and an answer of an offline `LLM` those of the engine: queue, prompt and decode.
+A text to embed has the first two, and an answer of an offline `LLM` those of the engine: queue,
+prompt and decode.
 
 No text of prompts or answers goes into a span. Needs the extra `otel`.
 """
@@ -31,8 +33,9 @@ Attributes = Mapping[str, str | int | float | Sequence[str]]
 
 
 class Trace:
-    """One request's. This one keeps nothing, for servers that don't trace. Times are those of time.monotonic, which is
-    one clock for all processes of a machine."""
+    """One request's. This one keeps nothing, for servers that don't trace. Times are those of
+    time.monotonic, which is one clock for all processes of a machine.
+    """
 
     def started(self, name: str, now: float) -> None:
         """An answer left the queue."""
@@ -43,7 +46,9 @@ class Trace:
     def answered(self, name: str, metrics: RequestMetrics) -> None:
         """What the engine says about an answer that is complete."""
 
-    def ended(self, state: str, attributes: Attributes, error: str | None = None, now: float | None = None) -> None:
+    def ended(
+        self, state: str, attributes: Attributes, error: str | None = None, now: float | None = None
+    ) -> None:
         """The request is over, now or then. Only the first call counts."""
 
 
@@ -58,8 +63,10 @@ class Tracing:
 
     @classmethod
     def to_endpoint(cls, url: str) -> Tracing:
-        """Spans go to a collector that takes OTLP over HTTP, such as http://localhost:4318/v1/traces. The standard
-        OTEL_… variables say the rest (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS)."""
+        """Spans go to a collector that takes OTLP over HTTP, such as
+        http://localhost:4318/v1/traces. The standard OTEL_… variables say the rest
+        (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS).
+        """
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -68,14 +75,17 @@ class Tracing:
         except ImportError as error:
             raise QuireError(f"traces need {error.name}: pip install 'quire[otel]'") from None
         resource = Resource.create()
-        if str(resource.attributes["service.name"]).startswith("unknown_service"):  # the environment says nothing
+        # the environment says nothing
+        if str(resource.attributes["service.name"]).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "quire"}))
         provider = TracerProvider(resource=resource)
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
         return cls(provider)
 
     def begin(self, arrival: float, attributes: Attributes, headers: Mapping[str, str]) -> Trace:
-        """A request has come. Its parent is what the sender says of its own trace in `traceparent` and `tracestate`."""
+        """A request has come. Its parent is what the sender says of its own trace in `traceparent`
+        and `tracestate`.
+        """
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -84,7 +94,11 @@ class Tracing:
             {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         )
         span = self._tracer.start_span(
-            "llm_request", parent, SpanKind.SERVER, dict(attributes), start_time=_wall(arrival, ahead)
+            "llm_request",
+            parent,
+            SpanKind.SERVER,
+            dict(attributes),
+            start_time=_wall(arrival, ahead),
         )
         return _RequestTrace(self._tracer, span, arrival, ahead)
 
@@ -147,7 +161,9 @@ class _RequestTrace(Trace):
     def answered(self, name: str, metrics: RequestMetrics) -> None:
         self._answer(name).metrics = metrics
 
-    def ended(self, state: str, attributes: Attributes, error: str | None = None, now: float | None = None) -> None:
+    def ended(
+        self, state: str, attributes: Attributes, error: str | None = None, now: float | None = None
+    ) -> None:
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
         if not self._span.is_recording():
@@ -159,7 +175,9 @@ class _RequestTrace(Trace):
                 about: dict[str, str | float] = {"quire.answer": name}
                 if part == "detokenize":
                     about["quire.busy_seconds"] = answer.busy
-                span = self._tracer.start_span(part, context, attributes=about, start_time=_wall(start, self._ahead))
+                span = self._tracer.start_span(
+                    part, context, attributes=about, start_time=_wall(start, self._ahead)
+                )
                 span.end(_wall(max(start, end), self._ahead))
         self._span.set_attributes({"quire.state": state, **attributes, **self._latencies(now)})
         if error is not None:
@@ -169,7 +187,9 @@ class _RequestTrace(Trace):
     def _latencies(self, now: float) -> dict[str, float]:
         """Of the answer that was first, under vLLM's names."""
         found = {"gen_ai.latency.e2e": now - self._arrival}
-        spans = [span for answer in self._answers.values() for span in answer.spans(self._arrival, now)]
+        spans = [
+            span for answer in self._answers.values() for span in answer.spans(self._arrival, now)
+        ]
         for part, key in (("queue", "time_in_queue"), ("first_token", "time_to_first_token")):
             ends = [end for name, _, end in spans if name == part]
             if ends:

@@ -1,7 +1,7 @@
 """A rank's part of a model's files: the rows it keeps, described as tensors of their own.
 
-A run of rows lies in one piece of a file, so it is a tensor with another offset. The loader reads those and nothing
-else, in whatever format they are stored.
+A run of rows lies in one piece of a file, so it is a tensor with another offset. The loader reads
+those and nothing else, in whatever format they are stored.
 """
 
 from __future__ import annotations
@@ -34,15 +34,20 @@ class PickedRows(RowOrder):
 def divide_files(files: ModelFiles, division: Division) -> ModelFiles:
     """The same files as `division.rank` reads them."""
     whole = files.spec.parameters()
-    check_names_and_shapes(files, whole)  # so that what is wrong with the files is said of the files
+    # so that what is wrong with the files is said of the files
+    check_names_and_shapes(files, whole)
     tensors: dict[str, TensorInfo] = {}
     pieces: list[Piece] = []
     for piece in files.pieces:
-        for own, info in _own_pieces(piece, files.checkpoint.tensors[piece.name], whole[piece.parameter], division):
+        for own, info in _own_pieces(
+            piece, files.checkpoint.tensors[piece.name], whole[piece.parameter], division
+        ):
             tensors[info.name] = info
             pieces.append(own)
     parameters = {name: division.parameter(name, parameter) for name, parameter in whole.items()}
-    return ModelFiles(division.local_spec, files.checkpoint.with_tensors(tensors), tuple(pieces), parameters)
+    return ModelFiles(
+        division.local_spec, files.checkpoint.with_tensors(tensors), tuple(pieces), parameters
+    )
 
 
 def _own_pieces(
@@ -69,9 +74,13 @@ def _own_pieces(
         if piece.order is not None:
             stored = piece.order.index(num_rows)[torch.tensor(rows)].tolist()
         first = min(stored)
-        assert max(stored) - first + 1 == len(stored), f"{piece.name}: rows of a rank lie in one piece"
+        assert max(stored) - first + 1 == len(stored), (
+            f"{piece.name}: rows of a rank lie in one piece"
+        )
         local = tuple(row - first for row in stored)
-        order = None if local == tuple(range(len(local))) else PickedRows(0, 0, 0, False, rows=local)
+        order = (
+            None if local == tuple(range(len(local))) else PickedRows(0, 0, 0, False, rows=local)
+        )
         for expert in range(parameter.shape[0]) if is_stack else (piece.expert,):
             begin = first + (expert * num_rows if is_stack and expert is not None else 0)
             cut = _cut(info, begin, len(rows), is_stack)
@@ -96,7 +105,9 @@ def _cut(info: TensorInfo, first: int, count: int, is_stack: bool) -> TensorInfo
     name = f"{info.name}[{first}:{first + count}]"
     if info.layout is not None:  # rows may be packed together: the checkpoint takes them apart
         shape = (count, info.shape[1])
-        return replace(info, name=name, shape=shape, num_bytes=each * count, whole=info, first_row=first)
+        return replace(
+            info, name=name, shape=shape, num_bytes=each * count, whole=info, first_row=first
+        )
     return replace(
         info,
         name=name,

@@ -1,7 +1,7 @@
 """A group of ranks that gather tensors from each other: NCCL between GPUs, gloo between CPUs.
 
-The group is an object, not torch's global one, so that a program may have several, and its own beside them. It meets
-through a file in a folder of its own, and listens on 127.0.0.1 only.
+The group is an object, not torch's global one, so that a program may have several, and its own
+beside them. It meets through a file in a folder of its own, and listens on 127.0.0.1 only.
 """
 
 from __future__ import annotations
@@ -30,22 +30,31 @@ class GroupError(EngineError):
 class Group:
     """One rank's way to the others. Every rank must make the same calls in the same order."""
 
-    def __init__(self, store: c10d.Store, rank: int, size: int, device: Device, shared: bool, seconds: float):
-        """`shared`: several ranks compute on the same GPU, which NCCL refuses, so what they gather goes through the
-        host's memory. No gather takes longer than `seconds`."""
+    def __init__(
+        self, store: c10d.Store, rank: int, size: int, device: Device, shared: bool, seconds: float
+    ):
+        """`shared`: several ranks compute on the same GPU, which NCCL refuses, so what they gather
+        goes through the host's memory. No gather takes longer than `seconds`.
+        """
         self.rank = rank
         self.size = size
         self.seconds = seconds
         self._place = device.torch_device
         self._is_nccl = device.collectives == "nccl" and not shared
         self.name = "NCCL" if self._is_nccl else "gloo"
-        self._backend = _nccl(store, rank, size, seconds) if self._is_nccl else _gloo(store, rank, size, seconds)
+        self._backend = (
+            _nccl(store, rank, size, seconds)
+            if self._is_nccl
+            else _gloo(store, rank, size, seconds)
+        )
         self.gathered_bytes = 0
         """That this rank has received."""
         self.num_gathers = 0
 
     @classmethod
-    def meet(cls, folder: Path, rank: int, size: int, device: Device, shared: bool, seconds: float) -> Group:
+    def meet(
+        cls, folder: Path, rank: int, size: int, device: Device, shared: bool, seconds: float
+    ) -> Group:
         """Waits for all ranks to come to a folder."""
         store = c10d.FileStore(str(folder / "ranks"), size)
         store.set_timeout(timedelta(seconds=seconds))
@@ -69,7 +78,8 @@ class Group:
         self.num_gathers += 1
         self.gathered_bytes += own.nbytes * (self.size - 1)
         is_moved = own.device.type != "cpu" and not self._is_nccl
-        # As bytes: a gather changes nothing about them, and not every backend knows every kind of number.
+        # As bytes: a gather changes nothing about them, and not every backend knows every kind of
+        # number.
         source = _bytes(own.cpu() if is_moved else own.contiguous())
         target = torch.empty(result.shape, dtype=own.dtype) if is_moved else result
         options = c10d.AllgatherOptions()
@@ -77,7 +87,9 @@ class Group:
         try:
             self._backend._allgather_base(_bytes(target), source, options).wait()  # type: ignore[attr-defined]
         except RuntimeError as error:
-            raise GroupError(f"rank {self.rank} could not gather from the others: {_first_line(error)}") from error
+            raise GroupError(
+                f"rank {self.rank} could not gather from the others: {_first_line(error)}"
+            ) from error
         return result.copy_(target) if is_moved else result
 
     def lowest(self, numbers: Sequence[int]) -> list[int]:
@@ -104,7 +116,9 @@ def _gloo(store: c10d.Store, rank: int, size: int, seconds: float) -> c10d.Backe
     try:
         return c10d.ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
-        raise GroupError(f"rank {rank} could not reach the other ranks: {_first_line(error)}") from error
+        raise GroupError(
+            f"rank {rank} could not reach the other ranks: {_first_line(error)}"
+        ) from error
 
 
 def _nccl(store: c10d.Store, rank: int, size: int, seconds: float) -> c10d.Backend:

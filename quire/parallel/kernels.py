@@ -1,7 +1,9 @@
-"""A rank's kernels: those of its device, which compute its own outputs, and gather everybody's where all are needed.
+"""A rank's kernels: those of its device, which compute its own outputs, and gather everybody's
+where all are needed.
 
-Four gathers per layer: of attention's heads, of the output projection, and of what stands between and behind the two
-products of the MLP. Queries, keys and values are never gathered (but for models that norm all heads together).
+Four gathers per layer: of attention's heads, of the output projection, and of what stands between
+and behind the two products of the MLP. Queries, keys and values are never gathered (but for models
+that norm all heads together).
 """
 
 from __future__ import annotations
@@ -47,14 +49,18 @@ class DividedSource:
     def __init__(self, loaded: WeightSource, division: Division) -> None:
         self._loaded = loaded
         parameters = division.spec.parameters()
-        self._widths = {name: division.gathered(name, parameter) for name, parameter in parameters.items()}
+        self._widths = {
+            name: division.gathered(name, parameter) for name, parameter in parameters.items()
+        }
 
     def __contains__(self, name: object) -> bool:
         return name in self._loaded
 
     def pop(self, name: str) -> Weight:
         weight, widths = self._loaded.pop(name), self._widths[name]
-        return weight if widths is None else DividedWeight(weight.shape, weight.parts, weight, widths)
+        return (
+            weight if widths is None else DividedWeight(weight.shape, weight.parts, weight, widths)
+        )
 
 
 def parallel_kernels(kernels: Kernels, group: Group, division: Division) -> Kernels:
@@ -62,9 +68,11 @@ def parallel_kernels(kernels: Kernels, group: Group, division: Division) -> Kern
 
 
 class ParallelKernels:
-    """Meets `quire.kernels.ops.Kernels`. Each of its operations is named here once: as the device's own, which
-    `__init__` takes over, or as a method that gathers, divides or declines. A new one is a decision to make: an
-    operation that gave a rank's part where all is expected would be wrong without a word."""
+    """Meets `quire.kernels.ops.Kernels`. Each of its operations is named here once: as the device's
+    own, which `__init__` takes over, or as a method that gathers, divides or declines. A new one is
+    a decision to make: an operation that gave a rank's part where all is expected would be wrong
+    without a word.
+    """
 
     record = None
     """Declined: gathers can't be recorded."""
@@ -77,8 +85,8 @@ class ParallelKernels:
         self.packed_bytes = kernels.packed_bytes
         self.keys_at_once = kernels.keys_at_once
         self.keys_by_dimension = kernels.keys_by_dimension
-        # Every rank has these inputs whole, and so the same result: activations between products are gathered, the
-        # tokens of a step were sent to all.
+        # Every rank has these inputs whole, and so the same result: activations between products
+        # are gathered, the tokens of a step were sent to all.
         self.rms_norm = kernels.rms_norm
         self.add_rms_norm = kernels.add_rms_norm
         self.layer_norm = kernels.layer_norm
@@ -106,7 +114,9 @@ class ParallelKernels:
             raise UnsupportedModelError(
                 "layers with different heads have the same on a rank: use another number of them"
             )
-        starts = [division.rows(division.spec.vocab_size, rank).start for rank in range(1, division.size)]
+        starts = [
+            division.rows(division.spec.vocab_size, rank).start for rank in range(1, division.size)
+        ]
         self._first_tokens = torch.tensor(starts, dtype=torch.int64)
         """Of the ranks after the first."""
 
@@ -126,48 +136,81 @@ class ParallelKernels:
             loaded.own if isinstance(loaded, DividedWeight) else loaded,
         )
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         if not isinstance(weight, DividedWeight):
             return self._own.linear(x, weight, bias, out)
         return self._gather(self._own.linear(x, weight.own, bias), weight.widths, out)
 
-    def linear_gated(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
+    def linear_gated(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
         assert isinstance(weight, DividedWeight)
         return self._gather(self._own.linear_gated(x, weight.own, bias, activation), weight.widths)
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
-        """Every rank looks all tokens up, those of others in a row of its own, and takes what their owners found."""
+        """Every rank looks all tokens up, those of others in a row of its own, and takes what their
+        owners found.
+        """
         assert isinstance(weight, DividedWeight)
         rows = self._division.rows(self._division.spec.vocab_size)
-        found = self._own.embedding((token_ids - rows.start).clamp(0, rows.stop - rows.start - 1), weight.own)
+        found = self._own.embedding(
+            (token_ids - rows.start).clamp(0, rows.stop - rows.start - 1), weight.own
+        )
         self._first_tokens = self._first_tokens.to(token_ids.device)
         owners = torch.searchsorted(self._first_tokens, token_ids, right=True)
         everybodys = self._group.all_gather(found)
         return everybodys[owners, torch.arange(len(token_ids), device=token_ids.device)]
 
     def qkv_to_cache_(
-        self, qkv: Tensor, shape: HeadShape, norms: HeadNorms | None, positions: Tensor, cos_sin: Tensor | None,
-        cache: LayerCache, slot_mapping: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self,
+        qkv: Tensor,
+        shape: HeadShape,
+        norms: HeadNorms | None,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
         if norms is not None and len(norms.query) != shape.head_dim:
             qkv, norms = self._normed_whole(qkv, self._heads[shape], norms), None
         return self._own.qkv_to_cache_(qkv, shape, norms, positions, cos_sin, cache, slot_mapping)
 
     def query_heads(
-        self, query: Tensor, shape: HeadShape, norms: HeadNorms | None, positions: Tensor, cos_sin: Tensor | None
+        self,
+        query: Tensor,
+        shape: HeadShape,
+        norms: HeadNorms | None,
+        positions: Tensor,
+        cos_sin: Tensor | None,
     ) -> Tensor:
         if norms is not None and len(norms.query) != shape.head_dim:
-            raise UnsupportedModelError("a norm over all heads in a layer that reads another's keys, on several ranks")
+            raise UnsupportedModelError(
+                "a norm over all heads in a layer that reads another's keys, on several ranks"
+            )
         return self._own.query_heads(query, shape, norms, positions, cos_sin)
 
     def attention(
-        self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        batch: PagedBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         attended = self._own.attention(query, cache, batch, spec, sinks)
-        return self._gather(attended.flatten(1), self._division.head_widths(self._heads[spec.heads]))
+        return self._gather(
+            attended.flatten(1), self._division.head_widths(self._heads[spec.heads])
+        )
 
     def moe(
-        self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec, between: Between | None = None
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        experts: ExpertWeights,
+        spec: MoeSpec,
+        between: Between | None = None,
     ) -> Tensor:
         gate_up, down = experts.gate_up, experts.down
         assert isinstance(gate_up, DividedWeight)
@@ -177,11 +220,17 @@ class ParallelKernels:
             whole = self._gather(hidden, gate_up.widths)
             return whole if between is None else between(whole)
 
-        own = self._own.moe(x, router_logits, experts._replace(gate_up=gate_up.own, down=down.own), spec, gathered)
+        own = self._own.moe(
+            x, router_logits, experts._replace(gate_up=gate_up.own, down=down.own), spec, gathered
+        )
         return self._gather(own, down.widths)
 
-    def decode_lists(self, fewest: int, most: int, max_context_len: int, shape: HeadShape) -> dict[str, int]:
-        """Only where gathers can be captured, and where every rank finds the same graphs large enough for a step."""
+    def decode_lists(
+        self, fewest: int, most: int, max_context_len: int, shape: HeadShape
+    ) -> dict[str, int]:
+        """Only where gathers can be captured, and where every rank finds the same graphs large
+        enough for a step.
+        """
         can_capture = self._group.can_capture and self._division.has_equal_heads
         return self._own.decode_lists(fewest, most, max_context_len, shape) if can_capture else {}
 
@@ -192,13 +241,17 @@ class ParallelKernels:
             own = torch.nn.functional.pad(own, (0, most - own.shape[1]))
         parts = self._group.all_gather(own)
         if min(widths) < most:
-            side_by_side = torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
+            side_by_side = torch.cat(
+                [part[:, :width] for part, width in zip(parts, widths, strict=True)], 1
+            )
         else:
             side_by_side = parts.transpose(0, 1).reshape(rows, -1)
         return side_by_side if out is None else out.copy_(side_by_side)
 
     def _normed_whole(self, qkv: Tensor, heads: HeadShape, norms: HeadNorms) -> Tensor:
-        """A rank's projections with the heads of all ranks normed together: the one case in which they are gathered."""
+        """A rank's projections with the heads of all ranks normed together: the one case in which
+        they are gathered.
+        """
         if norms.after_rope:
             raise UnsupportedModelError("a norm over all heads comes before rope")
         division = self._division
@@ -212,7 +265,10 @@ class ParallelKernels:
         gathered = self._gather(key, tuple(one.shape.num_kv_heads * size for one in others))
         # Ranks that share a key head have sent the same: one of them is enough.
         places = {
-            head: place for place, head in enumerate(h for one in others for h in range(one.kv.start, one.kv.stop))
+            head: place
+            for place, head in enumerate(
+                h for one in others for h in range(one.kv.start, one.kv.stop)
+            )
         }
         by_head = gathered.view(len(gathered), -1, size)
         keys = by_head[:, [places[head] for head in sorted(places)]].flatten(1)

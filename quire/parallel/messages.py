@@ -1,4 +1,5 @@
-"""What rank 0 and the others say to each other beside what they gather, and how: pickled, over a pair of sockets.
+"""What rank 0 and the others say to each other beside what they gather, and how: pickled, over a
+pair of sockets.
 
 Both ends are processes of one program, started by it; nobody else can reach these sockets.
 """

@@ -1,7 +1,7 @@
 """The processes of the ranks beside rank 0: started, watched, and ended.
 
-A thread hears what they say. It knows at once when one of them is gone; one that hangs is the one that has said nothing
-when the others, and rank 0, have given up waiting for it.
+A thread hears what they say. It knows at once when one of them is gone; one that hangs is the one
+that has said nothing when the others, and rank 0, have given up waiting for it.
 """
 
 from __future__ import annotations
@@ -106,8 +106,12 @@ class RankProcesses:
     def wait_until_up(self, seconds: float) -> None:
         """Until every process has imported what it needs."""
         with self._changed:
-            self._changed.wait_for(lambda: self._problem or all(one.is_up for one in self.processes), seconds)
-        if self._problem is None and (late := [one.name for one in self.processes if not one.is_up]):
+            self._changed.wait_for(
+                lambda: self._problem or all(one.is_up for one in self.processes), seconds
+            )
+        if self._problem is None and (
+            late := [one.name for one in self.processes if not one.is_up]
+        ):
             self._break(f"{', '.join(late)} did not start within {seconds:.0f} s")
         if self._problem is not None:
             raise GroupError(self._problem)
@@ -122,7 +126,9 @@ class RankProcesses:
         try:
             one.connection.sendall(data)
         except TimeoutError:
-            self._break(f"{one.name} hangs: it has not taken a message for {one.connection.gettimeout():.0f} s")
+            self._break(
+                f"{one.name} hangs: it has not taken a message for {one.connection.gettimeout():.0f} s"
+            )
         except OSError:
             pass  # it is gone, and the listener says how
 
@@ -135,8 +141,10 @@ class RankProcesses:
             self._compare(rank, computed.step_id, computed.checksum, found)
 
     def explain(self, error: BaseException) -> str:
-        """What went wrong, for an error that rank 0 met in the middle of a step: whose fault it is, if it is another
-        rank's. Ranks that gave up waiting say so within a moment; one that says nothing hangs."""
+        """What went wrong, for an error that rank 0 met in the middle of a step: whose fault it is,
+        if it is another rank's. Ranks that gave up waiting say so within a moment; one that says
+        nothing hangs.
+        """
         if not isinstance(error, GroupError):
             return f"rank 0 failed: {type(error).__name__}: {error}"
         deadline = time.monotonic() + _LAST_WORDS
@@ -186,7 +194,9 @@ class RankProcesses:
 
     def _compare(self, rank: int, step_id: int, expected: int, found: int) -> None:
         if found != expected:
-            self._break(f"rank {rank} drew other tokens than rank 0 in step {step_id}: this is a bug in Quire")
+            self._break(
+                f"rank {rank} drew other tokens than rank 0 in step {step_id}: this is a bug in Quire"
+            )
         with self._changed:  # steps are reported in their order
             for old in [one for one in self._expected if one < step_id - 16]:
                 del self._expected[old]
@@ -201,8 +211,9 @@ class RankProcesses:
         self._on_failure()
 
     def close(self, is_orderly: bool = False) -> None:
-        """Ends them: by the end of their connections where they listen, else by force. A fork of this process has none
-        of its own, and leaves those of its parent alone."""
+        """Ends them: by the end of their connections where they listen, else by force. A fork of
+        this process has none of its own, and leaves those of its parent alone.
+        """
         if not self.are_own:
             return
         self._is_closing = True
@@ -216,7 +227,15 @@ class RankProcesses:
             if one.process.poll() is None:
                 one.process.kill()
                 one.process.wait()
-        if self.processes and hasattr(self, "_listener") and self._listener is not threading.current_thread():
+        if (
+            self.processes
+            and hasattr(self, "_listener")
+            and self._listener is not threading.current_thread()
+        ):
             self._listener.join(_EXIT_SECONDS)
-        for connection in (*(one.connection for one in self.processes), self._broken, self._tell_broken):
+        for connection in (
+            *(one.connection for one in self.processes),
+            self._broken,
+            self._tell_broken,
+        ):
             connection.close()

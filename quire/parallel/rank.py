@@ -1,7 +1,7 @@
 """A rank's own process: `python -m quire.parallel.rank`, started by rank 0.
 
-It loads its part of the model and computes the steps it is handed, one after the other. When rank 0 is gone, however it
-went, so is this process.
+It loads its part of the model and computes the steps it is handed, one after the other. When rank 0
+is gone, however it went, so is this process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,18 @@ from quire.constrain import GrammarCompiler
 from quire.errors import QuireError
 from quire.load import load_model
 from quire.parallel.group import Group, GroupError
-from quire.parallel.messages import Alive, Computed, Failed, Hello, Sleep, Task, Wake, checksum, frame, receive
+from quire.parallel.messages import (
+    Alive,
+    Computed,
+    Failed,
+    Hello,
+    Sleep,
+    Task,
+    Wake,
+    checksum,
+    frame,
+    receive,
+)
 from quire.parallel.share import RankShare, rank_config, rank_device
 from quire.process import life
 from quire.runner.runner import Runner
@@ -43,7 +54,9 @@ def main() -> int:
         signal.signal(one, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     task: Task = receive(connection)
-    logging.basicConfig(level=logging.WARNING, format=f"rank {task.rank}: %(levelname)s: %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING, format=f"rank {task.rank}: %(levelname)s: %(message)s"
+    )
     inbox: Inbox = queue.SimpleQueue()
     connection.sendall(frame(Hello()))
 

@@ -1,4 +1,6 @@
-"""Rank 0's side of a group: starts the other ranks and is one itself, in the process that asked for the engine."""
+"""Rank 0's side of a group: starts the other ranks and is one itself, in the process that asked for
+the engine.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,24 @@ class Ranks:
         self.config = rank_config(config, self.device, is_shared)
         self._resources = contextlib.ExitStack()
         self._num_threads = torch.get_num_threads()
-        threads = self._num_threads if "OMP_NUM_THREADS" in os.environ else max(1, self._num_threads // size)
+        threads = (
+            self._num_threads
+            if "OMP_NUM_THREADS" in os.environ
+            else max(1, self._num_threads // size)
+        )
         self._group: Group | None = None
         _check_division(source, size)
         folder = self._resources.enter_context(temporary_folder("quire-ranks-"))
         tasks = [
-            Task(rank, source, replace(config, step_log=None), str(folder), threads, START_SECONDS, STEP_SECONDS)
+            Task(
+                rank,
+                source,
+                replace(config, step_log=None),
+                str(folder),
+                threads,
+                START_SECONDS,
+                STEP_SECONDS,
+            )
             for rank in range(1, size)
         ]
         self._processes = RankProcesses(tasks, partial(_abort, weakref.ref(self)))
@@ -60,8 +74,12 @@ class Ranks:
             raise self.fail(error) from error
         self._group.seconds = START_SECONDS
         self.share = RankShare(self._group)
-        where = f"{size} GPUs" if self.device.is_gpu and not is_shared else f"one {self.device.kind}"
-        self.description = f"this is rank 0 of {size} on {where}, which gather with {self._group.name}"
+        where = (
+            f"{size} GPUs" if self.device.is_gpu and not is_shared else f"one {self.device.kind}"
+        )
+        self.description = (
+            f"this is rank 0 of {size} on {where}, which gather with {self._group.name}"
+        )
 
     def agree(self, plan: CachePlan) -> CachePlan:
         """The cache that fits on every rank; all of them have loaded their part then."""
@@ -80,7 +98,11 @@ class Ranks:
         found = error
         if isinstance(error, GroupError):
             found = GroupError(self._processes.explain(error))
-        elif isinstance(error, Exception) and not isinstance(error, QuireError) and self._processes.problem is not None:
+        elif (
+            isinstance(error, Exception)
+            and not isinstance(error, QuireError)
+            and self._processes.problem is not None
+        ):
             found = GroupError(self._processes.problem)
         self.close()
         return found
@@ -95,7 +117,9 @@ class Ranks:
         torch.set_num_threads(self._num_threads)
 
 
-def _end(processes: RankProcesses, resources: contextlib.ExitStack, is_orderly: bool = False) -> None:
+def _end(
+    processes: RankProcesses, resources: contextlib.ExitStack, is_orderly: bool = False
+) -> None:
     processes.close(is_orderly)
     if processes.are_own:
         resources.close()
@@ -118,5 +142,7 @@ def _abort(ranks: weakref.ref[Ranks]) -> None:
 
 
 def start_ranks(source: ModelSource, config: EngineConfig) -> Ranks:
-    """Starts the processes, each of which loads its part, and waits until all have found each other."""
+    """Starts the processes, each of which loads its part, and waits until all have found each
+    other.
+    """
     return Ranks(source, config)

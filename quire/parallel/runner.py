@@ -1,6 +1,7 @@
 """Rank 0's runner: hands each step to the other ranks, then computes it as they do.
 
-A step is the same value for all of them, and tokens are drawn from seed and position, so nothing needs to be sent back.
+A step is the same value for all of them, and tokens are drawn from seed and position, so nothing
+needs to be sent back.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from quire.step import Step, StepResult
 
 
 class ParallelRunner:
-    """Once a step fails on any rank, ranks are out of step with each other: all later ones fail with the same words."""
+    """Once a step fails on any rank, ranks are out of step with each other: all later ones fail
+    with the same words.
+    """
 
-    def __init__(self, runner: Runner, processes: RankProcesses, close: Callable[[bool], None]) -> None:
+    def __init__(
+        self, runner: Runner, processes: RankProcesses, close: Callable[[bool], None]
+    ) -> None:
         """`close` ends the other ranks, in an orderly way if it is told so."""
         self._runner = runner
         self._processes = processes
@@ -74,17 +79,25 @@ class ParallelRunner:
         return self._runner.is_asleep
 
     def sleep(self, level: SleepLevel) -> None:
-        """As `Runner.sleep`, on all ranks. Only level 1: each rank would have to load its part of the weights again."""
+        """As `Runner.sleep`, on all ranks. Only level 1: each rank would have to load its part of
+        the weights again.
+        """
         if level != 1:
-            raise EngineError("with tensor parallelism an engine sleeps at level 1 only, which keeps the weights")
+            raise EngineError(
+                "with tensor parallelism an engine sleeps at level 1 only, which keeps the weights"
+            )
         self._on_all_ranks(Sleep(), lambda: self._runner.sleep(1))
 
     def wake(self) -> None:
-        """As `Runner.wake`, on all ranks. One that lacks memory ends the group: the others can't go on without it."""
+        """As `Runner.wake`, on all ranks. One that lacks memory ends the group: the others can't go
+        on without it.
+        """
         self._on_all_ranks(Wake(), self._runner.wake)
 
     def update(self, weights: Mapping[str, Weight]) -> None:
-        raise EngineError("with tensor parallelism weights can't be replaced: each rank has a part of them")
+        raise EngineError(
+            "with tensor parallelism weights can't be replaced: each rank has a part of them"
+        )
 
     def _on_all_ranks(self, message: Sleep | Wake, here: Callable[[], None]) -> None:
         self._check()

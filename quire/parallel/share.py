@@ -31,7 +31,9 @@ class RankShare(Share):
         return divide_files(files, self._division(files.spec))
 
     def plan(self, plan: WeightPlan, whole: ModelSpec) -> WeightPlan:
-        return replace(plan, kernels=parallel_kernels(plan.kernels, self._group, self._division(whole)))
+        return replace(
+            plan, kernels=parallel_kernels(plan.kernels, self._group, self._division(whole))
+        )
 
     def source_of(self, whole: ModelSpec) -> Callable[[WeightSource], WeightSource]:
         return partial(DividedSource, division=self._division(whole))
@@ -46,7 +48,9 @@ class RankShare(Share):
 
 
 def rank_device(name: str, rank: int, size: int) -> tuple[Device, bool]:
-    """Where a rank computes, and whether it shares a GPU with the others (as a test may want it to)."""
+    """Where a rank computes, and whether it shares a GPU with the others (as a test may want it
+    to).
+    """
     if ":" in name:
         return pick_device(name), True
     kind = device_class(name)

@@ -16,8 +16,9 @@ _GUARD = "import os, signal; os.read(0, 1); os.killpg(0, signal.SIGKILL)"
 class ChildGroup:
     """A process group of its own.
 
-    Its first member waits for the end of a pipe whose other end this process holds, and then kills the group. The
-    system closes the pipe when this process is killed; a compiler would go on, and so would what it has started.
+    Its first member waits for the end of a pipe whose other end this process holds, and then kills
+    the group. The system closes the pipe when this process is killed; a compiler would go on, and
+    so would what it has started.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,9 @@ class ChildGroup:
         )
 
     def run(self, command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-        """A command in the group, with what it wrote; raises TimeoutExpired when it takes longer than `seconds`."""
+        """A command in the group, with what it wrote; raises TimeoutExpired when it takes longer
+        than `seconds`.
+        """
         return subprocess.run(
             command,
             check=False,

@@ -1,4 +1,6 @@
-"""A first start compiles dozens of Triton kernels: one after the other, as they are first launched, takes long."""
+"""A first start compiles dozens of Triton kernels: one after the other, as they are first launched,
+takes long.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,22 @@ _may_miss = {"kernels"}
 
 
 def compile_together(call: Callable[[], object]) -> None:
-    """Compiles the kernels that `call` launches, by several threads at once; they are not run, so what it computes is
-    noise. Once a call has met none that are missing, as in a second start, further calls do nothing."""
-    if not _may_miss or os.environ.get("TRITON_INTERPRET") == "1" or not hasattr(triton, "AsyncCompileMode"):
+    """Compiles the kernels that `call` launches, by several threads at once; they are not run, so
+    what it computes is noise. Once a call has met none that are missing, as in a second start,
+    further calls do nothing.
+    """
+    if (
+        not _may_miss
+        or os.environ.get("TRITON_INTERPRET") == "1"
+        or not hasattr(triton, "AsyncCompileMode")
+    ):
         return
     owner, interface = threading.get_ident(), triton.runtime.jit.KernelInterface
     launch, missing = interface.__getitem__, []
     # Other threads go on launching theirs.
-    interface.__getitem__ = lambda kernel, grid: partial(kernel.run, grid=grid, warmup=threading.get_ident() == owner)
+    interface.__getitem__ = lambda kernel, grid: partial(
+        kernel.run, grid=grid, warmup=threading.get_ident() == owner
+    )
     try:
         with (
             triton.knobs.compilation.scope(),
@@ -42,8 +52,9 @@ def compile_together(call: Callable[[], object]) -> None:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that have the C compiler make a kernel's launcher as well. Triton 3.6 leaves that to the first launch:
-    0.3 s each, one after the other. What is made is found on the disk then."""
+    """Threads that have the C compiler make a kernel's launcher as well. Triton 3.6 leaves that to
+    the first launch: 0.3 s each, one after the other. What is made is found on the disk then.
+    """
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         def compile_both() -> Any:

@@ -1,5 +1,6 @@
-"""What the operating system, or a container's control groups, grant this process and have given it: memory, and time on
-cores."""
+"""What the operating system, or a container's control groups, grant this process and have given it:
+memory, and time on cores.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +26,15 @@ def peak_resident() -> int | None:
 
 
 def granted_cores(root: Path) -> int:
-    """Whole cores in the time that control groups grant, one at least; a very large number where they don't say. With
-    more threads than that, all of them would be stopped for a while again and again."""
+    """Whole cores in the time that control groups grant, one at least; a very large number where
+    they don't say. With more threads than that, all of them would be stopped for a while again and
+    again.
+    """
     cores = 2.0**31
     with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = (
-            int((root / "sys/fs/cgroup/cpu" / name).read_text()) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            int((root / "sys/fs/cgroup/cpu" / name).read_text())
+            for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         )
         cores = quota / period if quota > 0 else cores
     with contextlib.suppress(OSError, StopIteration):

@@ -1,6 +1,7 @@
 """Signs of life of long one-time work at a start: compiling, loading, downloading.
 
-Whoever watches a start counts silence. Such work may take minutes on a busy machine, so it says that it goes on.
+Whoever watches a start counts silence. Such work may take minutes on a busy machine, so it says
+that it goes on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A library of C++ sources, compiled on first use and kept.
 
-It has a plain C interface and needs no foreign headers, so a build takes seconds. It is kept under a name made from
-everything that shapes it, so a changed source, flag, compiler or CPU gives a new file.
+It has a plain C interface and needs no foreign headers, so a build takes seconds. It is kept under
+a name made from everything that shapes it, so a changed source, flag, compiler or CPU gives a new
+file.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ progress: list[Callable[[int, int], None]] = []
 
 
 def build_library(folder: Path, flags: list[str], name: str) -> Path:
-    """The file compiled from a folder's sources, built if need be. `name` says what it is, to people and in the file's
-    name. Raises DeviceError when there is no compiler or the build fails; the message says what to do."""
+    """The file compiled from a folder's sources, built if need be. `name` says what it is, to
+    people and in the file's name. Raises DeviceError when there is no compiler or the build fails;
+    the message says what to do.
+    """
     compiler = find_compiler()
     path = cache_dir() / "kernels" / f"{name.lower()}-{fingerprint(folder, compiler, flags)}.so"
     if not is_whole(path):
@@ -50,8 +53,9 @@ def build_library(folder: Path, flags: list[str], name: str) -> Path:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a library is there as it was built. The linker maps whatever it finds, and a page that is missing ends
-    the process (SIGBUS) the moment it is touched."""
+    """Whether a library is there as it was built. The linker maps whatever it finds, and a page
+    that is missing ends the process (SIGBUS) the moment it is touched.
+    """
     try:
         data = path.read_bytes()
     except OSError:
@@ -64,22 +68,29 @@ def find_compiler() -> list[str]:
     for candidate in [named, ["g++"], ["clang++"], ["c++"]]:
         if candidate and shutil.which(candidate[0]):
             return candidate
-    raise DeviceError("No C++ compiler was found (g++, clang++ or c++; or name one in CXX): install g++.")
+    raise DeviceError(
+        "No C++ compiler was found (g++, clang++ or c++; or name one in CXX): install g++."
+    )
 
 
 def fingerprint(folder: Path, compiler: list[str], flags: list[str]) -> str:
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    digest.update(repr((compiler, _identity(compiler), flags, platform.machine(), cpu_features())).encode())
+    digest.update(
+        repr((compiler, _identity(compiler), flags, platform.machine(), cpu_features())).encode()
+    )
     return digest.hexdigest()[:20]
 
 
 def _identity(compiler: list[str]) -> list[tuple[str, int, int]]:
-    """The programs in a command (a compiler, perhaps behind ccache): an update changes their files. Asking them for
-    their version would take longer than all else here."""
+    """The programs in a command (a compiler, perhaps behind ccache): an update changes their files.
+    Asking them for their version would take longer than all else here.
+    """
     programs = [Path(found).resolve() for word in compiler if (found := shutil.which(word))]
-    return [(str(program), (stat := program.stat()).st_size, stat.st_mtime_ns) for program in programs]
+    return [
+        (str(program), (stat := program.stat()).st_size, stat.st_mtime_ns) for program in programs
+    ]
 
 
 def cpu_features() -> str:
@@ -94,8 +105,9 @@ def cpu_features() -> str:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path, name: str) -> Iterator[bool]:
-    """Waits until no other process builds there. False where there are no locks, or the other one does not come to an
-    end: then several build the same."""
+    """Waits until no other process builds there. False where there are no locks, or the other one
+    does not come to an end: then several build the same.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield _lock(descriptor, name)
@@ -125,8 +137,9 @@ def _lock(descriptor: int, name: str) -> bool:
 
 @contextlib.contextmanager
 def _build_folder(path: Path, is_alone: bool) -> Iterator[Path]:
-    """Where a library's objects are compiled. Whoever is alone finds those that a build which was interrupted has
-    finished, and takes away what other ones have left."""
+    """Where a library's objects are compiled. Whoever is alone finds those that a build which was
+    interrupted has finished, and takes away what other ones have left.
+    """
     if not is_alone:
         with temporary_folder("own-build-", path.parent) as folder:
             yield folder
@@ -150,19 +163,25 @@ def _build_folder(path: Path, is_alone: bool) -> Iterator[Path]:
 
 
 def compile_library(command: list[str], sources: list[Path], path: Path, name: str) -> None:
-    """Builds in a folder of its own and renames the result, so that nobody finds half of it. Files are compiled side by
-    side; the compilers end with this process, and objects they have finished are there for the next try."""
+    """Builds in a folder of its own and renames the result, so that nobody finds half of it. Files
+    are compiled side by side; the compilers end with this process, and objects they have finished
+    are there for the next try.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _alone_in(path.parent, name) as is_alone:
             if is_whole(path):  # somebody else has been quicker
                 return
-            logger.info("compiling the %s kernels (once for this CPU and compiler, about half a minute)", name)
+            logger.info(
+                "compiling the %s kernels (once for this CPU and compiler, about half a minute)",
+                name,
+            )
             cores = min(os.cpu_count() or 1, granted_cores(Path("/")))
             with (
                 _build_folder(path, is_alone) as folder,
                 ThreadPoolExecutor(cores) as threads,
-                ChildGroup() as group,  # it ends first, so that nobody waits for a compiler that is of no more use
+                # it ends first, so that nobody waits for a compiler that is of no more use
+                ChildGroup() as group,
             ):
                 try:
                     _compile(_Compiler(command, group), sources, folder / path.name, threads)
@@ -172,7 +191,9 @@ def compile_library(command: list[str], sources: list[Path], path: Path, name: s
                 os.replace(folder / path.name, path)
     except (OSError, subprocess.TimeoutExpired) as error:
         what = f"The {name} kernels can't be built with {command[0]} in {path.parent}: {error}"
-        raise DeviceError(f"{what}; install g++, make room there, or name another folder in QUIRE_HOME.") from error
+        raise DeviceError(
+            f"{what}; install g++, make room there, or name another folder in QUIRE_HOME."
+        ) from error
 
 
 class _Compiler:
@@ -198,7 +219,9 @@ class _Compiler:
         os.replace(part, target)
 
 
-def _compile(compiler: _Compiler, sources: list[Path], library: Path, threads: ThreadPoolExecutor) -> None:
+def _compile(
+    compiler: _Compiler, sources: list[Path], library: Path, threads: ThreadPoolExecutor
+) -> None:
     # The longest first, so that nobody waits for it at the end.
     sources = sorted(sources, key=lambda source: -source.stat().st_size)
     objects = [library.with_name(f"{source.stem}.o") for source in sources]
@@ -215,8 +238,9 @@ def _compile(compiler: _Compiler, sources: list[Path], library: Path, threads: T
 
 
 def _attended(jobs: Collection[Future[None]]) -> Iterator[set[Future[None]]]:
-    """Those that are done, each time there are more of them, first none. A job that runs is life; it has a limit of its
-    own."""
+    """Those that are done, each time there are more of them, first none. A job that runs is life;
+    it has a limit of its own.
+    """
     done: set[Future[None]] = set()
     yield done
     while len(done) < len(jobs):

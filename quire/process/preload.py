@@ -10,10 +10,11 @@ from pathlib import Path
 
 
 def load_torch_libraries() -> None:
-    """Begins to load torch's libraries, hundreds of megabytes, in a thread; importing torch then finds them there.
+    """Begins to load torch's libraries, hundreds of megabytes, in a thread; importing torch then
+    finds them there.
 
-    An import of them keeps Python to itself; calling the linker, as here, lets it go on meanwhile. Where this can't be
-    done, nothing happens.
+    An import of them keeps Python to itself; calling the linker, as here, lets it go on meanwhile.
+    Where this can't be done, nothing happens.
     """
     found = find_spec("torch")
     if found is None or found.origin is None:
@@ -25,5 +26,6 @@ def load_torch_libraries() -> None:
     def load() -> None:
         ctypes.CDLL(None).dlopen(os.fsencode(library), os.RTLD_NOW | os.RTLD_LOCAL)
 
-    # Not a daemon: a program that ends at once waits for it, or libraries would be torn down while they are built up.
+    # Not a daemon: a program that ends at once waits for it, or libraries would be torn down while
+    # they are built up.
     threading.Thread(target=load, name="torch's libraries").start()

@@ -1,4 +1,6 @@
-"""Temporary folders that are not left behind: if a process was killed, the next who needs one takes its folder away."""
+"""Temporary folders that are not left behind: if a process was killed, the next who needs one takes
+its folder away.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ _LOCK = ".quire-temporary-folder"
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-    """A new folder for this user alone, in `parent` or where the system keeps such folders; gone at the end.
+    """A new folder for this user alone, in `parent` or where the system keeps such folders; gone at
+    the end.
 
     A lock says that its process lives: whatever way that ends, the system takes the lock away.
     """
@@ -43,7 +46,9 @@ def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
 
 
 def _remove_leftovers(prefix: str, parent: Path) -> None:
-    """Takes away such folders of this user whose process is gone. One without a lock is not ours to judge."""
+    """Takes away such folders of this user whose process is gone. One without a lock is not ours to
+    judge.
+    """
     for path in parent.glob(f"{glob.escape(prefix)}*/{_LOCK}"):
         with contextlib.suppress(OSError):
             lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)

@@ -22,12 +22,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepShape:
-    """What the host knows of a step's scheduled requests, one entry each, in their order. A "draw" is a token that will
-    be sampled: one after a request's last known token, and one after each of its guesses."""
+    """What the host knows of a step's scheduled requests, one entry each, in their order. A "draw"
+    is a token that will be sampled: one after a request's last known token, and one after each of
+    its guesses.
+    """
 
     request_rows: Int32Array
     starts: Int32Array
-    """The first position that is computed; for a request that runs ahead, if all its guesses in flight are right."""
+    """The first position that is computed; for a request that runs ahead, if all its guesses in
+    flight are right.
+    """
     counts: Int32Array
     samples: npt.NDArray[np.bool_]
     guesses: tuple[tuple[int, ...], ...]
@@ -59,24 +63,37 @@ class StepShape:
 
     @property
     def is_drawn_everywhere(self) -> bool:
-        """Whether a token is sampled after every computed one: each request decodes or checks guesses, no prompts."""
-        return self.is_decode or bool(self.samples.all() and (self.counts == 1 + self.num_guesses).all())
+        """Whether a token is sampled after every computed one: each request decodes or checks
+        guesses, no prompts.
+        """
+        return self.is_decode or bool(
+            self.samples.all() and (self.counts == 1 + self.num_guesses).all()
+        )
 
     def drawn_for(self, scheduled: Sequence[ScheduledRequest]) -> Sequence[ScheduledRequest]:
         """The scheduled request of each draw."""
-        return scheduled if self.is_decode else [scheduled[owner] for owner in self.draw_owners.tolist()]
+        return (
+            scheduled
+            if self.is_decode
+            else [scheduled[owner] for owner in self.draw_owners.tolist()]
+        )
 
     def by_token(self) -> StepShape:
-        """The same step with every token as a decode of its own, as graphs want it. A layer writes the keys of all
-        tokens before any of them attends, so each still sees the ones before it."""
+        """The same step with every token as a decode of its own, as graphs want it. A layer writes
+        the keys of all tokens before any of them attends, so each still sees the ones before it.
+        """
         owners, samples = self.token_owners, np.zeros(len(self.token_owners), np.bool_)
         samples[self.draw_indices] = True
         ones, none = np.ones(len(owners), np.int32), ((),) * len(owners)
-        return StepShape(self.request_rows[owners], self.token_positions, ones, samples, none, (), is_decode=True)
+        return StepShape(
+            self.request_rows[owners], self.token_positions, ones, samples, none, (), is_decode=True
+        )
 
     @cached_property
     def query_start(self) -> Int32Array:
-        """[requests + 1]: the index of each request's first token among the step's tokens, and the end of the last."""
+        """[requests + 1]: the index of each request's first token among the step's tokens, and the
+        end of the last.
+        """
         return np.concatenate((np.zeros(1, np.int32), self.counts.cumsum(dtype=np.int32)))
 
     @cached_property
@@ -104,26 +121,37 @@ class StepShape:
 
     @cached_property
     def draw_offsets(self) -> Int32Array:
-        """[draws]: 0 for the draw after a request's last known token, then 1, 2 ... after its guesses."""
+        """[draws]: 0 for the draw after a request's last known token, then 1, 2 ... after its
+        guesses.
+        """
         if not self.has_guesses:
             return np.zeros(len(self.draw_owners), np.int32)
-        return np.concatenate([np.arange(1 + n, dtype=np.int32) for n in self.num_guesses[self.samples]])
+        return np.concatenate(
+            [np.arange(1 + n, dtype=np.int32) for n in self.num_guesses[self.samples]]
+        )
 
     @property
     def draw_indices(self) -> npt.NDArray[np.int64]:
         """[draws]: the index, among the step's tokens, of the token that each draw follows."""
-        return (self.query_start[1:] - 1 - self.num_guesses)[self.draw_owners] + self.draw_offsets.astype(np.int64)
+        return (self.query_start[1:] - 1 - self.num_guesses)[
+            self.draw_owners
+        ] + self.draw_offsets.astype(np.int64)
 
     @property
     def draw_follows(self) -> npt.NDArray[np.int64]:
         """[draws]: the guess that each draw follows; -1 where it follows a known token."""
-        return np.roll(self.draw_guesses, 1)  # each request's last entry is -1, which becomes the next one's first
+        # each request's last entry is -1, which becomes the next one's first
+        return np.roll(self.draw_guesses, 1)
 
     @property
     def draw_guesses(self) -> npt.NDArray[np.int64]:
-        """[draws]: the guess that the drawn token is compared with; -1 for a request's last draw, which has none."""
+        """[draws]: the guess that the drawn token is compared with; -1 for a request's last draw,
+        which has none.
+        """
         owners = np.flatnonzero(self.samples).tolist()
-        return np.array([token for owner in owners for token in (*self.guesses[owner], -1)], np.int64)
+        return np.array(
+            [token for owner in owners for token in (*self.guesses[owner], -1)], np.int64
+        )
 
     @property
     def draw_request_rows(self) -> npt.NDArray[np.int64]:
@@ -153,7 +181,9 @@ class InputBatch:
 
 
 class _SentTogether(NamedTuple, Generic[T]):
-    """What `build_batch` sends to the device in one copy: arrays, and then tensors, by the same names."""
+    """What `build_batch` sends to the device in one copy: arrays, and then tensors, by the same
+    names.
+    """
 
     token_rows: T
     token_positions: T
@@ -166,15 +196,20 @@ class _SentTogether(NamedTuple, Generic[T]):
 
 
 def lag_of(shape: StepShape, request_rows: RequestRows) -> Tensor | None:
-    """int32 [requests], on the device: how much earlier than `shape.starts` each request begins, because guesses in
-    flight were wrong. None where no request runs ahead."""
+    """int32 [requests], on the device: how much earlier than `shape.starts` each request begins,
+    because guesses in flight were wrong. None where no request runs ahead.
+    """
     if not shape.is_ahead:
         return None
-    rows, starts, ahead = request_rows.uploader.upload(shape.request_rows, shape.starts, np.array(shape.runs_ahead))
+    rows, starts, ahead = request_rows.uploader.upload(
+        shape.request_rows, shape.starts, np.array(shape.runs_ahead)
+    )
     return torch.where(ahead, starts - request_rows.num_computed_tokens[rows.long()], 0)
 
 
-def build_batch(shape: StepShape, request_rows: RequestRows, decoder: Decoder, lag: Tensor | None) -> InputBatch:
+def build_batch(
+    shape: StepShape, request_rows: RequestRows, decoder: Decoder, lag: Tensor | None
+) -> InputBatch:
     """The tensors of a step: the scheduled requests' tokens one after the other."""
     kernels, upload = decoder.kernels, request_rows.uploader.upload
     ends, draw_owners = shape.starts + shape.counts, shape.draw_owners
@@ -228,7 +263,9 @@ def build_batch(shape: StepShape, request_rows: RequestRows, decoder: Decoder, l
 
 
 def write_guesses(shape: StepShape, request_rows: RequestRows, lag: Tensor | None) -> None:
-    """Writes the guesses into the request rows, after the known tokens, where decoder and penalties read them."""
+    """Writes the guesses into the request rows, after the known tokens, where decoder and penalties
+    read them.
+    """
     owners = np.arange(len(shape.counts)).repeat(shape.num_guesses)
     first = (shape.starts + shape.counts - shape.num_guesses).astype(np.int64)
     offsets = np.concatenate([np.arange(count) for count in shape.num_guesses])
@@ -241,10 +278,13 @@ def write_guesses(shape: StepShape, request_rows: RequestRows, lag: Tensor | Non
     request_rows.token_ids[rows, places if lag is None else places - lag[owner]] = values
 
 
-def note_accepted(shape: StepShape, request_rows: RequestRows, drawn: Tensor, lag: Tensor | None) -> None:
-    """Sets `num_computed_tokens` of request rows that sample to their known tokens plus the guesses that were right.
-    A guess is right if it equals the token drawn in its place, all guesses before it are right, and a token could be
-    drawn after it. `drawn` int64 [2, draws]: tokens and flags."""
+def note_accepted(
+    shape: StepShape, request_rows: RequestRows, drawn: Tensor, lag: Tensor | None
+) -> None:
+    """Sets `num_computed_tokens` of request rows that sample to their known tokens plus the guesses
+    that were right. A guess is right if it equals the token drawn in its place, all guesses before
+    it are right, and a token could be drawn after it. `drawn` int64 [2, draws]: tokens and flags.
+    """
     owners = np.flatnonzero(shape.samples)
     counts = 1 + shape.num_guesses[owners]
     first = np.cumsum(counts) - counts

@@ -1,11 +1,13 @@
 """A draft model: a second decoder whose tokens are guesses for the main one.
 
-It runs after a step, one token at a time for all requests that want drafts. It samples as the main decoder does, with
-the same parameters and the same noise (seed and position), so both choose the same token where their logits are close.
+It runs after a step, one token at a time for all requests that want drafts. It samples as the main
+decoder does, with the same parameters and the same noise (seed and position), so both choose the
+same token where their logits are close.
 
-It uses the request rows and block tables of the main decoder. A draft model proper has a KV cache of its own, with the
-same block ids, and every block copy is made in both. The same model in fewer bits (`speculation="self"`) has none: it
-reads the main decoder's keys and values, and what it writes there is overwritten when its drafts are checked.
+It uses the request rows and block tables of the main decoder. A draft model proper has a KV cache
+of its own, with the same block ids, and every block copy is made in both. The same model in fewer
+bits (`speculation="self"`) has none: it reads the main decoder's keys and values, and what it
+writes there is overwritten when its drafts are checked.
 
 Nothing here can change an answer: a draft computed from missing or wrong keys is only a bad guess.
 """
@@ -34,14 +36,21 @@ class ModelDrafter:
     """Drafts for the requests of a runner."""
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, has_own_cache: bool, request_rows: RequestRows, graphs: Graphs | None
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        has_own_cache: bool,
+        request_rows: RequestRows,
+        graphs: Graphs | None,
     ) -> None:
         self._decoder = decoder
         self._cache = cache
         self._request_rows = request_rows
         self._graphs = graphs
         self._num_computed: Indices | None = None
-        """By request row, how many tokens have keys and values in the drafter's own cache; None if it has no cache."""
+        """By request row, how many tokens have keys and values in the drafter's own cache; None if
+        it has no cache.
+        """
         if has_own_cache:
             self._num_computed = np.zeros(len(request_rows.token_ids), np.int64)
 
@@ -50,11 +59,14 @@ class ModelDrafter:
         if self._num_computed is not None:
             self._cache.copy_blocks(step.copies)
             for admission in step.admitted:
-                self._num_computed[admission.row] = admission.num_cached_tokens + admission.num_host_tokens
+                self._num_computed[admission.row] = (
+                    admission.num_cached_tokens + admission.num_host_tokens
+                )
 
     def follow(self, shape: StepShape, batch: InputBatch) -> None:
-        """Fills the drafter's own cache from a step's batch, if that has prompt chunks. Single tokens are computed by
-        `_catch_up` when drafts are wanted after them."""
+        """Fills the drafter's own cache from a step's batch, if that has prompt chunks. Single
+        tokens are computed by `_catch_up` when drafts are wanted after them.
+        """
         if self._num_computed is not None and (shape.counts > 1 + shape.num_guesses).any():
             self._decoder(batch.token_ids, batch.positions, batch.paged, self._cache.layers)
             known = shape.starts + shape.counts - shape.num_guesses
@@ -62,16 +74,23 @@ class ModelDrafter:
             self._num_computed[shape.request_rows] = np.where(shape.starts <= before, known, before)
 
     def draft(
-        self, scheduled: Sequence[ScheduledRequest], tokens: Mapping[str, Sequence[int]], sampler: Sampler
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        tokens: Mapping[str, Sequence[int]],
+        sampler: Sampler,
     ) -> dict[str, tuple[int, ...]]:
-        """Drafts tokens after the `tokens` that a step sampled: `num_drafts` for each scheduled request."""
+        """Drafts tokens after the `tokens` that a step sampled: `num_drafts` for each scheduled
+        request.
+        """
         wanted = [entry for entry in scheduled if entry.num_drafts and entry.request_id in tokens]
         if not wanted:
             return {}
         rows = np.array([entry.row for entry in wanted], np.int64)
         counts = np.array([entry.num_drafts for entry in wanted])
         # The position of each request's last sampled token, which has no keys and values yet.
-        ends = [e.start + e.num_tokens - len(e.guesses) + len(tokens[e.request_id]) - 1 for e in wanted]
+        ends = [
+            e.start + e.num_tokens - len(e.guesses) + len(tokens[e.request_id]) - 1 for e in wanted
+        ]
         positions = np.array(ends, np.int64)
         self._catch_up(rows, positions)
         is_plain = sampler.asks_nothing(rows.tolist())
@@ -80,21 +99,31 @@ class ModelDrafter:
             logits, is_drawn = self._decode(_decodes(rows[active], positions[active] + number))
             if is_drawn and is_plain:
                 continue
-            draws = sampler.draws(rows[active], positions[active] + number + 1, self._request_rows.token_ids)
+            draws = sampler.draws(
+                rows[active], positions[active] + number + 1, self._request_rows.token_ids
+            )
             drawn = sampler.sample(logits.float(), draws).token_ids
             self._request_rows.write_tokens(draws.request_rows, draws.positions, drawn)
         if self._num_computed is not None:
             self._num_computed[rows] = positions + counts
         if self._graphs is not None:
             self._graphs.capture_next()
-        # All drafts are read from the request rows at the end, so that the device is waited for once.
-        token_ids, offsets = self._request_rows.token_ids, np.minimum(np.arange(counts.max()), counts[:, None] - 1)
-        row, place = self._request_rows.uploader.upload(rows[:, None], positions[:, None] + 1 + offsets)
+        # All drafts are read from the request rows at the end, so that the device is waited for
+        # once.
+        token_ids, offsets = (
+            self._request_rows.token_ids,
+            np.minimum(np.arange(counts.max()), counts[:, None] - 1),
+        )
+        row, place = self._request_rows.uploader.upload(
+            rows[:, None], positions[:, None] + 1 + offsets
+        )
         drafts = zip(wanted, token_ids[row, place].tolist(), strict=True)
         return {entry.request_id: tuple(own[: entry.num_drafts]) for entry, own in drafts}
 
     def sleep(self) -> None:
-        """Gives memory back. The weights are kept in host memory at any level: nobody loads these again."""
+        """Gives memory back. The weights are kept in host memory at any level: nobody loads these
+        again.
+        """
         self._decoder.sleep(1)
         self._cache.sleep()
         if self._graphs is not None:
@@ -129,20 +158,27 @@ class ModelDrafter:
         at, following = self._request_rows.uploader.upload(row, place + 1)
         known = self._request_rows.token_ids[at, following]
         self._decode(_decodes(row, place))
-        self._request_rows.token_ids[at, following] = known  # a graph samples, and has overwritten these tokens
+        # a graph samples, and has overwritten these tokens
+        self._request_rows.token_ids[at, following] = known
 
     def _decode(self, shape: StepShape) -> tuple[Tensor, bool]:
-        """Logits, and whether tokens were already sampled from them, by temperature and seed, into the request rows."""
+        """Logits, and whether tokens were already sampled from them, by temperature and seed, into
+        the request rows.
+        """
         decoded = self._graphs.run(shape) if self._graphs is not None else None
         if decoded is not None:
             return decoded.logits, True
         decoder = self._decoder
         batch = build_batch(shape, self._request_rows, decoder, None)
-        return decoder.logits(decoder(batch.token_ids, batch.positions, batch.paged, self._cache.layers)), False
+        return decoder.logits(
+            decoder(batch.token_ids, batch.positions, batch.paged, self._cache.layers)
+        ), False
 
 
 def _decodes(rows: Indices, positions: Indices) -> StepShape:
     """A step in which each row computes one token."""
     every = np.ones(len(rows), np.bool_)
     numbers = [values.astype(np.int32) for values in (rows, positions, every)]
-    return StepShape(numbers[0], numbers[1], numbers[2], every, ((),) * len(rows), (), is_decode=True)
+    return StepShape(
+        numbers[0], numbers[1], numbers[2], every, ((),) * len(rows), (), is_decode=True
+    )

@@ -1,11 +1,14 @@
-"""Steps of few tokens as graphs: one launch for a whole step, from the request rows to the sampled tokens.
+"""Steps of few tokens as graphs: one launch for a whole step, from the request rows to the sampled
+tokens.
 
-A graph treats every token as a decode of its own, also a guess or a token of a prompt. It has fixed memory and a fixed
-number of rows. So there are graphs of a series of sizes; a step takes the smallest one that is large enough, and the
-rows it does not need are padding, whose results are not stored. A backend with several attention kernels picks one by
-the kind of work list it made for the step (`Kernels.attention_work`), so there is a graph for each size and kind of
-list. All share one memory pool. The largest is captured first, so that the others fit into its memory; then the one
-that the last step lacked; then the rest. A capture takes tens of milliseconds, so only one is made after each step.
+A graph treats every token as a decode of its own, also a guess or a token of a prompt. It has fixed
+memory and a fixed number of rows. So there are graphs of a series of sizes; a step takes the
+smallest one that is large enough, and the rows it does not need are padding, whose results are not
+stored. A backend with several attention kernels picks one by the kind of work list it made for the
+step (`Kernels.attention_work`), so there is a graph for each size and kind of list. All share one
+memory pool. The largest is captured first, so that the others fit into its memory; then the one
+that the last step lacked; then the rest. A capture takes tens of milliseconds, so only one is made
+after each step.
 """
 
 from __future__ import annotations
@@ -30,10 +33,14 @@ from quire.runner.request_rows import RequestRows
 from quire.sampling.upload import Uploader
 
 _MAX_WORK = 4096
-"""Items of the attention work list in one graph; a step with more (many long sequences) is computed without a graph."""
+"""Items of the attention work list in one graph; a step with more (many long sequences) is computed
+without a graph.
+"""
 _MAX_PROMPT_KEYS = 1 << 17
-"""In a graph every prompt token reads the keys before it by itself. With more reads than this in a step, the prompt
-kernel, which reads a key once for many tokens, should be quicker even without a graph (an estimate)."""
+"""In a graph every prompt token reads the keys before it by itself. With more reads than this in a
+step, the prompt kernel, which reads a key once for many tokens, should be quicker even without a
+graph (an estimate).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,9 @@ class DecodeOutput:
     """What a decode step left on the device."""
 
     sampled: Tensor
-    """int64 [2, rows]: token ids and flags (see `sample_rows`); on the CPU the next step overwrites it."""
+    """int64 [2, rows]: token ids and flags (see `sample_rows`); on the CPU the next step overwrites
+    it.
+    """
     logits: Tensor
     """[rows, vocab] in the model's dtype, not changed by sampling; the next step overwrites it."""
 
@@ -52,7 +61,12 @@ class DecodeGraphs:
     takes_prompts = True
 
     def __init__(
-        self, decoder: Decoder, caches: list[LayerCache], rows: RequestRows, most_tokens: int, pool: GraphPool
+        self,
+        decoder: Decoder,
+        caches: list[LayerCache],
+        rows: RequestRows,
+        most_tokens: int,
+        pool: GraphPool,
     ) -> None:
         spec, device = decoder.spec, rows.token_ids.device
         self._decoder = decoder
@@ -67,22 +81,29 @@ class DecodeGraphs:
         """By graph (size, kind of work list): how many items its work list has room for."""
         for size, before in zip(self._sizes, [0, *self._sizes], strict=False):
             lists = self._kernels.decode_lists(before + 1, size, self._max_context_len, self._heads)
-            self._most_work |= {(size, name): max(min(_MAX_WORK, most), 512) for name, most in lists.items()}
+            self._most_work |= {
+                (size, name): max(min(_MAX_WORK, most), 512) for name, most in lists.items()
+            }
         self._to_capture = list(self._most_work)
         """Graphs not captured yet. The largest is last and captured first."""
         self._wanted = self._to_capture[-1]
         """The graph that the last step lacked: captured next."""
-        self._largest = largest = -(-self._sizes[-1] // 16) * 16  # each part of the inputs begins at a multiple of 16
+        # each part of the inputs begins at a multiple of 16
+        self._largest = largest = -(-self._sizes[-1] // 16) * 16
         self._replays: dict[tuple[int, str], Callable[[], None]] = {}
-        self._inputs = torch.zeros(3 * largest + 8 * (1 + _MAX_WORK), dtype=torch.int32, device=device)
+        self._inputs = torch.zeros(
+            3 * largest + 8 * (1 + _MAX_WORK), dtype=torch.int32, device=device
+        )
         self._sampled = torch.zeros(2, largest, dtype=torch.int64, device=device)
         self._logits = torch.zeros(largest, spec.vocab_size, dtype=decoder.dtype, device=device)
         self._pool = pool
         self._buffers = TensorMemory((self._inputs, self._sampled, self._logits))
 
     def sleep(self) -> None:
-        """Gives the graphs and their memory back. They know the addresses of weights and cache, which are others when
-        these wake: graphs are captured anew then, one after each step, as in the beginning."""
+        """Gives the graphs and their memory back. They know the addresses of weights and cache,
+        which are others when these wake: graphs are captured anew then, one after each step, as in
+        the beginning.
+        """
         self._replays.clear()
         self._pool.reset()
         self._to_capture = list(self._most_work)
@@ -94,12 +115,15 @@ class DecodeGraphs:
         self._buffers.wake()
 
     def run(self, shape: StepShape, lag: Tensor | None = None) -> DecodeOutput | None:
-        """Computes a step of decodes, whose positions are `lag` less than `shape` says, if there is a graph for it. The
-        tokens in the output for rows that don't sample mean nothing."""
+        """Computes a step of decodes, whose positions are `lag` less than `shape` says, if there is
+        a graph for it. The tokens in the output for rows that don't sample mean nothing.
+        """
         count, are_drawn = len(shape.request_rows), shape.samples
         if count > self._sizes[-1] or shape.starts[~are_drawn].sum() > _MAX_PROMPT_KEYS:
             return None
-        lists = self._kernels.attention_work(shape.counts, shape.starts + 1, shape.request_rows, self._heads)
+        lists = self._kernels.attention_work(
+            shape.counts, shape.starts + 1, shape.request_rows, self._heads
+        )
         ((name, work),) = lists.items()
         kind = self._sizes[bisect_left(self._sizes, count)], name
         replay = self._replays.get(kind)
@@ -110,7 +134,8 @@ class DecodeGraphs:
             self._inputs,
             self._padded(shape.request_rows, -1),
             self._padded(shape.starts, 0),
-            # Rows that don't sample write their token to the last column of the request rows, which is never read.
+            # Rows that don't sample write their token to the last column of the request rows, which
+            # is never read.
             self._padded(np.where(are_drawn, shape.starts + 1, self._max_context_len), 0),
             work,
         )
@@ -126,8 +151,9 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Computes steps of padding only, so that the kernels of all sizes are compiled and loaded: kernels are made
-        for ranges of sizes, which end at powers of two."""
+        """Computes steps of padding only, so that the kernels of all sizes are compiled and loaded:
+        kernels are made for ranges of sizes, which end at powers of two.
+        """
         self._inputs.zero_()
         self._inputs[: self._largest] = -1
 
@@ -150,7 +176,9 @@ class DecodeGraphs:
         self._replays[size, name] = self._pool.capture(partial(self._compute, size, name))
 
     def _compute(self, size: int, name: str, has_inputs: bool = True) -> None:
-        rows, positions, next_positions = self._inputs[: 3 * self._largest].view(3, -1)[:, :size].unbind()
+        rows, positions, next_positions = (
+            self._inputs[: 3 * self._largest].view(3, -1)[:, :size].unbind()
+        )
         work = self._inputs[3 * self._largest :].view(-1, 8)[: 1 + self._most_work[size, name]]
         token_ids, places, paged = self._rows.inputs(
             self._kernels,
@@ -175,7 +203,15 @@ class DecodeGraphs:
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Rows of the graphs: close together at small batches, where padding costs most (it makes experts be read)."""
-    sizes = [*range(1, 8), *range(8, 16, 2), *range(16, 32, 4), *range(32, 64, 8), *range(64, 256, 16)]
+    """Rows of the graphs: close together at small batches, where padding costs most (it makes
+    experts be read).
+    """
+    sizes = [
+        *range(1, 8),
+        *range(8, 16, 2),
+        *range(16, 32, 4),
+        *range(32, 64, 8),
+        *range(64, 256, 16),
+    ]
     sizes += range(256, most, 64)
     return [size for size in sizes if size < most] + [most]

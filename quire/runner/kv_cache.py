@@ -17,22 +17,28 @@ from quire.runner.layer_groups import LayerGroups, layer_bytes, part_bytes, stat
 from quire.step import BlockCopy
 
 
-def token_bytes(spec: ModelSpec, num_tokens: int, dtype: torch.dtype, groups: LayerGroups | None = None) -> int:
-    """What a block of so many tokens takes in all groups together, empty places included; states come on top."""
+def token_bytes(
+    spec: ModelSpec, num_tokens: int, dtype: torch.dtype, groups: LayerGroups | None = None
+) -> int:
+    """What a block of so many tokens takes in all groups together, empty places included; states
+    come on top.
+    """
     groups = groups or LayerGroups.of(spec, num_tokens, dtype)
     return groups.block_bytes * len(groups.members)
 
 
 class KVCache:
-    """Blocks on the device, and slots for blocks on the host tier, where each is contiguous and pinned, so that it is
-    one asynchronous copy.
+    """Blocks on the device, and slots for blocks on the host tier, where each is contiguous and
+    pinned, so that it is one asynchronous copy.
 
-    Where all layers keep the same, the device has [layers of a group, 2, num_blocks, kv_heads, block_size, head_dim]
-    (and int8's scales, without the last dimension): each layer's part of all blocks is in one piece, as kernels read
-    it soonest. Where they differ, it has [num_blocks, bytes], and a layer sees its part of each block with a stride: so
-    any block can hold what any group keeps, or a piece of a state.
+    Where all layers keep the same, the device has [layers of a group, 2, num_blocks, kv_heads,
+    block_size, head_dim] (and int8's scales, without the last dimension): each layer's part of all
+    blocks is in one piece, as kernels read it soonest. Where they differ, it has [num_blocks,
+    bytes], and a layer sees its part of each block with a stride: so any block can hold what any
+    group keeps, or a piece of a state.
 
-    The memory is not written here: where pages are committed on first use, a large cache costs nothing until then.
+    The memory is not written here: where pages are committed on first use, a large cache costs
+    nothing until then.
     """
 
     def __init__(
@@ -55,9 +61,12 @@ class KVCache:
         places: dict[int, list[Tensor]] = {}
         if groups.is_uniform:
             size = groups.block_bytes // layer_bytes(groups.states[0], block_size)
-            for part, count in Counter(groups.states[0].per_token).items():  # keys and values are equal parts
+            # keys and values are equal parts
+            for part, count in Counter(groups.states[0].per_token).items():
                 shape = (part.heads, block_size, *part.shape)
-                on_device = torch.empty(size, count, num_blocks, *shape, dtype=part.dtype, device=device)
+                on_device = torch.empty(
+                    size, count, num_blocks, *shape, dtype=part.dtype, device=device
+                )
                 on_host = pinned((num_host_blocks, size, count, *shape), part.dtype)
                 self._device.append(on_device)
                 self._host.append(on_host)
@@ -65,7 +74,9 @@ class KVCache:
                 for number, place in enumerate(members):
                     places[place] = [side for kind in self._device for side in kind[number]]
         else:
-            self._device.append(torch.empty(num_blocks, groups.block_bytes, dtype=torch.uint8, device=device))
+            self._device.append(
+                torch.empty(num_blocks, groups.block_bytes, dtype=torch.uint8, device=device)
+            )
             self._host.append(pinned((num_host_blocks, groups.block_bytes), torch.uint8))
             for members, state in zip(groups.members, groups.states, strict=True):
                 at = 0
@@ -76,12 +87,20 @@ class KVCache:
                         places[place].append(self._view(at, shape, part.dtype))
                         at += part_bytes(part, block_size)
         # Pinned memory stays: the driver would keep it, and it takes seconds to pin it again.
-        self._memory = TensorMemory(self._device if device_of(device).is_gpu else [*self._device, *self._host])
+        self._memory = TensorMemory(
+            self._device if device_of(device).is_gpu else [*self._device, *self._host]
+        )
         self.places = places
-        """What each mixer keeps, by its number in the model: a tensor [num_blocks, heads, block_size, ...] per part."""
-        number_of = {place: group for group, members in enumerate(groups.members) for place in members}
+        """What each mixer keeps, by its number in the model: a tensor [num_blocks, heads,
+        block_size, ...] per part.
+        """
+        number_of = {
+            place: group for group, members in enumerate(groups.members) for place in members
+        }
         self.layers: list[LayerCache] = []
-        """What each mixer reads and writes; one that has no keys of its own has those of the layer it reads."""
+        """What each mixer reads and writes; one that has no keys of its own has those of the layer
+        it reads.
+        """
         firsts: list[int] = []
         for index, layer in enumerate(spec.layers):
             firsts.append(len(self.layers))
@@ -90,8 +109,12 @@ class KVCache:
                 if layer.reads_layer is not None:
                     self.layers.append(self.layers[firsts[layer.reads_layer] + number])
                     continue
-                fp8_scales = spec.cache.scales_of(index) if dtype == torch.float8_e4m3fn else (1.0, 1.0)
-                cache = mixer.layer_cache(places[place], number_of[place], fp8_scales, keys_by_dimension)
+                fp8_scales = (
+                    spec.cache.scales_of(index) if dtype == torch.float8_e4m3fn else (1.0, 1.0)
+                )
+                cache = mixer.layer_cache(
+                    places[place], number_of[place], fp8_scales, keys_by_dimension
+                )
                 self.layers.append(cache)
 
     @property
@@ -99,7 +122,9 @@ class KVCache:
         return len(self._groups.members)
 
     def state_head(self, part: int, head: int) -> tuple[int, Tensor]:
-        """Where one head of one part of a state lies: in the state's block of that number, [num_blocks, *shape]."""
+        """Where one head of one part of a state lies: in the state's block of that number,
+        [num_blocks, *shape].
+        """
         places, _ = state_places(self._groups.carried, self._groups.block_bytes)
         number, at = places[part][head]
         stored = self._groups.carried[part]
@@ -116,8 +141,16 @@ class KVCache:
         axis = 2 if self._groups.is_uniform else 0
         for copy in copies:
             for device, host in zip(self._device, self._host, strict=True):
-                source = host[copy.source] if copy.kind == "host_to_device" else device.select(axis, copy.source)
-                target = host[copy.target] if copy.kind == "device_to_host" else device.select(axis, copy.target)
+                source = (
+                    host[copy.source]
+                    if copy.kind == "host_to_device"
+                    else device.select(axis, copy.source)
+                )
+                target = (
+                    host[copy.target]
+                    if copy.kind == "device_to_host"
+                    else device.select(axis, copy.target)
+                )
                 target.copy_(source, non_blocking=True)
 
     def sleep(self) -> None:

@@ -1,7 +1,9 @@
-"""Which layers share blocks: layers in groups, so that blocks of all groups have the same number of bytes.
+"""Which layers share blocks: layers in groups, so that blocks of all groups have the same number of
+bytes.
 
-A block holds what the layers of one group keep of the same few tokens, or a piece of a state. Since all blocks are
-equally large, any of them can become any group's: one free list, one budget of bytes, nothing to move together.
+A block holds what the layers of one group keep of the same few tokens, or a piece of a state. Since
+all blocks are equally large, any of them can become any group's: one free list, one budget of
+bytes, nothing to move together.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """The layers of a model in groups. A "place" is one mixer of one layer, counted through the model."""
+    """The layers of a model in groups. A "place" is one mixer of one layer, counted through the
+    model.
+    """
 
     block_bytes: int
     """Of every block."""
@@ -46,7 +50,9 @@ class LayerGroups:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all blocks hold the same kind of tokens: then each layer's part of all blocks lies in one piece."""
+        """Whether all blocks hold the same kind of tokens: then each layer's part of all blocks
+        lies in one piece.
+        """
         parts = {state.per_token for state in self.states}
         return len(parts) == 1 and self.state is None
 
@@ -59,9 +65,10 @@ class LayerGroups:
         keys_at_once: int = 1,
         longest: int | None = None,
     ) -> LayerGroups:
-        """The groups that take the fewest bytes for a block of tokens. Windows and chunks that are no shorter than the
-        `longest` sequence count as none. `keys_at_once` is that of the kernels: how coarsely they round a window's
-        begin."""
+        """The groups that take the fewest bytes for a block of tokens. Windows and chunks that are
+        no shorter than the `longest` sequence count as none. `keys_at_once` is that of the kernels:
+        how coarsely they round a window's begin.
+        """
         longest = longest or spec.max_position
         states = [
             None if layer.reads_layer is not None else mixer.layer_state(cache_dtype)
@@ -74,7 +81,10 @@ class LayerGroups:
 
 
 def group_layers(
-    states: Sequence[LayerState | None], block_size: int, keys_at_once: int = 1, longest: int = 2**31
+    states: Sequence[LayerState | None],
+    block_size: int,
+    keys_at_once: int = 1,
+    longest: int = 2**31,
 ) -> LayerGroups:
     """Groups of places that keep the same; None keeps nothing of its own."""
     kinds: dict[LayerState, list[int]] = {}
@@ -106,7 +116,11 @@ def _as_kept(state: LayerState, keys_at_once: int, longest: int) -> LayerState:
     """With the window as kernels read it, or with none if it is longer than all sequences."""
     if state.keeps == "window" and state.size < longest:
         return replace(state, size=state.size + keys_at_once - 1)
-    return state if state.keeps == "records" or state.size < longest else replace(state, keeps="all", size=0)
+    return (
+        state
+        if state.keeps == "records" or state.size < longest
+        else replace(state, keeps="all", size=0)
+    )
 
 
 def layer_bytes(state: LayerState, block_size: int) -> int:
@@ -119,11 +133,18 @@ def part_bytes(part: StoredPart, block_size: int) -> int:
     return -(-part.nbytes * block_size // 4) * 4
 
 
-def _block_bytes(kinds: Sequence[tuple[LayerState, int]], carried: Sequence[StoredPart], block_size: int) -> int:
+def _block_bytes(
+    kinds: Sequence[tuple[LayerState, int]], carried: Sequence[StoredPart], block_size: int
+) -> int:
     """The size of blocks with which all layers take the least: a multiple of what some layer keeps."""
     sizes = [(layer_bytes(state, block_size), count) for state, count in kinds]
     least = max([size for size, _ in sizes] + [part.bytes_per_head for part in carried])
-    candidates = {size * number for size, count in sizes for number in range(1, count + 1) if size * number >= least}
+    candidates = {
+        size * number
+        for size, count in sizes
+        for number in range(1, count + 1)
+        if size * number >= least
+    }
     candidates |= {least}
 
     def cost(block: int) -> tuple[bool, int, int]:
@@ -131,7 +152,8 @@ def _block_bytes(kinds: Sequence[tuple[LayerState, int]], carried: Sequence[Stor
         return groups > max(MOST_GROUPS, len(kinds)), groups * block, groups
 
     best = min(sorted(candidates), key=cost)
-    # With states, which begin at any block's begin: so that every block is aligned as the first one is.
+    # With states, which begin at any block's begin: so that every block is aligned as the first one
+    # is.
     return -(-best // _ALIGNMENT) * _ALIGNMENT if carried else best
 
 
@@ -142,14 +164,21 @@ def _state_spec(
         return None
     chunks = {state.size for state in states if state is not None and state.carried}
     if len(chunks) > 1:
-        raise UnsupportedModelError(f"recurrent layers with different chunks, of {sorted(chunks)} tokens")
+        raise UnsupportedModelError(
+            f"recurrent layers with different chunks, of {sorted(chunks)} tokens"
+        )
     (chunk,) = chunks
-    return StateSpec(chunk, len(state_places(carried, block_bytes)[1]), math.lcm(chunk, _STATE_INTERVAL))
+    return StateSpec(
+        chunk, len(state_places(carried, block_bytes)[1]), math.lcm(chunk, _STATE_INTERVAL)
+    )
 
 
-def state_places(carried: Sequence[StoredPart], block_bytes: int) -> tuple[list[list[tuple[int, int]]], list[int]]:
-    """Where the heads of a state's parts lie: for each part, the number of the block and the byte in it of each head;
-    and how many bytes of each block are used. A head is never divided."""
+def state_places(
+    carried: Sequence[StoredPart], block_bytes: int
+) -> tuple[list[list[tuple[int, int]]], list[int]]:
+    """Where the heads of a state's parts lie: for each part, the number of the block and the byte
+    in it of each head; and how many bytes of each block are used. A head is never divided.
+    """
     places: list[list[tuple[int, int]]] = []
     used = [0]
     for part in carried:

@@ -75,13 +75,19 @@ def blocks_at(groups: LayerGroups, num_tokens: int, block_size: int) -> int:
     """How many blocks a request of that length holds, in all groups, and for its two states."""
     count = 0 if groups.state is None else 2 * groups.state.num_blocks
     for kept in groups.kept:
-        seen = num_tokens if kept.keeps == "all" else min(num_tokens, kept.size + (kept.keeps == "window") * block_size)
+        seen = (
+            num_tokens
+            if kept.keeps == "all"
+            else min(num_tokens, kept.size + (kept.keeps == "window") * block_size)
+        )
         count += -(-seen // block_size)
     return count
 
 
 def check_weights_fit(plan: WeightPlan, free: int) -> int:
-    """The bytes that the weights will take; raises CapacityError if they don't fit. Called before they are loaded."""
+    """The bytes that the weights will take; raises CapacityError if they don't fit. Called before
+    they are loaded.
+    """
     needed = plan.nbytes
     if needed > free:
         raise CapacityError(
@@ -94,8 +100,10 @@ def check_weights_fit(plan: WeightPlan, free: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """Bytes that are taken before the cache gets the rest. Measured on a GPU, where a step fails if memory is missing.
-    On a CPU activations are small compared with what a default cache leaves free, and are not counted."""
+    """Bytes that are taken before the cache gets the rest. Measured on a GPU, where a step fails if
+    memory is missing. On a CPU activations are small compared with what a default cache leaves
+    free, and are not counted.
+    """
 
     weights: int
     activations: int = 0
@@ -113,13 +121,18 @@ class Needs:
             ("graphs", self.graphs),
             ("free for the cache", max(free - self.activations - self.graphs, 0)),
         )
-        return ", ".join(f"{name} {format_bytes(size)}" for name, size in entries if size or name == "weights")
+        return ", ".join(
+            f"{name} {format_bytes(size)}" for name, size in entries if size or name == "weights"
+        )
 
 
 @torch.inference_mode()
-def measure_needs(decoder: Decoder, limits: Limits, block_size: int, cache_dtype: torch.dtype) -> Needs:
-    """Computes the largest possible step on a GPU and reads the peak of memory; this also compiles the kernels, with
-    keys and values of `cache_dtype`."""
+def measure_needs(
+    decoder: Decoder, limits: Limits, block_size: int, cache_dtype: torch.dtype
+) -> Needs:
+    """Computes the largest possible step on a GPU and reads the peak of memory; this also compiles
+    the kernels, with keys and values of `cache_dtype`.
+    """
     weights, device = decoder.nbytes, device_of(decoder.device)
     if not device.is_gpu:
         return Needs(weights=weights)
@@ -144,23 +157,31 @@ def measure_needs(decoder: Decoder, limits: Limits, block_size: int, cache_dtype
 
 
 def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, cache: KVCache) -> int:
-    """The peak of memory that a step of sequences of full length adds; its cache has a single block."""
+    """The peak of memory that a step of sequences of full length adds; its cache has a single
+    block.
+    """
     device, spec = decoder.device, decoder.spec
     longest = min(num_tokens, decoder.max_position)
-    lengths = [longest] * (num_tokens // longest) + ([num_tokens % longest] if num_tokens % longest else [])
+    lengths = [longest] * (num_tokens // longest) + (
+        [num_tokens % longest] if num_tokens % longest else []
+    )
     places = torch.cat([torch.arange(length) for length in lengths]).to(device)
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     batch = PagedBatch(
         query_start=starts,
         context_lens=starts.diff(),
-        block_tables=torch.zeros(1, -(-longest // cache.layers[0].block_size), dtype=torch.int32, device=device),
+        block_tables=torch.zeros(
+            1, -(-longest // cache.layers[0].block_size), dtype=torch.int32, device=device
+        ),
         table_rows=torch.zeros(len(lengths), dtype=torch.int32, device=device),
         slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         max_context_len=longest,
     )
 
     def compute() -> None:
-        hidden = decoder(places % spec.vocab_size, places, (batch,) * cache.num_groups, cache.layers)
+        hidden = decoder(
+            places % spec.vocab_size, places, (batch,) * cache.num_groups, cache.layers
+        )
         scores = decoder.logits(hidden[:num_scored]).float()
         _ = scores.clone(), scores.exp()  # sampling with filters holds about as much at once
 
@@ -176,19 +197,24 @@ def plan_cache(
     needs: Needs,
     groups: LayerGroups,
 ) -> CachePlan:
-    """How many blocks fit, for keys and values of a dtype. `free` is what is left once the weights are loaded; what
-    activations and graphs need is subtracted here."""
+    """How many blocks fit, for keys and values of a dtype. `free` is what is left once the weights
+    are loaded; what activations and graphs need is subtracted here.
+    """
     table = needs.table(free)
     free = max(free - needs.activations - needs.graphs, 0)
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise InvalidRequestError(
-            "max_model_len", f"is {config.max_model_len}, but the model was made for at most {spec.max_position}"
+            "max_model_len",
+            f"is {config.max_model_len}, but the model was made for at most {spec.max_position}",
         )
     count = len(groups.members)
-    span_bytes = count * groups.block_bytes + needs.draft_block  # what a block of tokens takes in all groups
+    # what a block of tokens takes in all groups
+    span_bytes = count * groups.block_bytes + needs.draft_block
     state_blocks = 0 if groups.state is None else 2 * groups.state.num_blocks
     wanted = limits.kv_cache_memory
-    budget = int(wanted * free) if isinstance(wanted, float) else parse_bytes("kv_cache_memory", wanted)
+    budget = (
+        int(wanted * free) if isinstance(wanted, float) else parse_bytes("kv_cache_memory", wanted)
+    )
     if budget > free:
         raise CapacityError(
             f"the cache does not fit: kv_cache_memory is {format_bytes(budget)}, but {format_bytes(free)} are free "
@@ -208,8 +234,13 @@ def plan_cache(
             "Raise kv_cache_memory or lower max_model_len."
         )
     longest = min(longest, affordable * config.block_size)
-    # More blocks than all rows need at full length would never be used, but for states that are kept.
-    useful = count * limits.max_num_seqs * -(-longest // config.block_size) if groups.state is None else usable
+    # More blocks than all rows need at full length would never be used, but for states that are
+    # kept.
+    useful = (
+        count * limits.max_num_seqs * -(-longest // config.block_size)
+        if groups.state is None
+        else usable
+    )
     host_bytes = parse_bytes("host_cache_memory", config.host_cache_memory)
     return CachePlan(
         num_blocks=1 + min(usable, useful),

@@ -1,7 +1,8 @@
 """Hidden states pooled into one vector per prompt: embeddings.
 
-A prompt may be computed in chunks of any size, so the sum of its hidden states is kept between steps. It is kept as
-integers (fixed point), whose sum does not depend on the order: the bits are the same with any chunks.
+A prompt may be computed in chunks of any size, so the sum of its hidden states is kept between
+steps. It is kept as integers (fixed point), whose sum does not depend on the order: the bits are
+the same with any chunks.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from quire.runner.step_outputs import StepOutputs
 from quire.step import Admission, Pooling, ScheduledRequest
 
 _SCALE = 2.0**28
-"""Fixed-point steps per unit: finer than float32 near 1, which is the size of hidden states after a final norm."""
+"""Fixed-point steps per unit: finer than float32 near 1, which is the size of hidden states after a
+final norm.
+"""
 _LARGEST = 2.0**14
-"""The largest magnitude of a hidden state: two million tokens of this size can be added up in 63 bits."""
+"""The largest magnitude of a hidden state: two million tokens of this size can be added up in 63
+bits.
+"""
 _ROWS_AT_ONCE = 256
 _NOT_NUMBERS = "the model's hidden states are not numbers, or too large to add up"
 
@@ -52,18 +57,26 @@ class PoolingRows:
         self._pools: dict[int, _Pool] = {}
 
     def admit(self, admission: Admission) -> None:
-        """A request row gets a new request, or one that was preempted and is computed again from its beginning."""
+        """A request row gets a new request, or one that was preempted and is computed again from
+        its beginning.
+        """
         self._pools.pop(admission.row, None)
         if admission.pooling is not None:
-            self._pools[admission.row] = _Pool(admission.pooling, admission.num_prompt_tokens, self._device)
+            self._pools[admission.row] = _Pool(
+                admission.pooling, admission.num_prompt_tokens, self._device
+            )
 
     @property
     def has_rows(self) -> bool:
         """Whether some request's hidden states are wanted."""
         return bool(self._pools)
 
-    def add(self, outputs: StepOutputs, scheduled: Sequence[ScheduledRequest], hidden: Tensor) -> None:
-        """Takes in a step's hidden states [rows, hidden]; vectors of complete prompts go to `outputs`."""
+    def add(
+        self, outputs: StepOutputs, scheduled: Sequence[ScheduledRequest], hidden: Tensor
+    ) -> None:
+        """Takes in a step's hidden states [rows, hidden]; vectors of complete prompts go to
+        `outputs`.
+        """
         offset = 0
         for entry in scheduled if self._pools else ():
             pool = self._pools.get(entry.row)

@@ -1,7 +1,8 @@
 """Decode steps on the CPU as recorded calls: what CUDA graphs are on a GPU.
 
-A recording has fixed memory and a fixed number of rows; it is made by the first step with that many rows. Replaying it
-makes the same calls as the decoder made then, so the bits are those of a step without a recording.
+A recording has fixed memory and a fixed number of rows; it is made by the first step with that many
+rows. Replaying it makes the same calls as the decoder made then, so the bits are those of a step
+without a recording.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from quire.runner.graphs import DecodeOutput
 from quire.runner.request_rows import RequestRows
 
 _MOST_ROWS = 512
-"""A recording has at most this many rows (or all request rows): in larger steps Python's time does not matter."""
+"""A recording has at most this many rows (or all request rows): in larger steps Python's time does
+not matter.
+"""
 
 
 class _Recording(NamedTuple):
     inputs: Int32Array
-    """[6, rows + 1]. For each token: request row, position, position + 1. Then for each run of consecutive tokens of a
-    request: index of its first token, context length, request row. There are as many runs as tokens, some empty."""
+    """[6, rows + 1]. For each token: request row, position, position + 1. Then for each run of
+    consecutive tokens of a request: index of its first token, context length, request row. There
+    are as many runs as tokens, some empty.
+    """
     output: DecodeOutput
     replay: Callable[[], None]
 
@@ -36,7 +41,9 @@ class RecordedSteps:
     """Records decode steps and replays them."""
 
     takes_prompts = False
-    """A recording computes logits for every token: for prompts more work than it saves in Python (an estimate)."""
+    """A recording computes logits for every token: for prompts more work than it saves in Python
+    (an estimate).
+    """
 
     def __init__(self, decoder: Decoder, caches: list[LayerCache], rows: RequestRows) -> None:
         assert decoder.kernels.record is not None
@@ -49,16 +56,22 @@ class RecordedSteps:
 
     @staticmethod
     def fit(decoder: Decoder) -> bool:
-        """Whether all that the decoder computes can be recorded: not a mixture of experts, which Python chooses."""
+        """Whether all that the decoder computes can be recorded: not a mixture of experts, which
+        Python chooses.
+        """
         layers = decoder.spec.layers
-        is_plain = all(isinstance(layer.mlp, MlpSpec) and layer.reads_layer is None for layer in layers)
+        is_plain = all(
+            isinstance(layer.mlp, MlpSpec) and layer.reads_layer is None for layer in layers
+        )
         is_plain = is_plain and len(decoder.spec.head_shapes) == 1
         stored = decoder.weights["embedding"].parts[0].tensors[0].dtype
         keeps_dtype = decoder.dtype in (torch.float32, stored)
         return decoder.kernels.record is not None and is_plain and keeps_dtype
 
     def run(self, shape: StepShape, lag: Tensor | None = None) -> DecodeOutput | None:
-        """Computes a step of decodes, whose positions are `lag` less than in `shape`; None if it is too large."""
+        """Computes a step of decodes, whose positions are `lag` less than in `shape`; None if it is
+        too large.
+        """
         count = len(shape.request_rows)
         if count > self._most_rows:
             return None
@@ -77,7 +90,9 @@ class RecordedSteps:
         """Recordings are made by the steps themselves, never in advance."""
 
     def sleep(self) -> None:
-        """Recordings stay: host memory that is given back has the same addresses when it is taken again."""
+        """Recordings stay: host memory that is given back has the same addresses when it is taken
+        again.
+        """
 
     def wake(self) -> None:
         """There is nothing to take."""
@@ -90,11 +105,16 @@ class RecordedSteps:
         if len(rows) == 1:
             inputs[4:, 0] = inputs[2, 0], rows[0]
             return
-        # Consecutive tokens of a request (guesses) attend as one run, so that their keys are read once. If there are
-        # only a few runs, each is divided into an even number of parts, so that there is work for all threads.
+        # Consecutive tokens of a request (guesses) attend as one run, so that their keys are read
+        # once. If there are only a few runs, each is divided into an even number of parts, so that
+        # there is work for all threads.
         is_last = np.append((rows[1:] != rows[:-1]) | (starts[1:] != starts[:-1] + 1), True)
         num_runs = int(np.count_nonzero(is_last))
-        size = len(rows) if num_runs > 4 else -(-len(rows) // (2 * num_runs * -(-len(rows) // (16 * num_runs))))
+        size = (
+            len(rows)
+            if num_runs > 4
+            else -(-len(rows) // (2 * num_runs * -(-len(rows) // (16 * num_runs))))
+        )
         ends = np.flatnonzero(is_last | (np.arange(1, len(rows) + 1) % size == 0)) + 1
         inputs[3, 1 : len(ends) + 1], inputs[3, len(ends) + 1 :] = ends, len(rows)
         inputs[4:, : len(ends)], inputs[4:, len(ends) :] = (starts[ends - 1] + 1, rows[ends - 1]), 0
@@ -123,6 +143,7 @@ class RecordedSteps:
 
         replay = self._record(compute)
         if replay is None:
-            request_rows.token_ids[drawn] = guesses  # sampling has overwritten them; the step is computed again
+            # sampling has overwritten them; the step is computed again
+            request_rows.token_ids[drawn] = guesses
             return None
         return _Recording(inputs.numpy(), found[-1], replay)

@@ -1,7 +1,8 @@
 """Computes steps, one after the other, and knows nothing of queues or of which blocks are free.
 
-`submit` sends a step off and returns; nothing in it waits for the device. The tokens a step samples are written to
-the request rows on the device, where the next step finds them, and travel to the host on a stream of their own.
+`submit` sends a step off and returns; nothing in it waits for the device. The tokens a step samples
+are written to the request rows on the device, where the next step finds them, and travel to the
+host on a stream of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from quire.sampling.sampler import UNDEFINED, SampledTokens, Sampler
 from quire.step import ScheduledRequest, Step
 
 LogitsObserver = Callable[[Sequence[ScheduledRequest], Indices, Tensor], None]
-"""Called with the request, the position and the unmasked logits of each sampled token; for tests and tools."""
+"""Called with the request, the position and the unmasked logits of each sampled token; for tests
+and tools.
+"""
 
 
 class Runner:
@@ -43,7 +46,9 @@ class Runner:
 
     broken: str | None = None
     broken_fd: int | None = None
-    """Why it can compute nothing more, and a file that becomes readable then; set by `quire.parallel` only."""
+    """Why it can compute nothing more, and a file that becomes readable then; set by
+    `quire.parallel` only.
+    """
 
     def __init__(
         self,
@@ -55,9 +60,11 @@ class Runner:
         drafter: ModelDrafter | None = None,
         rejects: bool = False,
     ) -> None:
-        """The `constrainer` is needed for structured output only. `graphs` compute small steps in one launch. With a
-        `drafter`, `submit` waits for the step's tokens, to draft after them. `rejects`: guesses are accepted by
-        rejection sampling, which keeps the tokens' probabilities but not the same answers."""
+        """The `constrainer` is needed for structured output only. `graphs` compute small steps in
+        one launch. With a `drafter`, `submit` waits for the step's tokens, to draft after them.
+        `rejects`: guesses are accepted by rejection sampling, which keeps the tokens' probabilities
+        but not the same answers.
+        """
         spec, kernels = decoder.spec, decoder.kernels
         max_num_seqs, device = len(request_rows.token_ids), request_rows.token_ids.device
         self._decoder = decoder
@@ -90,21 +97,25 @@ class Runner:
         if self._graphs is not None and step.scheduled:
             self._graphs.capture_next()
         if self._drafter is not None and any(entry.num_drafts for entry in step.scheduled):
-            # A request with a grammar gets its drafts from the grammar (see `StepOutputs._advance`).
+            # A request with a grammar gets its drafts from the grammar (see
+            # `StepOutputs._advance`).
             free = [entry for entry in step.scheduled if not self._grammars.constrains(entry.row)]
             pending.add_drafts(self._drafter.draft(free, pending.result().tokens, self._sampler))
         return pending
 
     @torch.inference_mode()
     def update(self, weights: Mapping[str, Weight]) -> None:
-        """Replaces weights between two steps, none of which is in flight: see `Parameters.update`. What the cache holds
-        is of the old ones."""
+        """Replaces weights between two steps, none of which is in flight: see `Parameters.update`.
+        What the cache holds is of the old ones.
+        """
         self._decoder.update(weights)
 
     @torch.inference_mode()
     def sleep(self, level: SleepLevel) -> None:
-        """Gives the memory of weights and cache back; no step may be in flight, and none is taken before `wake`. If
-        there is no host memory to keep the weights in (level 1), it raises, and is awake as before."""
+        """Gives the memory of weights and cache back; no step may be in flight, and none is taken
+        before `wake`. If there is no host memory to keep the weights in (level 1), it raises, and
+        is awake as before.
+        """
         try:
             self._decoder.sleep(level)
             if self._drafter is not None:
@@ -120,7 +131,9 @@ class Runner:
 
     @torch.inference_mode()
     def wake(self) -> None:
-        """Takes the memory again. With too little of it free, it stays asleep, and this can be tried again."""
+        """Takes the memory again. With too little of it free, it stays asleep, and this can be
+        tried again.
+        """
         try:
             self._decoder.wake()
             self._kv_cache.wake()
@@ -136,7 +149,9 @@ class Runner:
         self.is_asleep = False
 
     def held_rows(self) -> frozenset[int]:
-        """Request rows that would keep a step waiting for their masks (see `quire.constrain.ahead`)."""
+        """Request rows that would keep a step waiting for their masks (see
+        `quire.constrain.ahead`).
+        """
         return self._grammars.held_rows()
 
     def wait_for_held(self) -> None:
@@ -155,7 +170,9 @@ class Runner:
         self._device.return_freed_memory()
 
     def _apply(self, step: Step) -> None:
-        """Brings the device state up to date: copied blocks, finished and admitted requests, new blocks."""
+        """Brings the device state up to date: copied blocks, finished and admitted requests, new
+        blocks.
+        """
         self._kv_cache.copy_blocks(step.copies)
         if self._drafter is not None:
             self._drafter.apply(step)
@@ -167,7 +184,9 @@ class Runner:
         self._request_rows.apply(step)
 
     def _compute(self, step: Step, outputs: StepOutputs) -> None:
-        """Runs the model and samples; also scores prompts and pools hidden states for the requests that ask for it."""
+        """Runs the model and samples; also scores prompts and pools hidden states for the requests
+        that ask for it.
+        """
         shape = StepShape.of(step)
         lag = lag_of(shape, self._request_rows)
         if shape.has_guesses:
@@ -184,12 +203,15 @@ class Runner:
                 outputs.add_tokens(drawn_for, sampled)
         elif decoded is not None and draws is not None:  # its logits are used, its tokens are not
             if shape.has_guesses:
-                # The graph has sampled plain tokens over the guesses, which are the history of the draws after them.
+                # The graph has sampled plain tokens over the guesses, which are the history of the
+                # draws after them.
                 write_guesses(shape, self._request_rows, lag)
             sampled = self._sample(outputs, drawn_for, shape, draws, decoded.logits.float())
         else:  # there is no graph for this step
             batch = build_batch(shape, self._request_rows, self._decoder, lag)
-            hidden = self._decoder(batch.token_ids, batch.positions, batch.paged, self._kv_cache.layers)
+            hidden = self._decoder(
+                batch.token_ids, batch.positions, batch.paged, self._kv_cache.layers
+            )
             if drawn_for:
                 logits = self._decoder.logits(hidden[batch.draw_indices])
                 if draws is None:
@@ -202,7 +224,9 @@ class Runner:
                 self._drafter.follow(shape, batch)
             for part in self._logprobs.prompt_parts(step.scheduled):
                 tokens = self._request_rows.token_ids
-                outputs.add_prompt_scores(part, part.score(hidden, self._decoder.logits, tokens, kernels))
+                outputs.add_prompt_scores(
+                    part, part.score(hidden, self._decoder.logits, tokens, kernels)
+                )
             self._pooling.add(outputs, step.scheduled, hidden)
         if sampled is not None and (shape.has_guesses or shape.is_ahead):
             note_accepted(shape, self._request_rows, sampled.tensor, lag)
@@ -210,27 +234,45 @@ class Runner:
     def _special_draws(
         self, shape: StepShape, drawn_for: Sequence[ScheduledRequest], lag: Tensor | None
     ) -> Draws | None:
-        """The step's draws for the `Sampler`; None if `Kernels.sample_rows` (temperature and seed only) is enough."""
+        """The step's draws for the `Sampler`; None if `Kernels.sample_rows` (temperature and seed
+        only) is enough.
+        """
         is_watched = self.observe_logits is not None or (self._rejects and shape.has_guesses)
         may_be_plain = not is_watched and self._decoder.kernels.sample_rows is not None
         rows = [entry.row for entry in drawn_for]
-        if may_be_plain and self._sampler.asks_nothing(rows) and not self._logprobs.are_wanted(rows):
-            return None  # whatever the positions are, which for requests that run ahead are not known here
-        draws = self._sampler.draws(shape.draw_request_rows, shape.draw_positions, self._request_rows.token_ids)
+        if (
+            may_be_plain
+            and self._sampler.asks_nothing(rows)
+            and not self._logprobs.are_wanted(rows)
+        ):
+            # whatever the positions are, which for requests that run ahead are not known here
+            return None
+        draws = self._sampler.draws(
+            shape.draw_request_rows, shape.draw_positions, self._request_rows.token_ids
+        )
         if self._rejects and shape.has_guesses:
             draws = replace(draws, guesses=shape.draw_guesses)
         if lag is not None:
-            # The sampler needs the positions on the host: here, and only here, a GPU's step before is waited for.
+            # The sampler needs the positions on the host: here, and only here, a GPU's step before
+            # is waited for.
             draws = replace(draws, positions=draws.positions - lag.cpu().numpy()[shape.draw_owners])
-        is_plain = may_be_plain and self._sampler.is_plain(draws) and not self._logprobs.are_wanted(rows)
+        is_plain = (
+            may_be_plain and self._sampler.is_plain(draws) and not self._logprobs.are_wanted(rows)
+        )
         return None if is_plain else draws
 
     def _run_graph(self, shape: StepShape, lag: Tensor | None) -> DecodeOutput | None:
-        """Computes a small step with a graph, if there is one for it. Not where hidden states are needed, which graphs
-        don't return, nor for prompts beside a draft model, which needs their batch."""
+        """Computes a small step with a graph, if there is one for it. Not where hidden states are
+        needed, which graphs don't return, nor for prompts beside a draft model, which needs their
+        batch.
+        """
         graphs, is_drawn = self._graphs, shape.is_drawn_everywhere
         needs_hidden = self._logprobs.scores_prompts or self._pooling.has_rows
-        if graphs is None or needs_hidden or not (is_drawn or (graphs.takes_prompts and self._drafter is None)):
+        if (
+            graphs is None
+            or needs_hidden
+            or not (is_drawn or (graphs.takes_prompts and self._drafter is None))
+        ):
             return None
         if lag is not None and not shape.is_decode:
             lag = lag[self._upload(shape.token_owners)[0]]
@@ -248,11 +290,15 @@ class Runner:
         draws: Draws,
         logits: Tensor,
     ) -> SampledTokens:
-        """Samples from float32 logits with all the requests' parameters, and computes the logprobs they ask for."""
+        """Samples from float32 logits with all the requests' parameters, and computes the logprobs
+        they ask for.
+        """
         if self.observe_logits is not None:
             self.observe_logits(drawn_for, draws.positions, logits)
         scored = self._logprobs.keep(logits, draws)
-        masks = self._grammars.masks(draws.request_rows, shape.draw_follows if shape.has_guesses else None)
+        masks = self._grammars.masks(
+            draws.request_rows, shape.draw_follows if shape.has_guesses else None
+        )
         undefined: list[int] = []
         if masks is not None:
             undefined = np.flatnonzero(masks.undefined).tolist()
@@ -265,5 +311,7 @@ class Runner:
         advance = None if masks is None else partial(self._grammars.advance, masks)
         outputs.add_tokens(drawn_for, sampled, undefined, advance)
         if scored is not None:
-            outputs.add_scores(drawn_for, scored, scored.score(sampled.token_ids, self._decoder.kernels))
+            outputs.add_scores(
+                drawn_for, scored, scored.score(sampled.token_ids, self._decoder.kernels)
+            )
         return sampled

@@ -1,4 +1,6 @@
-"""The results of a step: tensors that are still being computed, their copy to the host, and how to read them there."""
+"""The results of a step: tensors that are still being computed, their copy to the host, and how to
+read them there.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,16 @@ from quire.step import PromptScores, ScheduledRequest, StepResult, TokenScore
 
 Reader = Callable[[Sequence[Tensor]], None]
 GrammarAdvance = Callable[[Sequence[int], Sequence[int], Sequence[bool]], Advanced]
-"""Takes the indices of the draws that count, their tokens, and for each whether forced tokens after it are wanted."""
+"""Takes the indices of the draws that count, their tokens, and for each whether forced tokens after
+it are wanted.
+"""
 
 
 class StepOutputs:
-    """Collects a step's results. Each kind of result is added as device tensors with a function that reads them; the
-    functions are called in the order of adding, with copies of their tensors on the host."""
+    """Collects a step's results. Each kind of result is added as device tensors with a function
+    that reads them; the functions are called in the order of adding, with copies of their tensors
+    on the host.
+    """
 
     def __init__(self, step_id: int) -> None:
         self._step_id = step_id
@@ -46,9 +52,10 @@ class StepOutputs:
         undefined: Collection[int] = (),
         advance_grammars: GrammarAdvance | None = None,
     ) -> None:
-        """The sampled tokens; `drawn_for` has each draw's request. A draw after guesses counts if all of them are
-        right. If it is `undefined` (its grammar allows nothing after the guess) or fails, it is dropped: the next step
-        draws it again, as its first draw."""
+        """The sampled tokens; `drawn_for` has each draw's request. A draw after guesses counts if
+        all of them are right. If it is `undefined` (its grammar allows nothing after the guess) or
+        fails, it is dropped: the next step draws it again, as its first draw.
+        """
 
         def read(tensors: Sequence[Tensor]) -> None:
             tokens, flags = tensors[0].tolist()
@@ -81,10 +88,17 @@ class StepOutputs:
         taken: Sequence[int],
         advance_grammars: GrammarAdvance,
     ) -> None:
-        """Advances the grammars by the sampled tokens; notes errors, ends, and forced tokens (as drafts)."""
+        """Advances the grammars by the sampled tokens; notes errors, ends, and forced tokens (as
+        drafts).
+        """
         # Forced tokens are wanted after a request's last token only.
-        is_last = [i + 1 == len(taken) or drawn_for[taken[i + 1]] is not drawn_for[one] for i, one in enumerate(taken)]
-        asks = [last and drawn_for[one].num_drafts > 0 for last, one in zip(is_last, taken, strict=True)]
+        is_last = [
+            i + 1 == len(taken) or drawn_for[taken[i + 1]] is not drawn_for[one]
+            for i, one in enumerate(taken)
+        ]
+        asks = [
+            last and drawn_for[one].num_drafts > 0 for last, one in zip(is_last, taken, strict=True)
+        ]
         advanced = advance_grammars(taken, [tokens[one] for one in taken], asks)
         for one in taken:
             entry = drawn_for[one]
@@ -93,9 +107,13 @@ class StepOutputs:
             if entry.row in advanced.ended:
                 self.ended.add(entry.request_id)
             if advanced.forced.get(entry.row):
-                self.drafts[entry.request_id] = tuple(advanced.forced[entry.row][: entry.num_drafts])
+                self.drafts[entry.request_id] = tuple(
+                    advanced.forced[entry.row][: entry.num_drafts]
+                )
 
-    def add_scores(self, drawn_for: Sequence[ScheduledRequest], draws: ScoredDraws, scores: list[Tensor]) -> None:
+    def add_scores(
+        self, drawn_for: Sequence[ScheduledRequest], draws: ScoredDraws, scores: list[Tensor]
+    ) -> None:
         """The logprobs of some of the sampled tokens, in the order of the draws."""
         request_ids = [drawn_for[index].request_id for index in draws.which]
 
@@ -121,7 +139,8 @@ class StepOutputs:
         for count, read in self._readers:
             read(tensors[begin : begin + count])
             begin += count
-        self._readers.clear()  # they refer to this object: without this cycle its tensors are freed at once
+        # they refer to this object: without this cycle its tensors are freed at once
+        self._readers.clear()
         for request_id, scores in self.scores.items():
             self.scores[request_id] = scores[: len(self.tokens.get(request_id, ()))]
         for request_id in self.errors:
@@ -132,11 +151,14 @@ class StepOutputs:
 
 
 class PendingStep:
-    """A submitted step: its results are copied to the host in the background, and read when `result` is called."""
+    """A submitted step: its results are copied to the host in the background, and read when
+    `result` is called.
+    """
 
     def __init__(self, outputs: StepOutputs, stream: CopyStream | None) -> None:
-        """Copies the tensors to the host on a `stream` of its own, so that the next step need not wait for the copy.
-        None on a CPU, where they are read at once."""
+        """Copies the tensors to the host on a `stream` of its own, so that the next step need not
+        wait for the copy. None on a CPU, where they are read at once.
+        """
         self._outputs: StepOutputs | None = outputs
         """Keeps the device tensors alive while they are copied."""
         self._result: StepResult | None = None

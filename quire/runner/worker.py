@@ -35,8 +35,9 @@ class Worker:
     runner: Runner
     plan: CachePlan
     depth: int
-    """How many steps should be in flight: on a GPU the host prepares one while the device computes the last; drafting
-    needs its tokens first."""
+    """How many steps should be in flight: on a GPU the host prepares one while the device computes
+    the last; drafting needs its tokens first.
+    """
     description: str
     """What was loaded, where, and what fits: for the start-up message."""
 
@@ -59,14 +60,18 @@ def choose_weights(files: ModelFiles, config: EngineConfig, device: Device) -> W
 
 
 def expected_plan(weights: WeightPlan, config: EngineConfig) -> CachePlan:
-    """An estimate before the weights are read, to raise errors early; the real plan is made when they are loaded."""
+    """An estimate before the weights are read, to raise errors early; the real plan is made when
+    they are loaded.
+    """
     device = device_of(weights.device)
     free = device.free_memory()
     needs = Needs(weights=check_weights_fit(weights, free))
     limits = config.limits(on_gpu=device.is_gpu)
     spec = weights.files.spec
     dtype = pick_cache_dtype(config.kv_cache_dtype, weights.dtype, device, spec.cache)
-    groups = LayerGroups.of(spec, config.block_size, dtype, weights.kernels.keys_at_once, config.max_model_len)
+    groups = LayerGroups.of(
+        spec, config.block_size, dtype, weights.kernels.keys_at_once, config.max_model_len
+    )
     return plan_cache(spec, config, limits, dtype, free - needs.weights, needs, groups)
 
 
@@ -78,8 +83,10 @@ def start_worker(
     draft: Draft | None = None,
     agree: Callable[[CachePlan], CachePlan] | None = None,
 ) -> Worker:
-    """A worker around a decoder whose weights are loaded; memory that is left becomes the cache. `formats` names the
-    weights' formats for the start-up message. With tensor parallelism, `agree` returns the plan that fits all ranks."""
+    """A worker around a decoder whose weights are loaded; memory that is left becomes the cache.
+    `formats` names the weights' formats for the start-up message. With tensor parallelism, `agree`
+    returns the plan that fits all ranks.
+    """
     spec, dtype, place, kernels = decoder.spec, decoder.dtype, decoder.device, decoder.kernels
     device = device_of(place)
     limits = config.limits(on_gpu=device.is_gpu)
@@ -88,8 +95,11 @@ def start_worker(
     if draft is not None:
         needs = replace(needs, weights=needs.weights + draft.decoder.nbytes)
         if draft.has_own_cache:
-            needs = replace(needs, draft_block=token_bytes(draft.decoder.spec, config.block_size, cache_dtype))
-    # A draft model uses the same block tables and may have other windows: then no block is freed by a window.
+            needs = replace(
+                needs, draft_block=token_bytes(draft.decoder.spec, config.block_size, cache_dtype)
+            )
+    # A draft model uses the same block tables and may have other windows: then no block is freed by
+    # a window.
     longest = config.max_model_len if draft is None else 1
     groups = LayerGroups.of(spec, config.block_size, cache_dtype, kernels.keys_at_once, longest)
     plan = plan_cache(spec, config, limits, cache_dtype, device.free_memory(), needs, groups)
@@ -99,18 +109,29 @@ def start_worker(
     cache = KVCache(spec, *sizes, cache_dtype, place, by_dimension, plan.groups)
     num_state_blocks = 0 if plan.groups.state is None else plan.groups.state.num_blocks
     rows = RequestRows(
-        limits.max_num_seqs, plan.max_model_len, plan.block_size, place, plan.groups.heads, num_state_blocks
+        limits.max_num_seqs,
+        plan.max_model_len,
+        plan.block_size,
+        place,
+        plan.groups.heads,
+        num_state_blocks,
     )
     constrainer = Constrainer(grammars, limits.max_num_seqs, spec.vocab_size, place)
     graphs = _make_graphs(decoder, config, cache, rows)
     drafter: ModelDrafter | None = None
     if draft is not None:
-        own = KVCache(draft.decoder.spec, *sizes, cache_dtype, place) if draft.has_own_cache else cache
+        own = (
+            KVCache(draft.decoder.spec, *sizes, cache_dtype, place)
+            if draft.has_own_cache
+            else cache
+        )
         own_graphs = _make_graphs(draft.decoder, config, own, rows)
         drafter = ModelDrafter(draft.decoder, own, draft.has_own_cache, rows, own_graphs)
     rejects = config.acceptance == "rejection"
     runner = Runner(decoder, cache, rows, constrainer, graphs, drafter, rejects)
-    weights = f"{format_bytes(needs.weights)}: {formats}" if formats else format_bytes(needs.weights)
+    weights = (
+        f"{format_bytes(needs.weights)}: {formats}" if formats else format_bytes(needs.weights)
+    )
     description = (
         f"{spec.family}, {decoder.num_parameters / 1e6:,.0f}M parameters ({weights}) "
         f"on {device.name}, {str(dtype).removeprefix('torch.')}, {kernels.name} kernels; {plan.describe()}"
@@ -124,7 +145,9 @@ def start_worker(
     return Worker(runner, plan, depth, description)
 
 
-def _make_graphs(decoder: Decoder, config: EngineConfig, cache: KVCache, rows: RequestRows) -> Graphs | None:
+def _make_graphs(
+    decoder: Decoder, config: EngineConfig, cache: KVCache, rows: RequestRows
+) -> Graphs | None:
     kernels = decoder.kernels
     if config.cuda_graphs and RecordedSteps.fit(decoder):
         return RecordedSteps(decoder, cache.layers, rows)

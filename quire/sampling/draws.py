@@ -22,26 +22,38 @@ def effective_temperature(params: SamplingParams) -> float:
 
 @dataclass(frozen=True)
 class Draws:
-    """The tokens to sample, one for each row of logits. Where guesses are checked, a request row has several."""
+    """The tokens to sample, one for each row of logits. Where guesses are checked, a request row
+    has several.
+    """
 
     request_rows: Indices
     positions: Indices
-    """The position that each sampled token will have in its sequence: the number of tokens before it."""
+    """The position that each sampled token will have in its sequence: the number of tokens before
+    it.
+    """
     seeds: npt.NDArray[np.uint64]
     temperatures: npt.NDArray[np.float32]
     prompt_lengths: Indices
     token_ids: Tensor
-    """int64 [request rows, longest]: the tokens of all requests. A draw's history is its row up to its position."""
+    """int64 [request rows, longest]: the tokens of all requests. A draw's history is its row up to
+    its position.
+    """
     masks: Tensor | None = None
-    """int32 [draws, words of 32 bits]: the tokens that grammars allow, lowest bit first, for structured output."""
+    """int32 [draws, words of 32 bits]: the tokens that grammars allow, lowest bit first, for
+    structured output.
+    """
     only_ends: npt.NDArray[np.bool_] | None = None
     """bool [draws]: the grammar allows only an end token, which then overrides `min_tokens`."""
     guesses: Indices | None = None
-    """int64 [draws], with acceptance by rejection: the token guessed at this position; -1 where none was."""
+    """int64 [draws], with acceptance by rejection: the token guessed at this position; -1 where
+    none was.
+    """
 
     def __len__(self) -> int:
         return len(self.request_rows)
 
     def histories(self, request_rows: Tensor, longest: int) -> Tensor:
-        """The first `longest` tokens of some request rows, [rows, longest]; after a history's end they mean nothing."""
+        """The first `longest` tokens of some request rows, [rows, longest]; after a history's end
+        they mean nothing.
+        """
         return self.token_ids[:, :longest].index_select(0, request_rows)

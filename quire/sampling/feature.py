@@ -26,10 +26,11 @@ _DTYPES = {int: np.int64, float: np.float32}
 
 
 class Feature:
-    """Changes the logits of the requests that ask for it, and keeps their parameters by request row.
+    """Changes the logits of the requests that ask for it, and keeps their parameters by request
+    row.
 
-    A subclass names the fields of SamplingParams it uses and changes logits in `apply_`. It must not wait for the
-    device, and a draw's logits may depend on its own request only.
+    A subclass names the fields of SamplingParams it uses and changes logits in `apply_`. It must
+    not wait for the device, and a draw's logits may depend on its own request only.
     """
 
     switches: ClassVar[tuple[str, ...]]
@@ -41,7 +42,9 @@ class Feature:
     divides: ClassVar[bool] = False
     """Whether `apply_` divides the logits by the temperature, so that it must not be done again."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, kernels: Kernels, uploader: Uploader) -> None:
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, kernels: Kernels, uploader: Uploader
+    ) -> None:
         self.vocab_size = vocab_size
         self.kernels = kernels
         self.upload = uploader.upload
@@ -50,7 +53,9 @@ class Feature:
         for name in (*self.switches, *self.settings):
             kind = type(getattr(NEUTRAL, name))
             if kind in _DTYPES:
-                self.numbers[name] = np.zeros(max_num_seqs, np.float64 if name in self.in_float64 else _DTYPES[kind])
+                self.numbers[name] = np.zeros(
+                    max_num_seqs, np.float64 if name in self.in_float64 else _DTYPES[kind]
+                )
         self.prepared: dict[int, Any] = {}
         """By request row, what `prepare` returned."""
 
@@ -66,13 +71,17 @@ class Feature:
         return is_asked
 
     def is_asked(self, admission: Admission) -> bool:
-        return any(getattr(admission.params, name) != getattr(NEUTRAL, name) for name in self.switches)
+        return any(
+            getattr(admission.params, name) != getattr(NEUTRAL, name) for name in self.switches
+        )
 
     def prepare(self, admission: Admission) -> Any:
         """What to keep of a request that asks, besides numbers: token ids as tensors, for example."""
 
     def active(self, draws: Draws, which: Indices) -> Indices:
-        """Of the draws `which`, whose requests ask for this feature, the ones where it changes something."""
+        """Of the draws `which`, whose requests ask for this feature, the ones where it changes
+        something.
+        """
         return which
 
     def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> Failures | None:
@@ -88,7 +97,9 @@ class Feature:
         return [self.prepared[row] for row in draws.request_rows[which].tolist()]
 
     def flat_places(self, which: Indices, ids: list[Tensor]) -> Tensor:
-        """Indices into the flattened logits: of the tokens `ids[i]` of row `which[i]`, row after row."""
+        """Indices into the flattened logits: of the tokens `ids[i]` of row `which[i]`, row after
+        row.
+        """
         counts = np.array([len(one) for one in ids])
         first, repeats = self.upload(which * self.vocab_size, counts)
         return first.repeat_interleave(repeats, output_size=int(counts.sum())) + torch.cat(ids)

@@ -13,8 +13,10 @@ from quire.step import Admission
 
 
 class Filters(Feature):
-    """Divides by the temperature, then applies the filters in the order of `quire.kernels.ops.FILTERS`, each to the
-    tokens that the one before left. Not for greedy requests, for which they change nothing."""
+    """Divides by the temperature, then applies the filters in the order of
+    `quire.kernels.ops.FILTERS`, each to the tokens that the one before left. Not for greedy
+    requests, for which they change nothing.
+    """
 
     switches = ("top_n_sigma", "top_k", "top_p", "min_p", "typical_p", "xtc_probability")
     settings = ("xtc_threshold",)

@@ -1,7 +1,9 @@
-"""Log-probabilities of tokens, from the logits as the model gave them: before masks, penalties and temperature.
+"""Log-probabilities of tokens, from the logits as the model gave them: before masks, penalties and
+temperature.
 
-Each row is computed by itself, so a token's logprob has the same bits in any batch. Only rows that ask for it are
-scored, and a long prompt a few rows at a time, so that its logits are never all in memory.
+Each row is computed by itself, so a token's logprob has the same bits in any batch. Only rows that
+ask for it are scored, and a long prompt a few rows at a time, so that its logits are never all in
+memory.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ class PromptPart:
     def score(
         self, hidden: Tensor, head: Callable[[Tensor], Tensor], token_ids: Tensor, kernels: Kernels
     ) -> list[Tensor]:
-        """The scores of these positions, as `score_rows` returns them. `hidden` are the states of the step's tokens,
-        `head` makes logits of them, `token_ids` [request rows, length] are all requests' tokens."""
+        """The scores of these positions, as `score_rows` returns them. `hidden` are the states of
+        the step's tokens, `head` makes logits of them, `token_ids` [request rows, length] are all
+        requests' tokens.
+        """
         rows = hidden[self.indices]
         targets = token_ids[self.request_row, self.start : self.start + len(rows)]
         return score_rows(rows, head, targets, self.num_top, kernels)
@@ -78,7 +82,9 @@ class Logprobs:
         return not self._num_top.keys().isdisjoint(request_rows)
 
     def keep(self, logits: Tensor, draws: Draws) -> ScoredDraws | None:
-        """Keeps the logits of the draws that want logprobs, before sampling changes them; None if there are none."""
+        """Keeps the logits of the draws that want logprobs, before sampling changes them; None if
+        there are none.
+        """
         rows = draws.request_rows.tolist()
         which = [index for index, row in enumerate(rows) if row in self._num_top]
         if not which:
@@ -95,7 +101,9 @@ class Logprobs:
         return ScoredDraws(which, num_top, index, logits[index], named, named_rows, named_ids)
 
     def prompt_parts(self, scheduled: Sequence[ScheduledRequest]) -> Iterator[PromptPart]:
-        """The step's tokens that score prompts, by request; a request whose prompt ends in this step is done then."""
+        """The step's tokens that score prompts, by request; a request whose prompt ends in this
+        step is done then.
+        """
         if not self._prompts:
             return
         offset = 0
@@ -105,12 +113,19 @@ class Logprobs:
                 assert admission.score_prompt_from is not None
                 assert admission.params.prompt_logprobs is not None
                 end = entry.start + entry.num_tokens
-                # The token at position p - 1 predicts the one at p; the prompt's last token predicts the answer.
+                # The token at position p - 1 predicts the one at p; the prompt's last token
+                # predicts the answer.
                 first = max(entry.start, admission.score_prompt_from - 1)
                 last = min(end, admission.num_prompt_tokens - 1)
                 if first < last:
                     indices = slice(offset + first - entry.start, offset + last - entry.start)
-                    yield PromptPart(entry.request_id, indices, entry.row, first + 1, admission.params.prompt_logprobs)
+                    yield PromptPart(
+                        entry.request_id,
+                        indices,
+                        entry.row,
+                        first + 1,
+                        admission.params.prompt_logprobs,
+                    )
                 if end >= admission.num_prompt_tokens - 1:
                     del self._prompts[entry.row]
             offset += entry.num_tokens
@@ -133,12 +148,18 @@ class ScoredDraws:
     """All of them, and which rows of `logits` they are about, on the device."""
 
     def score(self, token_ids: Tensor, kernels: Kernels) -> list[Tensor]:
-        """The scores of these draws' tokens, as `score_rows` returns them; `token_ids` are those of all draws. If there
-        are tokens that are asked for by id, then the logprobs and ranks of those."""
-        scores = score_rows(self.logits, lambda logits: logits, token_ids[self.index], max(self.num_top), kernels)
+        """The scores of these draws' tokens, as `score_rows` returns them; `token_ids` are those of
+        all draws. If there are tokens that are asked for by id, then the logprobs and ranks of
+        those.
+        """
+        scores = score_rows(
+            self.logits, lambda logits: logits, token_ids[self.index], max(self.num_top), kernels
+        )
         if self.named_rows is not None and self.named_ids is not None:
             rows, ids = self.named_rows, self.named_ids
-            _, logprobs, ranks, *_ = score_rows(rows, lambda some: self.logits[some], ids, 0, kernels)
+            _, logprobs, ranks, *_ = score_rows(
+                rows, lambda some: self.logits[some], ids, 0, kernels
+            )
             scores += [logprobs, ranks]
         return scores
 
@@ -155,10 +176,16 @@ class ScoredDraws:
 
 
 def score_rows(
-    rows: Tensor, head: Callable[[Tensor], Tensor], token_ids: Tensor, num_top: int, kernels: Kernels
+    rows: Tensor,
+    head: Callable[[Tensor], Tensor],
+    token_ids: Tensor,
+    num_top: int,
+    kernels: Kernels,
 ) -> list[Tensor]:
-    """Scores int64 token_ids [rows] by the logits `head(rows)`, some rows at a time, with each row's `num_top` most
-    likely tokens (or as many as there are). Returns copies of the ids, then the fields of `TokenScores`."""
+    """Scores int64 token_ids [rows] by the logits `head(rows)`, some rows at a time, with each
+    row's `num_top` most likely tokens (or as many as there are). Returns copies of the ids, then
+    the fields of `TokenScores`.
+    """
     parts: list[tuple[Tensor, ...]] = []
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         own = token_ids[begin : begin + ROWS_AT_ONCE]
@@ -168,7 +195,9 @@ def score_rows(
 
 
 def read_scores(scores: Sequence[Tensor], num_top: Sequence[int]) -> list[TokenScore]:
-    """What `score_rows` returned, copied to the host, as Python values; row i has `num_top[i]` most likely tokens."""
+    """What `score_rows` returned, copied to the host, as Python values; row i has `num_top[i]` most
+    likely tokens.
+    """
     rows = zip(*(tensor.tolist() for tensor in scores), num_top, strict=True)
     return [
         TokenScore(token_id, logprob, rank, tuple(zip(ids[:wanted], likely[:wanted], strict=True)))

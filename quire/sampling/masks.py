@@ -26,7 +26,8 @@ class GrammarMask(Feature):
         are_all = len(which) == len(draws)
         (index,) = self.upload(which)
         chosen = draws.masks if are_all else draws.masks[index]
-        # Bits to bools, eight at a time: each byte of the mask is looked up as the int64 whose bytes are its bits.
+        # Bits to bools, eight at a time: each byte of the mask is looked up as the int64 whose
+        # bytes are its bits.
         allowed = self._bits_of_bytes[chosen.contiguous().view(torch.uint8).int()].view(torch.bool)
         allowed = allowed[:, : logits.shape[1]]
         if are_all:
@@ -63,13 +64,16 @@ class BannedTokens(Feature):
     settings = ("ignore_eos", "stop_token_ids")
 
     def is_asked(self, admission: Admission) -> bool:
-        return super().is_asked(admission) or any(len(word) == 1 for word in admission.resolved.bad_word_ids)
+        return super().is_asked(admission) or any(
+            len(word) == 1 for word in admission.resolved.bad_word_ids
+        )
 
     def prepare(self, admission: Admission) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The request's end tokens, and the tokens that are always forbidden."""
         ends = admission.params.end_token_ids(admission.eos_token_ids)
         words = (word[0] for word in admission.resolved.bad_word_ids if len(word) == 1)
-        # An end token may be outside the model's vocabulary: some tokenizers have more tokens than the model.
+        # An end token may be outside the model's vocabulary: some tokenizers have more tokens than
+        # the model.
         return tuple(one for one in ends if one < self.vocab_size), tuple(words)
 
     def active(self, draws: Draws, which: Indices) -> Indices:
@@ -104,11 +108,15 @@ class BadWords(Feature):
         return any(len(word) > 1 for word in admission.resolved.bad_word_ids)
 
     def prepare(self, admission: Admission) -> tuple[Tensor, Tensor]:
-        """int64 [words, longest]: words without their last token, padded with -1 on the left; [words]: last tokens."""
+        """int64 [words, longest]: words without their last token, padded with -1 on the left;
+        [words]: last tokens.
+        """
         words = [word for word in admission.resolved.bad_word_ids if len(word) > 1]
         longest = max(map(len, words)) - 1
         starts = [(-1,) * (longest + 1 - len(word)) + word[:-1] for word in words]
-        first, last = self.upload(np.array(starts, np.int64), np.array([word[-1] for word in words], np.int64))
+        first, last = self.upload(
+            np.array(starts, np.int64), np.array([word[-1] for word in words], np.int64)
+        )
         return first, last
 
     def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
@@ -116,8 +124,11 @@ class BadWords(Feature):
         owner = which.repeat([len(one) for one in ends])
         longest = max(start.shape[1] for start in starts)
         pad = torch.nn.functional.pad
-        wanted = torch.cat([pad(start, (longest - start.shape[1], 0), value=-1) for start in starts])
-        # The last `longest` tokens of the answer; -2, which is in no word, where the answer is shorter.
+        wanted = torch.cat(
+            [pad(start, (longest - start.shape[1], 0), value=-1) for start in starts]
+        )
+        # The last `longest` tokens of the answer; -2, which is in no word, where the answer is
+        # shorter.
         position, answer_length, row, first = self.upload(
             draws.positions[owner, None],
             (draws.positions - draws.prompt_lengths)[owner, None],
@@ -142,18 +153,24 @@ class NoRepeatNgram(Feature):
 
     def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
         sizes, lengths = self.of("no_repeat_ngram_size", draws, which), draws.positions[which]
-        row, size, length, first = self.upload(draws.request_rows[which], sizes[:, None], lengths, which[:, None])
+        row, size, length, first = self.upload(
+            draws.request_rows[which], sizes[:, None], lengths, which[:, None]
+        )
         history = draws.histories(row, int(lengths.max()))
-        # For each token of the history, how many before it equal the history's last ones: n - 1 forbid this token.
+        # For each token of the history, how many before it equal the history's last ones: n - 1
+        # forbid this token.
         before = torch.zeros_like(history, dtype=torch.int32)
-        before[:, 1:] = self.kernels.match_lengths(history, length, None, int(sizes.max()) - 1)[:, :-1]
+        before[:, 1:] = self.kernels.match_lengths(history, length, None, int(sizes.max()) - 1)[
+            :, :-1
+        ]
         inside = torch.arange(history.shape[1], device=history.device) < length.unsqueeze(1)
         _ban_where_(logits, first * self.vocab_size + history, (before >= size - 1) & inside)
 
 
 def _ban_where_(logits: Tensor, where: Tensor, matches: Tensor) -> None:
-    """Sets the logits at the indices `where` to minus infinity if they match. By a minimum, so that the number of
-    matches need not be known on the host and the order of writing does not matter."""
+    """Sets the logits at the indices `where` to minus infinity if they match. By a minimum, so that
+    the number of matches need not be known on the host and the order of writing does not matter.
+    """
     lowest = torch.full(matches.shape, float("inf"), dtype=logits.dtype, device=logits.device)
     lowest.masked_fill_(matches, _NEVER)
     logits.view(-1).scatter_reduce_(0, where.flatten(), lowest.flatten(), "amin")

@@ -1,7 +1,9 @@
-"""Biases and penalties: changes to the logits of a few tokens, those a request names or has used before.
+"""Biases and penalties: changes to the logits of a few tokens, those a request names or has used
+before.
 
-Only these tokens' logits are touched, not the whole vocabulary. A token that occurs several times in a history is
-written several times with the same value, computed from its logit before, so the order of writing does not matter.
+Only these tokens' logits are touched, not the whole vocabulary. A token that occurs several times
+in a history is written several times with the same value, computed from its logit before, so the
+order of writing does not matter.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class LogitBias(Feature):
 
     def prepare(self, admission: Admission) -> tuple[Tensor, Tensor]:
         biases = dict(admission.params.logit_bias or ())
-        ids, values = self.upload(np.array(list(biases), np.int64), np.array(list(biases.values()), np.float32))
+        ids, values = self.upload(
+            np.array(list(biases), np.int64), np.array(list(biases.values()), np.float32)
+        )
         return ids, values
 
     def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
@@ -39,12 +43,19 @@ class LogitBias(Feature):
 
 
 class _HistoryPenalty(Feature):
-    def flat_tokens(self, logits: Tensor, draws: Draws, which: Indices, start: Indices) -> tuple[Tensor, Tensor]:
-        """Indices into the flattened logits of each history's tokens from `start` on, [draws, longest], and which of
-        them are inside the history: shorter histories are filled up with their first token."""
+    def flat_tokens(
+        self, logits: Tensor, draws: Draws, which: Indices, start: Indices
+    ) -> tuple[Tensor, Tensor]:
+        """Indices into the flattened logits of each history's tokens from `start` on, [draws,
+        longest], and which of them are inside the history: shorter histories are filled up with
+        their first token.
+        """
         lengths = draws.positions[which] - start
         row, begin, length, first = self.upload(
-            draws.request_rows[which, None], start[:, None], lengths[:, None], which[:, None] * self.vocab_size
+            draws.request_rows[which, None],
+            start[:, None],
+            lengths[:, None],
+            which[:, None] * self.vocab_size,
         )
         column = torch.arange(int(lengths.max()), device=logits.device)
         inside = column < length
@@ -74,7 +85,9 @@ class AnswerPenalties(_HistoryPenalty):
     def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
         where, inside = self.flat_tokens(logits, draws, which, draws.prompt_lengths[which])
         by_count = self.of("frequency_penalty", draws, which)
-        frequency, presence = self.upload(by_count[:, None], self.of("presence_penalty", draws, which)[:, None])
+        frequency, presence = self.upload(
+            by_count[:, None], self.of("presence_penalty", draws, which)[:, None]
+        )
         before = logits.view(-1)[where]
         counts = torch.ones_like(before)
         if (by_count != 0).any():
@@ -86,17 +99,20 @@ class AnswerPenalties(_HistoryPenalty):
 
 
 class Dry(Feature):
-    """DRY: penalises a token that would make a repetition longer, by the repetition's length so far.
+    """DRY: penalises a token that would make a repetition longer, by the repetition's length so
+    far.
 
-    Position i of the history repeats n tokens if the n tokens up to i equal the last n of the history; the token after
-    i would make that n + 1. For each token the longest such n counts.
+    Position i of the history repeats n tokens if the n tokens up to i equal the last n of the
+    history; the token after i would make that n + 1. For each token the longest such n counts.
     """
 
     switches = ("dry_multiplier",)
     settings = ("dry_base", "dry_allowed_length", "dry_sequence_breakers")
 
     def prepare(self, admission: Admission) -> Tensor:
-        """bool [vocab]: tokens at which a repetition ends. Requests with the same breakers share the table."""
+        """bool [vocab]: tokens at which a repetition ends. Requests with the same breakers share
+        the table.
+        """
         return _breaker_table(admission.resolved.dry_breaker_ids, self.vocab_size, self.upload)
 
     def active(self, draws: Draws, which: Indices) -> Indices:
@@ -121,16 +137,30 @@ class Dry(Feature):
         longest = int(limits.max()) + DRY_LONGEST
         repeated = self.kernels.match_lengths(history, length, breaks, longest)[:, :-1].flatten()
         following = history[:, 1:]
-        # For each position: the repetition's length, the index of the token after it in `by_token` and in the logits,
-        # whether that token is a breaker, and the draw.
-        by_place = [repeated, (own + following).flatten(), (first + following).flatten(), breaks[:, 1:].flatten()]
-        by_place.append(torch.arange(len(which), device=logits.device).unsqueeze(1).expand_as(following).flatten())
-        if logits.device.type == "cpu":  # keep only the positions that matter; on a GPU this would wait for the device
+        # For each position: the repetition's length, the index of the token after it in `by_token`
+        # and in the logits, whether that token is a breaker, and the draw.
+        by_place = [
+            repeated,
+            (own + following).flatten(),
+            (first + following).flatten(),
+            breaks[:, 1:].flatten(),
+        ]
+        by_place.append(
+            torch.arange(len(which), device=logits.device)
+            .unsqueeze(1)
+            .expand_as(following)
+            .flatten()
+        )
+        # keep only the positions that matter; on a GPU this would wait for the device
+        if logits.device.type == "cpu":
             some = (repeated >= int(limits.min())).nonzero()[:, 0]
             by_place = [values[some] for values in by_place]
         repeated, cell, where, is_break, at = by_place
-        # For each token the longest repetition before it. Positions after a history's end have length 0.
-        by_token = torch.zeros(len(which) * self.vocab_size, dtype=torch.int32, device=logits.device)
+        # For each token the longest repetition before it. Positions after a history's end have
+        # length 0.
+        by_token = torch.zeros(
+            len(which) * self.vocab_size, dtype=torch.int32, device=logits.device
+        )
         by_token.scatter_reduce_(0, cell, repeated, "amax")
         excess = by_token[cell] - allowed[at, 0]
         penalty = penalties[at, excess.clamp(0, DRY_LONGEST)]
@@ -138,15 +168,23 @@ class Dry(Feature):
         logits.view(-1)[where] = logits.view(-1)[where] - penalty
 
     def _penalties(self, draws: Draws, which: Indices) -> npt.NDArray[np.float32]:
-        """[draws, excess]: multiplier * base**excess, by repeated multiplication, as pow differs between libraries."""
-        factors = np.repeat(self.of("dry_base", draws, which)[:, None].astype(np.float64), DRY_LONGEST + 1, axis=1)
+        """[draws, excess]: multiplier * base**excess, by repeated multiplication, as pow differs
+        between libraries.
+        """
+        factors = np.repeat(
+            self.of("dry_base", draws, which)[:, None].astype(np.float64), DRY_LONGEST + 1, axis=1
+        )
         factors[:, 0] = self.of("dry_multiplier", draws, which)
-        penalties: npt.NDArray[np.float32] = np.minimum(factors.cumprod(axis=1), _MOST).astype(np.float32)
+        penalties: npt.NDArray[np.float32] = np.minimum(factors.cumprod(axis=1), _MOST).astype(
+            np.float32
+        )
         return penalties
 
 
 @lru_cache(maxsize=32)
-def _breaker_table(ids: tuple[int, ...], vocab_size: int, upload: Callable[..., list[Tensor]]) -> Tensor:
+def _breaker_table(
+    ids: tuple[int, ...], vocab_size: int, upload: Callable[..., list[Tensor]]
+) -> Tensor:
     table = np.zeros(vocab_size, dtype=np.bool_)
     table[[token_id for token_id in ids if token_id < vocab_size]] = True
     return upload(table)[0]

@@ -12,10 +12,11 @@ from quire.step import Admission
 
 
 class LogitsProcessors(Feature):
-    """Calls `logits_processors`, once for each draw. A user's function may do anything, also wait for the device.
+    """Calls `logits_processors`, once for each draw. A user's function may do anything, also wait
+    for the device.
 
-    If one raises or does not return logits, that draw fails. Whether it returned NaN or infinity is found on the
-    device; such logits are not used.
+    If one raises or does not return logits, that draw fails. Whether it returned NaN or infinity is
+    found on the device; such logits are not used.
     """
 
     switches = ("logits_processors",)
@@ -32,9 +33,13 @@ class LogitsProcessors(Feature):
                 for processor in processors:
                     scores = processor(history, scores)
                     if not isinstance(scores, Tensor) or scores.shape != logits[row].shape:
-                        raise ValueError(f"{processor!r} returned no logits of shape {tuple(logits[row].shape)}")
+                        raise ValueError(
+                            f"{processor!r} returned no logits of shape {tuple(logits[row].shape)}"
+                        )
                 scores = scores.to(logits)
-            except Exception as error:  # whatever a user's function raises must not reach the other rows
+            except (
+                Exception
+            ) as error:  # whatever a user's function raises must not reach the other rows
                 failures[row] = f"a logits processor failed: {error!r}"
                 continue
             is_bad = failures[row] = ~(scores < float("inf")).all()

@@ -1,10 +1,12 @@
-"""From logits to token ids: argmax(logits / temperature + Gumbel(seed, position)) over the tokens the features leave.
+"""From logits to token ids: argmax(logits / temperature + Gumbel(seed, position)) over the tokens
+the features leave.
 
-Masks come first, and nothing after them makes a finite score of minus infinity, so a forbidden token stays forbidden.
-Each row is computed from its own logits, history and parameters. Rows that don't ask for a feature don't pay for it.
+Masks come first, and nothing after them makes a finite score of minus infinity, so a forbidden
+token stays forbidden. Each row is computed from its own logits, history and parameters. Rows that
+don't ask for a feature don't pay for it.
 
-On a GPU nothing here waits for the device: which rows ask for what is known on the host, everything else stays in
-tensors. (The exception are `logits_processors`, which are the user's code.)
+On a GPU nothing here waits for the device: which rows ask for what is known on the host, everything
+else stays in tensors. (The exception are `logits_processors`, which are the user's code.)
 """
 
 from __future__ import annotations
@@ -42,14 +44,17 @@ FEATURES: tuple[type[Feature], ...] = (
     LogitsProcessors,
     Filters,
 )
-"""All that can change logits before a token is sampled, in this order. A draw for which none of these is active is
-plain: only its temperature, seed and position matter."""
+"""All that can change logits before a token is sampled, in this order. A draw for which none of
+these is active is plain: only its temperature, seed and position matter.
+"""
 
 BAD_PROCESSOR = 4
 """A flag beside those of the kernels: a logits processor returned NaN or infinity."""
 
 UNDEFINED = 8
-"""Another flag: the grammar allows nothing after the guess that this draw follows. The draw is dropped; no error."""
+"""Another flag: the grammar allows nothing after the guess that this draw follows. The draw is
+dropped; no error.
+"""
 
 NOT_NUMBERS = "the model's scores are not numbers (NaN); quire inspect MODEL --trace TEXT says where that begins"
 _MESSAGES = {  # the most important first
@@ -64,8 +69,9 @@ class SampledTokens:
     """One token per draw, and the draws that failed."""
 
     tensor: Tensor
-    """int64 [2, draws]: token ids (meaningless for a draw that failed), and flags: 0, or a sum of HAS_NAN,
-    NOTHING_LEFT, BAD_PROCESSOR and UNDEFINED."""
+    """int64 [2, draws]: token ids (meaningless for a draw that failed), and flags: 0, or a sum of
+    HAS_NAN, NOTHING_LEFT, BAD_PROCESSOR and UNDEFINED.
+    """
     errors: dict[int, str] = field(default_factory=dict)
     """By draw, what went wrong in a request's logits processors."""
 
@@ -74,12 +80,15 @@ class SampledTokens:
         return self.tensor[0]
 
     def failures(self, on_host: Sequence[int] | None = None) -> dict[int, str]:
-        """By draw, why it failed. `on_host` are the flags if they were copied; else this waits for the device."""
+        """By draw, why it failed. `on_host` are the flags if they were copied; else this waits for
+        the device.
+        """
         found = dict(self.errors)
         for index, flags in enumerate(self.tensor[1].tolist() if on_host is None else on_host):
             if flags and not flags & UNDEFINED:
                 weightiest = next(flag for flag in _MESSAGES if flags & flag)
-                if weightiest == HAS_NAN or index not in found:  # a processor's error says more than the other flags
+                # a processor's error says more than the other flags
+                if weightiest == HAS_NAN or index not in found:
                     found[index] = _MESSAGES[weightiest]
         return found
 
@@ -87,11 +96,15 @@ class SampledTokens:
 class Sampler:
     """Samples tokens for requests, whose parameters it keeps from their admission on."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, kernels: Kernels, device: torch.device) -> None:
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, kernels: Kernels, device: torch.device
+    ) -> None:
         uploader = Uploader(device)
         self._kernels = kernels
         self._upload = uploader.upload
-        self._features = [feature(max_num_seqs, vocab_size, kernels, uploader) for feature in FEATURES]
+        self._features = [
+            feature(max_num_seqs, vocab_size, kernels, uploader) for feature in FEATURES
+        ]
         self._asked: dict[int, int] = {}
         """By request row that asks for any feature: a bit for each feature it asks for."""
         self._seeds = np.zeros(max_num_seqs, np.uint64)
@@ -109,7 +122,9 @@ class Sampler:
         self._prompt_lengths[row] = admission.num_prompt_tokens
 
     def draws(self, request_rows: Indices, positions: Indices, token_ids: Tensor) -> Draws:
-        """Draws for these request rows at these positions; `token_ids` are those of all request rows."""
+        """Draws for these request rows at these positions; `token_ids` are those of all request
+        rows.
+        """
         return Draws(
             request_rows,
             positions,
@@ -158,9 +173,15 @@ class Sampler:
                 if len(which):
                     yield feature, which
 
-    def _choose(self, logits: Tensor, draws: Draws, temperatures: npt.NDArray[np.float32]) -> tuple[Tensor, Tensor]:
+    def _choose(
+        self, logits: Tensor, draws: Draws, temperatures: npt.NDArray[np.float32]
+    ) -> tuple[Tensor, Tensor]:
         keys = noise_keys(draws.seeds, draws.positions)
-        which = np.flatnonzero((draws.guesses >= 0) & (temperatures > 0)) if draws.guesses is not None else ()
+        which = (
+            np.flatnonzero((draws.guesses >= 0) & (temperatures > 0))
+            if draws.guesses is not None
+            else ()
+        )
         if len(which):
             keys[which] = noise_keys(draws.seeds[which] ^ REDRAWS, draws.positions[which])
             self._accept_by_chance_(logits, draws, np.asarray(which), temperatures)
@@ -171,12 +192,16 @@ class Sampler:
     def _accept_by_chance_(
         self, logits: Tensor, draws: Draws, which: Indices, temperatures: npt.NDArray[np.float32]
     ) -> None:
-        """Rejection sampling of guesses, each of which its drafter proposed with probability 1: a guess is accepted
-        with the probability p that the model gives it, else a token is sampled from all others. So every token keeps
-        its probability. The random numbers are independent of those that a draft model samples with."""
+        """Rejection sampling of guesses, each of which its drafter proposed with probability 1: a
+        guess is accepted with the probability p that the model gives it, else a token is sampled
+        from all others. So every token keeps its probability. The random numbers are independent of
+        those that a draft model samples with.
+        """
         assert draws.guesses is not None
         accepts = chances(draws.seeds[which] ^ ACCEPTS, draws.positions[which])
-        row, guess, divisor, chance = self._upload(which, draws.guesses[which], temperatures[which, None], accepts)
+        row, guess, divisor, chance = self._upload(
+            which, draws.guesses[which], temperatures[which, None], accepts
+        )
         scores = logits[row].double() / divisor
         probability = scores.softmax(-1).gather(1, guess[:, None])[:, 0]
         is_taken = (chance < probability)[:, None]

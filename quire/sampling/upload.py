@@ -1,7 +1,7 @@
 """Copies small arrays to the device without waiting for it.
 
-A copy from ordinary memory makes the host wait until the device has done all earlier work. So on a GPU several arrays
-are put into one pinned buffer, which is then copied asynchronously.
+A copy from ordinary memory makes the host wait until the device has done all earlier work. So on a
+GPU several arrays are put into one pinned buffer, which is then copied asynchronously.
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ from quire.kernels.device import Device
 Array = npt.NDArray[Any]
 
 _ALIGNMENT = 16
-"""Each array begins at a multiple of this many bytes: Triton compiles a kernel anew for another alignment."""
+"""Each array begins at a multiple of this many bytes: Triton compiles a kernel anew for another
+alignment.
+"""
 _SMALLEST, _LARGEST = 2**14, 2**20
-"""Sizes in bytes of the buffers that are kept for reuse. A larger upload gets a buffer from torch's allocator."""
+"""Sizes in bytes of the buffers that are kept for reuse. A larger upload gets a buffer from torch's
+allocator.
+"""
 
 
 class Uploader:
-    """Owns pinned buffers and uses them in turn. If the copy from the next one is not done yet, another buffer is made,
-    so that nothing ever waits. Used by one thread."""
+    """Owns pinned buffers and uses them in turn. If the copy from the next one is not done yet,
+    another buffer is made, so that nothing ever waits. Used by one thread.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._place = device
@@ -55,7 +60,9 @@ class Uploader:
         return tensors
 
     def upload_into(self, target: Tensor, *arrays: Array) -> None:
-        """Writes the arrays into one contiguous tensor on a GPU, each at the next multiple of 16 bytes."""
+        """Writes the arrays into one contiguous tensor on a GPU, each at the next multiple of 16
+        bytes.
+        """
         begins = _begins(arrays)
         self._copy(arrays, begins, target.view(torch.uint8)[: begins[-1]])
 
@@ -94,7 +101,8 @@ def _begins(arrays: Sequence[Array]) -> list[int]:
 
 
 def _as_tensor(values: Array) -> Tensor:
-    # numpy calls a one-element field of a record contiguous whatever its strides are; torch wants whole elements.
+    # numpy calls a one-element field of a record contiguous whatever its strides are; torch wants
+    # whole elements.
     if not values.flags.c_contiguous or any(stride % values.itemsize for stride in values.strides):
         values = values.copy()
     return torch.from_numpy(values)

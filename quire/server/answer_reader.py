@@ -7,12 +7,20 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.frontend.reasoning import ReasoningSplitter
-from quire.frontend.tool_calls import ArgumentsDelta, CallStart, ContentDelta, ReasoningDelta, ToolCallParser
+from quire.frontend.tool_calls import (
+    ArgumentsDelta,
+    CallStart,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallParser,
+)
 from quire.server.generation import ToolCallDelta
 
 
 class Pieces(NamedTuple):
-    """What a piece of text holds: reasoning, then content, then calls. Another order means further pieces."""
+    """What a piece of text holds: reasoning, then content, then calls. Another order means further
+    pieces.
+    """
 
     content: str = ""
     reasoning: str = ""
@@ -37,9 +45,10 @@ class AnswerReader:
     parallel: bool = True
     """Without, the first call is the only one that is returned."""
     ends_at_repeat: bool = False
-    """A call that repeats an earlier one word for word ends the answer and is left out. For answers under a grammar,
-    which lets a model that has nothing more to say do nothing but call again. Until a call differs from the earlier
-    ones it is held back."""
+    """A call that repeats an earlier one word for word ends the answer and is left out. For answers
+    under a grammar, which lets a model that has nothing more to say do nothing but call again.
+    Until a call differs from the earlier ones it is held back.
+    """
     special_mark: str = ""
     """What stands before special tokens in the text it reads."""
     num_calls: int = 0
@@ -65,8 +74,10 @@ class AnswerReader:
         return is_thinking or (self.parser is not None and self.parser.is_reasoning)
 
     def feed(self, text: str, is_last: bool, is_cut: bool = False) -> list[Pieces]:
-        """What is in a piece of text, in the order in which it was written. `is_last`: no more follows, so what was
-        held back comes too, but if the answer was cut off (`is_cut`) not the beginning of a call."""
+        """What is in a piece of text, in the order in which it was written. `is_last`: no more
+        follows, so what was held back comes too, but if the answer was cut off (`is_cut`) not the
+        beginning of a call.
+        """
         reasoning, content = "", text
         if self.splitter is not None:
             reasoning, content = self.splitter.feed(text)
@@ -74,7 +85,9 @@ class AnswerReader:
                 rest = self.splitter.finish()
                 reasoning, content = reasoning + rest.reasoning, content + rest.content
         if self.parser is None:
-            self.is_plain = not self.special_mark and (self.splitter is None or self.splitter.is_over)
+            self.is_plain = not self.special_mark and (
+                self.splitter is None or self.splitter.is_over
+            )
             return [Pieces(content, reasoning)]
         deltas = self.parser.feed(content) if content else []
         if is_last:
@@ -136,7 +149,10 @@ class AnswerReader:
         self._holds_back = False
         self.num_calls += 1
         call = self._calls[-1]
-        self._extend(found, ToolCallDelta(len(self._calls) - 1, self.new_call_id(), call.name, call.arguments))
+        self._extend(
+            found,
+            ToolCallDelta(len(self._calls) - 1, self.new_call_id(), call.name, call.arguments),
+        )
 
     def _extend(self, found: list[Pieces], delta: ToolCallDelta) -> None:
         calls = found[-1].tool_calls

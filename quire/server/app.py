@@ -1,4 +1,6 @@
-"""Puts the HTTP application together: routes inside, then keys, limits, and the request's id around them."""
+"""Puts the HTTP application together: routes inside, then keys, limits, and the request's id around
+them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,18 @@ _NO_REDIRECTS: dict[str, Any] = {"redirect_slashes": False}
 """They would lead to whatever the Host header says."""
 ROUTERS = tuple(
     one.router
-    for one in (chat, completions, responses, stored, anthropic, embeddings, tokenize, information, ollama, vllm)
+    for one in (
+        chat,
+        completions,
+        responses,
+        stored,
+        anthropic,
+        embeddings,
+        tokenize,
+        information,
+        ollama,
+        vllm,
+    )
 )
 _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "Something is wrong with the request; the message says what."},
@@ -47,7 +60,12 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 def create_app(service: GenerationService, queue: BatchQueue | None = None) -> ASGIApp:
     """The application around a service, and a queue of batches if it has one."""
     config = service.config
-    api = FastAPI(title="Quire", version=__version__, description="An exact LLM inference server.", **_NO_REDIRECTS)
+    api = FastAPI(
+        title="Quire",
+        version=__version__,
+        description="An exact LLM inference server.",
+        **_NO_REDIRECTS,
+    )
     api.state.service = service
     for router in ROUTERS:
         api.include_router(router, responses=_ERRORS)
@@ -57,14 +75,20 @@ def create_app(service: GenerationService, queue: BatchQueue | None = None) -> A
         api.include_router(batches.router, responses=_ERRORS)
         uploads["/v1/files"] = config.max_batch_bytes
     if config.page:
-        api.state.watch_hubs = WatchHubs(service.client, service.records, lambda: service.is_draining)
+        api.state.watch_hubs = WatchHubs(
+            service.client, service.records, lambda: service.is_draining
+        )
         api.include_router(page.router)
     errors.install(api)
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
     # Only HTTP comes in: uvicorn runs without websockets and lifespan (`run`).
     app: ASGIApp = api
     if config.api_keys:
-        sessions = PageSessions(config.all_keys, config.tls_certificate is not None) if config.page else None
+        sessions = (
+            PageSessions(config.all_keys, config.tls_certificate is not None)
+            if config.page
+            else None
+        )
         app = Authentication(app, config.api_keys, sessions, config.admin_keys)
     if config.cors_origins:
         # Outside of the keys: a browser asks first, and without one, whether it may ask.
@@ -77,14 +101,23 @@ def create_app(service: GenerationService, queue: BatchQueue | None = None) -> A
         )
     if config.allowed_hosts:
         app = AllowedHosts(app, config.allowed_hosts)
-    app = BodyLimits(app, config.max_body_bytes, config.max_bodies_bytes, config.body_seconds, uploads, service.counts)
+    app = BodyLimits(
+        app,
+        config.max_body_bytes,
+        config.max_bodies_bytes,
+        config.body_seconds,
+        uploads,
+        service.counts,
+    )
     return RequestContext(app, service.metrics)
 
 
 def _openapi(api: FastAPI) -> dict[str, Any]:
     """Bodies are read by our own code, so their schemas are put in by hand."""
     if api.openapi_schema is None:
-        schema = get_openapi(title=api.title, version=api.version, description=api.description, routes=api.routes)
+        schema = get_openapi(
+            title=api.title, version=api.version, description=api.description, routes=api.routes
+        )
         schemas = schema.setdefault("components", {}).setdefault("schemas", {})
         for path in schema["paths"].values():
             for operation in path.values():

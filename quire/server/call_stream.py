@@ -1,9 +1,9 @@
 """A call's answer as server-sent events: what has come is written once per turn of the event loop.
 
-While a client reads as fast as it is written to, nobody is woken for a token: when the engine's step has been taken in,
-`_write_now` puts what is new into the connection. A task does the rest: the beginning and the end, parts that take long
-to write, and a client that lags, whose events wait in the call (bounded, `EngineCall`) and are told together, in one,
-once it reads again.
+While a client reads as fast as it is written to, nobody is woken for a token: when the engine's
+step has been taken in, `_write_now` puts what is new into the connection. A task does the rest: the
+beginning and the end, parts that take long to write, and a client that lags, whose events wait in
+the call (bounded, `EngineCall`) and are told together, in one, once it reads again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class StreamWriter(Protocol):
 
     def begin(self) -> Iterable[bytes]: ...
 
-    def text_writer(self, index: int, is_reasoning: bool = False) -> Callable[[str], bytes | None] | None: ...
+    def text_writer(
+        self, index: int, is_reasoning: bool = False
+    ) -> Callable[[str], bytes | None] | None: ...
 
     def chunk(self, event: GenerationEvent) -> Iterable[bytes]: ...
 
@@ -60,7 +62,9 @@ class StreamWriter(Protocol):
 class CallStream(EventStream):
     """Streams what a writer makes of its call."""
 
-    def __init__(self, writer: StreamWriter, end: Callable[[], None], headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, writer: StreamWriter, end: Callable[[], None], headers: Mapping[str, str]
+    ) -> None:
         super().__init__(writer.error_event, end, headers)
         self._writer = writer
         self._call = writer.call
@@ -80,7 +84,9 @@ class CallStream(EventStream):
                 for event in self._call.take():
                     written = self._writer.chunk(event)
                     is_long = self._writer.may_take_long and self._writer.is_long_chunk(event)
-                    await _send_all(send, await asyncio.to_thread(list, written) if is_long else written)
+                    await _send_all(
+                        send, await asyncio.to_thread(list, written) if is_long else written
+                    )
                     self._begun(event)
                 if not self._call.has_events and not self._call.is_over:
                     self._waiting = asyncio.get_running_loop().create_future()
@@ -92,7 +98,9 @@ class CallStream(EventStream):
             self.is_idle = False
         self._call.raise_error()
         finished = self._writer.finish()
-        await _send_all(send, await asyncio.to_thread(list, finished) if self._writer.is_long else finished)
+        await _send_all(
+            send, await asyncio.to_thread(list, finished) if self._writer.is_long else finished
+        )
 
     def _news(self) -> None:
         """Events have come, or the end."""
@@ -130,14 +138,18 @@ class CallStream(EventStream):
         write = self._writer.text_writer(event.index)
         if write is not None:
             write_reasoning = self._writer.text_writer(event.index, is_reasoning=True)
-            text = _NewText(self, event.index, self._direct, self._call.next_turn, write, write_reasoning)
+            text = _NewText(
+                self, event.index, self._direct, self._call.next_turn, write, write_reasoning
+            )
             self._texts[event.index] = text
             self._call.write_text_to(event.index, text)
 
     # For `_NewText`
 
     def put_back(self, event: GenerationEvent) -> None:
-        """What could not be written now. No event has come since, or it waits: so this goes before all that do."""
+        """What could not be written now. No event has come since, or it waits: so this goes before
+        all that do.
+        """
         self._call.put_back([event])
         self._news()
 
@@ -218,7 +230,9 @@ class _NewText:
                     self._next_turn.write(direct.write, data)
                 return
         content, reasoning = ("", text) if self._is_reasoning else (text, "")
-        stream.put_back(GenerationEvent(self._index, text, content, reasoning, token_ids=self._token_ids))
+        stream.put_back(
+            GenerationEvent(self._index, text, content, reasoning, token_ids=self._token_ids)
+        )
 
 
 async def _send_all(send: Send, pieces: Iterable[bytes]) -> None:

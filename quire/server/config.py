@@ -21,7 +21,9 @@ MOST_REPLICAS = 64
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """What an engine process is given beside its options: all of the machine, or as one of several a part of it."""
+    """What an engine process is given beside its options: all of the machine, or as one of several
+    a part of it.
+    """
 
     environment: dict[str, str] = field(default_factory=dict)
     """Its devices and threads, where they are not all."""
@@ -47,7 +49,9 @@ class ServerConfig:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """Clients must send one of these; empty: anybody may use the server."""
     admin_keys: tuple[str, ...] = field(default=(), repr=False)
-    """Keys like these that also see what other keys asked for: requests, the live view, files and batches."""
+    """Keys like these that also see what other keys asked for: requests, the live view, files and
+    batches.
+    """
     cors_origins: tuple[str, ...] = ()
     """Web pages of these origins may use the server."""
     allowed_hosts: tuple[str, ...] = ()
@@ -90,7 +94,9 @@ class ServerConfig:
     hang_seconds: float = 120.0
     """Work and no sign of life for this long: the engine is restarted."""
     start_seconds: float = 120.0
-    """No sign of life for this long from an engine that starts: it is killed, and tried again if it ran before."""
+    """No sign of life for this long from an engine that starts: it is killed, and tried again if it
+    ran before.
+    """
     store: Path | None = None
     """Folder in which responses are stored too; None: in memory alone."""
     stored_responses: int = 1024
@@ -100,7 +106,9 @@ class ServerConfig:
     stored_seconds: float = 24 * 3600.0
     """How long each is kept."""
     batches: Path | None = None
-    """Folder for uploaded files, batches and their answers; None: there is no /v1/files and no /v1/batches."""
+    """Folder for uploaded files, batches and their answers; None: there is no /v1/files and no
+    /v1/batches.
+    """
     max_batch_bytes: int = 1024 * MIB
     """Of all files in it, their records and batches."""
     max_batch_bytes_per_key: int | None = None
@@ -117,7 +125,9 @@ class ServerConfig:
     def __post_init__(self) -> None:
         EngineConfig.of(self.engine)
         if not 1 <= self.replicas <= MOST_REPLICAS:
-            raise InvalidRequestError("replicas", f"must be from 1 to {MOST_REPLICAS}, not {self.replicas}")
+            raise InvalidRequestError(
+                "replicas", f"must be from 1 to {MOST_REPLICAS}, not {self.replicas}"
+            )
         if not 0 <= self.port <= 65535:
             raise InvalidRequestError("port", f"must be from 0 to 65535, not {self.port}")
         if (self.tls_certificate is None) != (self.tls_key is None):
@@ -126,11 +136,17 @@ class ServerConfig:
             if any(not key.strip() or not key.isascii() for key in getattr(self, name)):
                 raise InvalidRequestError(name, "must not be empty and must be ASCII")
         if self.admin_keys and not self.api_keys:
-            raise InvalidRequestError("admin_keys", "need api_keys: without them everybody sees everything")
+            raise InvalidRequestError(
+                "admin_keys", "need api_keys: without them everybody sees everything"
+            )
         if self.log_format not in LOG_FORMATS:
-            raise InvalidRequestError("log_format", f"must be one of {', '.join(LOG_FORMATS)}, not {self.log_format!r}")
+            raise InvalidRequestError(
+                "log_format", f"must be one of {', '.join(LOG_FORMATS)}, not {self.log_format!r}"
+            )
         if self.log_level not in LOG_LEVELS:
-            raise InvalidRequestError("log_level", f"must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
+            raise InvalidRequestError(
+                "log_level", f"must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}"
+            )
         for name in self.__slots__:
             value = getattr(self, name)
             if name.startswith("max_") and value is not None and value < 1:
@@ -138,12 +154,18 @@ class ServerConfig:
             if name.endswith("_seconds") and not 0 < value < math.inf:
                 raise InvalidRequestError(name, f"must be above 0 and finite, not {value}")
         if not 1 <= self.http_workers <= _MOST_WORKERS:
-            raise InvalidRequestError("http_workers", f"must be from 1 to {_MOST_WORKERS}, not {self.http_workers}")
+            raise InvalidRequestError(
+                "http_workers", f"must be from 1 to {_MOST_WORKERS}, not {self.http_workers}"
+            )
         for name in ("stored_responses", "stored_bytes"):
             if getattr(self, name) < 0:
-                raise InvalidRequestError(name, f"must not be negative, but is {getattr(self, name)}")
+                raise InvalidRequestError(
+                    name, f"must not be negative, but is {getattr(self, name)}"
+                )
         if self.hang_seconds < self.stall_seconds:
-            raise InvalidRequestError("hang_seconds", f"must not be less than stall_seconds ({self.stall_seconds})")
+            raise InvalidRequestError(
+                "hang_seconds", f"must not be less than stall_seconds ({self.stall_seconds})"
+            )
 
     @property
     def all_keys(self) -> tuple[str, ...]:
@@ -153,7 +175,8 @@ class ServerConfig:
     @property
     def model_names(self) -> tuple[str, ...]:
         # Where the files lie on this machine is nobody's business.
-        name = Path(self.model).name if os.path.exists(self.model) else self.model  # False for what is no path
+        # False for what is no path
+        name = Path(self.model).name if os.path.exists(self.model) else self.model
         return self.served_model_names or (name,)
 
     @property

@@ -1,5 +1,6 @@
-"""How the server touches files in folders of its own: never through a link, whole or not at all, and with errors that
-a client may see."""
+"""How the server touches files in folders of its own: never through a link, whole or not at all,
+and with errors that a client may see.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +23,17 @@ def disk_error(error: OSError) -> ApiError:
     """What a client is told of it: no path and no address. The log has the cause."""
     logger.error("the disk failed a request: %s", error.strerror or type(error).__name__)
     if error.errno in _FULL:
-        return ApiError(507, "the server's disk is full: try again later", code="disk_full", retry_after=10.0)
+        return ApiError(
+            507, "the server's disk is full: try again later", code="disk_full", retry_after=10.0
+        )
     message = "the server could not use its disk; its log says why, under the request id"
     return ApiError(503, message, code="disk_failed", retry_after=10.0)
 
 
 def create(path: Path) -> int:
-    """A new file that this user alone may read, open for writing; whatever has its name is in the way (OSError)."""
+    """A new file that this user alone may read, open for writing; whatever has its name is in the
+    way (OSError).
+    """
     return os.open(path, _NEW, 0o600)
 
 
@@ -49,7 +54,9 @@ def write_all(number: int, data: bytes) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replaces a file's contents, aside and renamed: there is the old file or the new one, and no third thing."""
+    """Replaces a file's contents, aside and renamed: there is the old file or the new one, and no
+    third thing.
+    """
     aside = path.with_suffix(".unfinished")
     aside.unlink(missing_ok=True)
     number = create(aside)

@@ -1,14 +1,15 @@
-"""The life of one client's call between its admission and its end, whatever API it came through and whatever it asked
-for: its prompts go to the engine, what comes back waits here for its reader, and its end is recorded once.
+"""The life of one client's call between its admission and its end, whatever API it came through and
+whatever it asked for: its prompts go to the engine, what comes back waits here for its reader, and
+its end is recorded once.
 
     call = await service.start(GenerationRequest(...))
     events = await call.all()                           # or, as they come: on_news and take (`call_stream`)
     call.usage                                          # complete when the call is over
 
-Whatever is wrong with a request is raised by `start` (ApiError or a quire.errors type; both become the right response
-by themselves), so a stream may send its first byte when it returns. After that only an ApiError can come out of it, for
-what goes wrong later (engine lost, deadline). A call must be ended: read it to its end, or call `abort()` (cheap, also
-when it is over).
+Whatever is wrong with a request is raised by `start` (ApiError or a quire.errors type; both become
+the right response by themselves), so a stream may send its first byte when it returns. After that
+only an ApiError can come out of it, for what goes wrong later (engine lost, deadline). A call must
+be ended: read it to its end, or call `abort()` (cheap, also when it is over).
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class TextSink(Protocol):
 
 
 class EngineCall(ABC):
-    """Hands prompts over and listens to the engine; subclasses say what an update means. All on the event loop."""
+    """Hands prompts over and listens to the engine; subclasses say what an update means. All on the
+    event loop.
+    """
 
     AT_ONCE: ClassVar[int] = sys.maxsize
     """Prompts that the engine is given at a time."""
@@ -73,7 +76,11 @@ class EngineCall(ABC):
         self.tokenizer = tokenizer
         self.usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts))
         self.record = RequestRecord(
-            request.response_id, request.request_id, request.endpoint, time.time(), notes=dict(request.notes)
+            request.response_id,
+            request.request_id,
+            request.endpoint,
+            time.time(),
+            notes=dict(request.notes),
         )
         self.record.prompt_tokens = self.usage.prompt_tokens
         self.ignored = tuple(dict.fromkeys(name for prompt in prompts for name in prompt.ignored))
@@ -84,8 +91,9 @@ class EngineCall(ABC):
         self._trace = trace
         self.next_turn = next_turn
         self.on_news: Callable[[], None] | None = None
-        """Called in the loop's next turn when events have come, or the end: once, until it says (`is_told`) that it
-        wants to hear of the next."""
+        """Called in the loop's next turn when events have come, or the end: once, until it says
+        (`is_told`) that it wants to hear of the next.
+        """
         self.is_told = False
         self._queue_seconds = config.queue_seconds
         self._max_buffered = config.max_buffered_tokens if request.stream else None
@@ -103,7 +111,9 @@ class EngineCall(ABC):
         self._undecided: set[str] = set()
         """Requests the engine has neither accepted nor refused."""
         self._names = [self._prepare(number, name) for number, name in enumerate(self._request_ids)]
-        self._prompt_of = {name: number for number, names in enumerate(self._names) for name in names}
+        self._prompt_of = {
+            name: number for number, names in enumerate(self._names) for name in names
+        }
         self._unfinished = set(self._prompt_of)
         self._started: set[str] = set()
         self._cached: list[int | None] = [None] * len(prompts)
@@ -131,7 +141,9 @@ class EngineCall(ABC):
     # For its reader
 
     def prompt_logprobs(self, number: int) -> tuple[TokenLogprobs | None, ...] | None:
-        """Of a prompt's tokens, once an event of an answer to it has come; None if they were not asked for."""
+        """Of a prompt's tokens, once an event of an answer to it has come; None if they were not
+        asked for.
+        """
         return None
 
     @property
@@ -144,10 +156,14 @@ class EngineCall(ABC):
         return bool(self._events)
 
     def take(self) -> list[GenerationEvent]:
-        """What has come and was not taken yet, in as few events as tell it; the first of a choice is one of its own."""
+        """What has come and was not taken yet, in as few events as tell it; the first of a choice
+        is one of its own.
+        """
         events, self._num_buffered = self._events.copy(), 0
         self._events.clear()
-        return events if len(events) == 1 and not self._silent else join_events(events, self._silent)
+        return (
+            events if len(events) == 1 and not self._silent else join_events(events, self._silent)
+        )
 
     def put_back(self, events: Sequence[GenerationEvent]) -> None:
         """What was taken too early. If that has become too much, the call ends."""
@@ -157,7 +173,9 @@ class EngineCall(ABC):
             self._check_buffer()
 
     def write_text_to(self, index: int, sink: TextSink) -> None:
-        """Whether the text of a choice comes as events or, as long as none wait, by `sink` makes no difference."""
+        """Whether the text of a choice comes as events or, as long as none wait, by `sink` makes no
+        difference.
+        """
         return
 
     def raise_error(self) -> None:
@@ -173,7 +191,9 @@ class EngineCall(ABC):
         return self._events
 
     async def start(self) -> None:
-        """Hands over to the engine and waits for its verdict; raises if the engine refuses or is gone."""
+        """Hands over to the engine and waits for its verdict; raises if the engine refuses or is
+        gone.
+        """
         try:
             self._hand_over()
             while self._undecided and self._error is None:
@@ -252,12 +272,22 @@ class EngineCall(ABC):
     def _hand_over(self) -> None:
         """Gives the engine the next prompts, as many as it may have at a time."""
         try:
-            while self._waiting and not self._is_over and len(self._unfinished) - len(self._waiting) < self.AT_ONCE:
+            while (
+                self._waiting
+                and not self._is_over
+                and len(self._unfinished) - len(self._waiting) < self.AT_ONCE
+            ):
                 number = self._waiting[0]
-                prompt, request_id, seed = self.prompts[number], self._request_ids[number], self._seeds[number]
+                prompt, request_id, seed = (
+                    self.prompts[number],
+                    self._request_ids[number],
+                    self._seeds[number],
+                )
                 params, pooling = encode_params(prompt.params), self.request.pooling
                 packed = pack_tokens(prompt.token_ids)
-                message = AddRequest(request_id, packed, params, seed, prompt.resolved, self._queue_seconds, pooling)
+                message = AddRequest(
+                    request_id, packed, params, seed, prompt.resolved, self._queue_seconds, pooling
+                )
                 self._client.add(message, self._names[number], self)
                 self._waiting.popleft()
                 self._undecided.add(request_id)
@@ -310,8 +340,15 @@ def failure(update: RequestUpdate) -> ApiError:
     """What a client is told about an answer that ended without its result."""
     if update.finish_reason == "deadline":
         if update.error is not None:
-            return ApiError(503, f"the request {update.error}; try again later", code="queue_timeout", retry_after=5.0)
-        return ApiError(504, "the request took longer than it was allowed to", code="deadline_exceeded")
+            return ApiError(
+                503,
+                f"the request {update.error}; try again later",
+                code="queue_timeout",
+                retry_after=5.0,
+            )
+        return ApiError(
+            504, "the request took longer than it was allowed to", code="deadline_exceeded"
+        )
     message = update.error or "the request was ended by the server"
     if message.startswith("structured:") or message == NO_TOKEN_LEFT:  # what was asked for can't be
         return ApiError(400, message, code="invalid_value")

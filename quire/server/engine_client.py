@@ -1,5 +1,6 @@
-"""The HTTP process's side of the engine: requests go down, what becomes of them comes back, and an engine that
-dies or hangs is replaced."""
+"""The HTTP process's side of the engine: requests go down, what becomes of them comes back, and an
+engine that dies or hangs is replaced.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ _UPDATES_AT_ONCE = 2048
 
 
 class Engines(Protocol):
-    """One engine or several, as the rest of the server sees them: `EngineClient`, `quire.server.replicas.pool`."""
+    """One engine or several, as the rest of the server sees them: `EngineClient`,
+    `quire.server.replicas.pool`.
+    """
 
     @property
     def state(self) -> State: ...
@@ -59,7 +62,9 @@ class Engines(Protocol):
 
     def abandon(self) -> None: ...
 
-    def add(self, message: messages.AddRequest, names: Sequence[str], listener: Listener) -> None: ...
+    def add(
+        self, message: messages.AddRequest, names: Sequence[str], listener: Listener
+    ) -> None: ...
 
     def abort(self, request_ids: Sequence[str]) -> None: ...
 
@@ -71,7 +76,9 @@ class Engines(Protocol):
 class EngineClient:
     """One engine, whichever process it runs in at the moment."""
 
-    def __init__(self, config: ServerConfig, metrics: ServerMetrics, on_failure: Callable[[], None]) -> None:
+    def __init__(
+        self, config: ServerConfig, metrics: ServerMetrics, on_failure: Callable[[], None]
+    ) -> None:
         """`on_failure` is called when the engine could not be started again and again."""
         self._config = config
         self._metrics = metrics
@@ -86,7 +93,9 @@ class EngineClient:
         self._last_heard = 0.0
         """By that clock."""
         self._owes = False
-        """Whether it was silent when its requests were taken from it: then its silence still counts."""
+        """Whether it was silent when its requests were taken from it: then its silence still
+        counts.
+        """
         self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
         self._on_watched: Callable[[messages.Watched], None] | None = None
         self.state: State = "starting"
@@ -128,7 +137,9 @@ class EngineClient:
 
     @property
     def seconds_silent(self) -> float:
-        """How long the engine has had work without giving a sign of life, and this process was there to hear it."""
+        """How long the engine has had work without giving a sign of life, and this process was
+        there to hear it.
+        """
         return self._clock.now - self._last_heard if self._listeners or self._owes else 0.0
 
     @property
@@ -138,8 +149,9 @@ class EngineClient:
     # Requests
 
     def add(self, message: messages.AddRequest, names: Sequence[str], listener: Listener) -> None:
-        """Hands a request over. `names` are those of its answers; `listener` hears of it from now on, the verdict
-        whether the engine takes it first."""
+        """Hands a request over. `names` are those of its answers; `listener` hears of it from now
+        on, the verdict whether the engine takes it first.
+        """
         link = self._live_link()
         if not self._listeners and not self._owes:
             self._last_heard = self._clock.now  # an idle engine has nothing to say
@@ -159,8 +171,9 @@ class EngineClient:
         self._live_link().send(messages.End(name))
 
     async def describe(self, request_id: str, explain: bool = False) -> dict[str, Any] | None:
-        """What the engine's log says about a request; None if it says nothing (any more). TimeoutError: the engine was
-        too busy to say."""
+        """What the engine's log says about a request; None if it says nothing (any more).
+        TimeoutError: the engine was too busy to say.
+        """
         if self._link is None or self.state != "ready":
             return None
         self._num_tickets += 1
@@ -182,7 +195,9 @@ class EngineClient:
         return (self,)
 
     def watch(self, listener: Callable[[messages.Watched], None] | None) -> None:
-        """Has the engine tell `listener` what it does, and every engine that comes after it; None: no more."""
+        """Has the engine tell `listener` what it does, and every engine that comes after it; None:
+        no more.
+        """
         self._on_watched = listener
         if self._link is not None and self.state == "ready":
             self._link.send(messages.Watch(listener is not None))
@@ -202,7 +217,9 @@ class EngineClient:
             self.watch(self._on_watched)
 
     async def _supervise(self) -> None:
-        """Serves the engine's events until it is gone, then gets a new one. Ends when that fails for good."""
+        """Serves the engine's events until it is gone, then gets a new one. Ends when that fails
+        for good.
+        """
         while True:
             assert self._link is not None
             try:
@@ -214,15 +231,21 @@ class EngineClient:
             logger.error("the engine process is gone: %s", reason)
             logger.error("its last steps: %s", describe_steps(self._last_steps))
             self._last_steps.clear()
-            self._lose_all(unavailable("the engine failed while computing this request; it is being restarted"))
+            self._lose_all(
+                unavailable("the engine failed while computing this request; it is being restarted")
+            )
             await self._link.stop()
             self._metrics.restarted()
             if not await self._restart():
-                logger.error("the engine could not be started %d times; giving up", _MOST_FAILED_STARTS)
+                logger.error(
+                    "the engine could not be started %d times; giving up", _MOST_FAILED_STARTS
+                )
                 return
 
     async def _restart(self) -> bool:
-        """Tries until there is an engine again, whatever was in the way: memory, descriptors, folders may come back."""
+        """Tries until there is an engine again, whatever was in the way: memory, descriptors,
+        folders may come back.
+        """
         pause = _FIRST_PAUSE
         for _ in range(_MOST_FAILED_STARTS):
             await asyncio.sleep(pause)
@@ -250,10 +273,13 @@ class EngineClient:
 
     async def _serve(self, link: EngineLink) -> str:
         """Why the engine is gone."""
-        async with running(self._watch(link), self._read(link), link.wait(), link.broken()) as tasks:
+        async with running(
+            self._watch(link), self._read(link), link.wait(), link.broken()
+        ) as tasks:
             _, reading, exiting, breaking = tasks
-            # That we killed it is what explains its end. Its last words, if it had any, are a better explanation than
-            # its exit code, and that is a better one than our not reaching it.
+            # That we killed it is what explains its end. Its last words, if it had any, are a
+            # better explanation than its exit code, and that is a better one than our not reaching
+            # it.
             if not exiting.done() and breaking.done():
                 await asyncio.wait((exiting,), timeout=_LAST_WORDS)
             if not reading.done() and exiting.done():
@@ -279,7 +305,8 @@ class EngineClient:
                     self._on_watched(event)
                 # If this process lags, several steps are taken in at once and told together.
                 event = link.receive_now() if num_updates < _UPDATES_AT_ONCE else None
-            await asyncio.sleep(0)  # what has come is told before more is looked at, and others have their turn
+            # what has come is told before more is looked at, and others have their turn
+            await asyncio.sleep(0)
 
     async def _watch(self, link: EngineLink) -> str:
         while True:
@@ -288,14 +315,18 @@ class EngineClient:
             if self.seconds_silent > self._config.hang_seconds:
                 silent = self.seconds_silent
                 await link.kill_hung()
-                return f"it had work and gave no sign of life for {silent:.0f} s; its stacks are above"
+                return (
+                    f"it had work and gave no sign of life for {silent:.0f} s; its stacks are above"
+                )
 
     def _heard(self) -> None:
         self._last_heard = self._clock.now
         self._owes = False
 
     def _look_at_silence(self) -> None:
-        """Called again and again while there is an engine; whoever has others may do something before it is killed."""
+        """Called again and again while there is an engine; whoever has others may do something
+        before it is killed.
+        """
 
     def _take_updates(self, event: messages.Updates) -> None:
         self._listeners.take(event, self.abort)

@@ -60,7 +60,9 @@ class EngineLink:
         self._last_heard = 0.0
 
     async def start(self) -> Ready:
-        """Starts the process and waits until it is ready; raises EngineError, or what it says is wrong."""
+        """Starts the process and waits until it is ready; raises EngineError, or what it says is
+        wrong.
+        """
         try:
             await self._start()
         except (OSError, zmq.ZMQError) as error:
@@ -84,7 +86,10 @@ class EngineLink:
         self._commands.bind(commands)
         self._events.bind(events)
         asyncio.get_running_loop().add_reader(self._events.fileno(), self._is_readable)
-        paths = [str(Path(quire.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [
+            str(Path(quire.__file__).parents[1]),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -106,8 +111,8 @@ class EngineLink:
             share.log_name,
             share.block_events,
         )
-        # It may be gone already, which shows below: asyncio says so in one way, uvloop, of a handle that is closed, in
-        # another.
+        # It may be gone already, which shows below: asyncio says so in one way, uvloop, of a handle
+        # that is closed, in another.
         with contextlib.suppress(ConnectionError, RuntimeError):
             stdin.write(msgspec.json.encode(first) + b"\n")
             await stdin.drain()
@@ -121,7 +126,9 @@ class EngineLink:
         return None if data is None else _decode(data)
 
     async def receive_bytes(self) -> bytes:
-        """The next event as it came. (zmq.asyncio does the same in several turns of the event loop.)"""
+        """The next event as it came. (zmq.asyncio does the same in several turns of the event
+        loop.)
+        """
         while (data := self._bytes_now()) is None:
             # The socket's descriptor tells of what comes from now on, since nothing was left.
             self._readable = asyncio.get_running_loop().create_future()
@@ -152,8 +159,9 @@ class EngineLink:
             self._broken.set()
 
     async def broken(self) -> str:
-        """Waits for a command that can't be sent and says which. From then on the two sides may disagree on what
-        is running, so the process is of no more use."""
+        """Waits for a command that can't be sent and says which. From then on the two sides may
+        disagree on what is running, so the process is of no more use.
+        """
         await self._broken.wait()
         return f"a command could not be sent to it ({self._fault})"
 
@@ -180,7 +188,9 @@ class EngineLink:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """Ends the process, gently first, and closes the sockets. Can be called at any point; raises nothing."""
+        """Ends the process, gently first, and closes the sockets. Can be called at any point;
+        raises nothing.
+        """
         for what in (self._end_process, self._close_sockets):
             try:
                 await what()
@@ -214,14 +224,20 @@ class EngineLink:
 
     async def _first_event(self) -> Ready:
         self._last_heard = self._clock.now
-        async with running(self._ready_or_fatal(), self.wait(), self._watch_start()) as (receiving, exiting, watching):
+        async with running(self._ready_or_fatal(), self.wait(), self._watch_start()) as (
+            receiving,
+            exiting,
+            watching,
+        ):
             if not receiving.done() and watching.done():
                 await self.kill_hung()
                 raise EngineError(watching.result())
             if not receiving.done():  # its last words may be on their way
                 await asyncio.wait((receiving,), timeout=0.5)
             if not receiving.done():
-                raise EngineError(f"the engine process did not start: {exiting.result()}; its log is above")
+                raise EngineError(
+                    f"the engine process did not start: {exiting.result()}; its log is above"
+                )
             event = receiving.result()
         if isinstance(event, Fatal):
             raise QuireError(event.message) if event.is_users_fault else EngineError(event.message)

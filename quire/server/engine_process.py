@@ -1,8 +1,8 @@
 """The engine's own process: `python -m quire.server.engine_process`, started by `engine_client`.
 
-It reads its configuration from standard input, loads the model, and then turns one loop: take in commands,
-compute a step, tell what came of it. When standard input ends, so does the process: nothing is left behind when
-the HTTP process dies, however it dies.
+It reads its configuration from standard input, loads the model, and then turns one loop: take in
+commands, compute a step, tell what came of it. When standard input ends, so does the process:
+nothing is left behind when the HTTP process dies, however it dies.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ _STEP_FAILED = "the engine failed while computing this request; the server's log
 _HEARTBEAT = 1000
 """Milliseconds between signs of life while there is work but no step: a grammar is being compiled."""
 _SILENCE = 1000
-"""Milliseconds without work or commands, after which nobody is expected for as long as garbage is collected."""
+"""Milliseconds without work or commands, after which nobody is expected for as long as garbage is
+collected.
+"""
 _MAX_COMMANDS = 256
 """Taken in between two steps, so that a flood of them can't keep a step waiting."""
 
@@ -92,7 +94,9 @@ class EngineLoop:
         step = entry.step
         for admission in step.admitted:
             self._out.started.append(admission.request_id)
-            self._out.cached[admission.request_id] = admission.num_cached_tokens + admission.num_host_tokens
+            self._out.cached[admission.request_id] = (
+                admission.num_cached_tokens + admission.num_host_tokens
+            )
         if entry.error is not None:
             self._failures += 1
             self._failed_names.update(one.request_id for one in step.scheduled)
@@ -129,13 +133,16 @@ class EngineLoop:
                 requests.poll(now)
                 updates = core.step(now)
                 if engine.runner.broken is not None:
-                    # The engine is lost, and that is all there is to say: its requests may go on elsewhere.
+                    # The engine is lost, and that is all there is to say: its requests may go on
+                    # elsewhere.
                     raise EngineError(engine.runner.broken)
                 requests.forget(updates)
                 self._send_updates(requests, updates, engine)
                 self._describe(requests, engine)
                 if self._watch is not None:
-                    for frame in self._watch.take_frames(time.monotonic(), is_idle=not core.has_work):
+                    for frame in self._watch.take_frames(
+                        time.monotonic(), is_idle=not core.has_work
+                    ):
                         self.send(frame)
                 if self._failures >= _FAILURES_IN_A_ROW:
                     raise EngineError(f"{self._failures} steps failed one after the other")
@@ -158,7 +165,8 @@ class EngineLoop:
         logger.error("last steps: %s", describe_steps(self._last_steps))
 
     def send(self, event: messages.Event) -> None:
-        # A socket may be used by one thread after the other: threads that compile give signs of life.
+        # A socket may be used by one thread after the other: threads that compile give signs of
+        # life.
         with self._sending:
             self._events.send(messages.encode(event))
 
@@ -181,7 +189,9 @@ class EngineLoop:
                     self._watch.note_memory(self._memory.last)
 
     def _describe(self, requests: EngineRequests, engine: Engine) -> None:
-        """Answers what was asked about requests: after a step, as that tells of the ends of those before it."""
+        """Answers what was asked about requests: after a step, as that tells of the ends of those
+        before it.
+        """
         for command in self._asked:
             entries, before = engine.step_log.about(command.request_id)
             name, scheduling = command.request_id, engine.core.scheduler.config
@@ -194,14 +204,21 @@ class EngineLoop:
             self.send(messages.Described(command.ticket, record))
         self._asked.clear()
 
-    def _send_updates(self, requests: EngineRequests, updates: list[RequestUpdate], engine: Engine) -> None:
+    def _send_updates(
+        self, requests: EngineRequests, updates: list[RequestUpdate], engine: Engine
+    ) -> None:
         out = self._out
         out.updates, out.accepted, out.refused = requests.take()
         if self._failed_names:  # why a step failed is for the log: it may hold anything
             hidden = self._failed_names
-            updates = [one._replace(error=_STEP_FAILED) if one.error and one[0] in hidden else one for one in updates]
+            updates = [
+                one._replace(error=_STEP_FAILED) if one.error and one[0] in hidden else one
+                for one in updates
+            ]
         out.add_updates(updates)
-        if not (out.has_updates or out.accepted or out.refused or out.steps or requests.is_compiling):
+        if not (
+            out.has_updates or out.accepted or out.refused or out.steps or requests.is_compiling
+        ):
             return
         out.num_free_blocks = engine.core.scheduler.blocks.pool.num_free
         if self._memory is not None:
@@ -216,8 +233,10 @@ class EngineLoop:
 
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:
-    """The engine's options with this server's own defaults: while a prompt is computed, every running answer waits for
-    its next token, so a step computes fewer tokens here than where only throughput counts."""
+    """The engine's options with this server's own defaults: while a prompt is computed, every
+    running answer waits for its next token, so a step computes fewer tokens here than where only
+    throughput counts.
+    """
     config = EngineConfig(**options)
     if config.max_batched_tokens is None and pick_device(config.device).is_gpu:
         return replace(config, max_batched_tokens=_MAX_BATCHED_TOKENS)

@@ -1,5 +1,6 @@
-"""The requests of the engine process, from their arrival to their end: grammars are compiled beside the loop, and
-those that wait too long in the queue are ended."""
+"""The requests of the engine process, from their arrival to their end: grammars are compiled beside
+the loop, and those that wait too long in the queue are ended.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +110,9 @@ class EngineRequests:
             self._queued.pop(name, None)
 
     def grammar_seconds(self, request_id: str) -> float | None:
-        """How long a request waited until its grammar was compiled; None if it had none, or too long ago."""
+        """How long a request waited until its grammar was compiled; None if it had none, or too
+        long ago.
+        """
         return self._grammar_seconds.get(request_id)
 
     def _note_grammar(self, request_id: str, now: float) -> None:
@@ -129,7 +132,9 @@ class EngineRequests:
                 self._queued.pop(update.request_id, None)
 
     def take(self) -> tuple[list[RequestUpdate], list[str], list[Refused]]:
-        """Answers that were ended here, and requests that were accepted or refused, since the last time."""
+        """Answers that were ended here, and requests that were accepted or refused, since the last
+        time.
+        """
         taken = self._updates, self._accepted, self._refused
         self._updates, self._accepted, self._refused = [], [], []
         return taken
@@ -140,10 +145,18 @@ class EngineRequests:
         self._engine.grammars.close()
         os.close(self.wake_fd)
 
-    def _add(self, message: AddRequest, params: SamplingParams, grammar: Grammar | None, now: float) -> None:
+    def _add(
+        self, message: AddRequest, params: SamplingParams, grammar: Grammar | None, now: float
+    ) -> None:
         eos = self._engine.eos_token_ids
         requests = make_requests(
-            message.request_id, message.prompt_token_ids, params, message.seed, eos, message.resolved, message.pooling
+            message.request_id,
+            message.prompt_token_ids,
+            params,
+            message.seed,
+            eos,
+            message.resolved,
+            message.pooling,
         )
         if message.resume is not None:
             requests = _resumed(requests, message.resume, now)
@@ -165,16 +178,22 @@ class EngineRequests:
             self._refused.append(Refused(message.request_id, str(error), field, "invalid"))
             return
         logger.error("request %s could not be added", message.request_id, exc_info=error)
-        self._refused.append(Refused(message.request_id, "the engine could not take it", None, "internal"))
+        self._refused.append(
+            Refused(message.request_id, "the engine could not take it", None, "internal")
+        )
 
     def _end(self, name: str, reason: FinishReason, now: float, error: str | None = None) -> None:
-        update = RequestUpdate(name, (), reason, error=error, metrics=self._core.end(name, reason, now))
+        update = RequestUpdate(
+            name, (), reason, error=error, metrics=self._core.end(name, reason, now)
+        )
         self._updates.append(update)
         self.forget([update])
 
 
 def _resumed(requests: list[Request], resume: Resume, now: float) -> list[Request]:
-    """The answers that are not complete, with their tokens so far: to the engine they are like preempted ones."""
+    """The answers that are not complete, with their tokens so far: to the engine they are like
+    preempted ones.
+    """
     going_on = [request for request in requests if request.request_id in resume.outputs]
     for request in going_on:
         request.token_ids.extend(resume.outputs[request.request_id])

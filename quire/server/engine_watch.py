@@ -15,7 +15,9 @@ from quire.server.messages import Watched
 from quire.step import StepLogEntry
 
 _STEPS_AT_ONCE = 16
-"""Of the log, looked at between two steps: when somebody begins to watch, the engine must not stop for them."""
+"""Of the log, looked at between two steps: when somebody begins to watch, the engine must not stop
+for them.
+"""
 _SHARE = 0.01
 """Of a step's time, for which more of them are looked at: where steps take long, the past would."""
 _encode = msgspec.json.encode
@@ -29,7 +31,9 @@ class EngineWatch:
         """Its entries are made one by one: a full log takes longer than a step."""
         self._next = next(self._past, None)
         self._new: deque[StepLogEntry] = deque()
-        self._view = LiveView(config, is_complete=self._next is None or self._next.step.step_id == 0)
+        self._view = LiveView(
+            config, is_complete=self._next is None or self._next.step.step_id == 0
+        )
         self._wall = time.time() - time.monotonic()
         self._last_frame = 0.0
         self._has_begun = False
@@ -44,13 +48,17 @@ class EngineWatch:
         self._view.memory |= memory
 
     def wait_seconds(self, now: float) -> float | None:
-        """How long an engine without work may sleep, as far as watching is concerned; None: for ever."""
+        """How long an engine without work may sleep, as far as watching is concerned; None: for
+        ever.
+        """
         if self._has_steps or not self._has_begun:
             return 0.0
         return max(0.0, self._last_frame + FRAME_SECONDS - now) if self._view.has_news else None
 
     def take_frames(self, now: float, is_idle: bool) -> Iterator[Watched]:
-        """The frames that are due. While there is work the next step brings the rest; without, it is due soon."""
+        """The frames that are due. While there is work the next step brings the rest; without, it
+        is due soon.
+        """
         if not self._has_begun and not self._has_steps:
             yield self._frame(now)
         until = time.monotonic() + _SHARE * self._step_seconds

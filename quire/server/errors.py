@@ -1,8 +1,8 @@
 """Every way a request can fail over HTTP: one exception, one place that makes bodies of it.
 
-Routes raise `ApiError`; errors of the library (`quire.errors`) become one here. Bodies have the shape of the
-protocol the path belongs to, and never show a path, an address or a trace: what nobody foresaw is logged, and
-the client is told the request id to look it up by.
+Routes raise `ApiError`; errors of the library (`quire.errors`) become one here. Bodies have the
+shape of the protocol the path belongs to, and never show a path, an address or a trace: what nobody
+foresaw is logged, and the client is told the request id to look it up by.
 """
 
 from __future__ import annotations
@@ -60,13 +60,19 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-        self.type = type or _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.type = type or _TYPES.get(
+            status, "invalid_request_error" if status < 500 else "server_error"
+        )
         self.field = field
         self.code = code
         self.retry_after = retry_after
 
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"retry-after": str(max(1, round(self.retry_after)))}
+        return (
+            {}
+            if self.retry_after is None
+            else {"retry-after": str(max(1, round(self.retry_after)))}
+        )
 
 
 def to_api_error(error: Exception) -> ApiError:
@@ -76,22 +82,32 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ClientDisconnect):  # nobody reads this but the log
         return ApiError(499, "the client left before its request was complete")
     if isinstance(error, InvalidRequestError):
-        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
+        code = (
+            "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
+        )
         return ApiError(400, _shortened(str(error)), field=error.field, code=code)
     if isinstance(error, TemplateError | CapacityError):
         return ApiError(400, _shortened(str(error)))
     if isinstance(error, ValidationError):
-        return from_validation(error.errors(include_url=False, include_context=False, include_input=False))
+        return from_validation(
+            error.errors(include_url=False, include_context=False, include_input=False)
+        )
     if isinstance(error, RequestValidationError):  # of a path or query
         return from_validation(error.errors())
     if isinstance(error, HTTPException):
         if error.status_code == 404:
-            return ApiError(404, "there is nothing at this address; /docs lists what there is", code="not_found")
+            return ApiError(
+                404, "there is nothing at this address; /docs lists what there is", code="not_found"
+            )
         if error.status_code == 405:
-            return ApiError(405, "this address does not take this method; /docs lists what it takes")
+            return ApiError(
+                405, "this address does not take this method; /docs lists what it takes"
+            )
         return ApiError(error.status_code, _shortened(str(error.detail)))
     if isinstance(error, QuireError) and not isinstance(error, EngineError):
-        return ApiError(500, "the server could not handle this request; its log says why, under the request id")
+        return ApiError(
+            500, "the server could not handle this request; its log says why, under the request id"
+        )
     logger.error("unexpected error in a request", exc_info=error)
     return ApiError(500, "the server failed; its log says why, under the request id")
 
@@ -103,22 +119,40 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     message = str(first.get("msg", "is not valid"))
     message = message.removeprefix("Value error, ").removeprefix("Invalid JSON: ")
     if first.get("type") == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {_shortened(message)}", code="invalid_json")
+        return ApiError(
+            400, f"the body is not valid JSON: {_shortened(message)}", code="invalid_json"
+        )
     others = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     text = f"{field}: {_shortened(message)}{others}" if field else f"{_shortened(message)}{others}"
     missing = first.get("type") == "missing"
-    return ApiError(400, text, field=field or None, code="missing_required_parameter" if missing else "invalid_value")
+    return ApiError(
+        400,
+        text,
+        field=field or None,
+        code="missing_required_parameter" if missing else "invalid_value",
+    )
 
 
 def field_name(location: Sequence[str | int]) -> str:
-    """`messages[0].content` for pydantic's ("messages", 0, "content"). Its names of union branches, which are
-    types and not fields, are left out."""
+    """`messages[0].content` for pydantic's ("messages", 0, "content"). Its names of union branches,
+    which are types and not fields, are left out.
+    """
     name = ""
     for part in location:
         if isinstance(part, int):
             name += f"[{part}]"
         elif part.isidentifier() and (part.islower() or not name):
-            if part in ("str", "int", "float", "bool", "dict", "list", "none", "null", "is_instance"):
+            if part in (
+                "str",
+                "int",
+                "float",
+                "bool",
+                "dict",
+                "list",
+                "none",
+                "null",
+                "is_instance",
+            ):
                 continue
             name += f".{part}" if name else part
     return name[:_MOST_SHOWN]
@@ -127,11 +161,22 @@ def field_name(location: Sequence[str | int]) -> str:
 def error_body(path: str, error: ApiError, request_id: str) -> dict[str, Any]:
     """The body in the shape of the protocol the path belongs to."""
     if path.startswith("/v1/messages"):
-        kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.type == "server_error" else error.type)
-        return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+        kind = _ANTHROPIC_TYPES.get(
+            error.status, "api_error" if error.type == "server_error" else error.type
+        )
+        return {
+            "type": "error",
+            "error": {"type": kind, "message": error.message},
+            "request_id": request_id,
+        }
     if path.startswith("/api/"):
         return {"error": error.message, "request_id": request_id}
-    fields = {"message": error.message, "type": error.type, "param": error.field, "code": error.code}
+    fields = {
+        "message": error.message,
+        "type": error.type,
+        "param": error.field,
+        "code": error.code,
+    }
     return {"error": {**fields, "request_id": request_id}}
 
 
@@ -149,7 +194,14 @@ def install(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> JSONResponse:
         return error_response(request.scope, to_api_error(error))
 
-    foreseen = (ApiError, QuireError, ValidationError, RequestValidationError, HTTPException, ClientDisconnect)
+    foreseen = (
+        ApiError,
+        QuireError,
+        ValidationError,
+        RequestValidationError,
+        HTTPException,
+        ClientDisconnect,
+    )
     for kind in (*foreseen, Exception):
         app.add_exception_handler(kind, handle)
 

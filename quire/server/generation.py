@@ -1,13 +1,16 @@
-"""What the routes and the engine's side of the server say to each other: a call's prompts and parameters go down as a
-`GenerationRequest`, what the engine makes of them comes back as `GenerationEvent`s.
+"""What the routes and the engine's side of the server say to each other: a call's prompts and
+parameters go down as a `GenerationRequest`, what the engine makes of them comes back as
+`GenerationEvent`s.
 
-Choices: with P prompts and params.n = N there are P*N choices, choice `p * N + i` being answer i to prompt p.
+Choices: with P prompts and params.n = N there are P*N choices, choice `p * N + i` being answer i to
+prompt p.
 
-Chat: with `split=True` the text of an answer is taken apart: `event.reasoning` (what a model thinks between its
-tags), `event.tool_calls` and `event.content` (everything else); `event.text` is the raw text all the same.
-Otherwise `content` equals `text`. Tools: give them in `ChatPrompt.tools` (OpenAI's form: {"type": "function",
-"function": {"name", "description", "parameters"}}) and say with `tool_choice` whether they must be used; a
-generation with tool calls has finish_reason "tool_calls".
+Chat: with `split=True` the text of an answer is taken apart: `event.reasoning` (what a model thinks
+between its tags), `event.tool_calls` and `event.content` (everything else); `event.text` is the raw
+text all the same. Otherwise `content` equals `text`. Tools: give them in `ChatPrompt.tools`
+(OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}) and say
+with `tool_choice` whether they must be used; a generation with tool calls has finish_reason
+"tool_calls".
 
 Embeddings: with `pooling` there are no answers but one vector for each prompt (`event.vector`).
 """
@@ -125,8 +128,9 @@ class ToolCallDelta:
 
 
 class GenerationEvent(msgspec.Struct, frozen=True):
-    """What one choice gained. The last event of each choice, and only that, has a finish reason; a text to embed has
-    one event, its vector."""
+    """What one choice gained. The last event of each choice, and only that, has a finish reason; a
+    text to embed has one event, its vector.
+    """
 
     index: int
     text: str = ""
@@ -152,9 +156,12 @@ def whole_choices(events: Iterable[GenerationEvent]) -> list[GenerationEvent]:
     return [_joined(parts[index]) for index in sorted(parts)]
 
 
-def join_events(events: Sequence[GenerationEvent], silent: set[int] | None = None) -> list[GenerationEvent]:
-    """What waited for its reader, in as few events as tell the same: text that follows text is one. The first event of
-    a choice in `silent`, which it is taken out of, stays one of its own."""
+def join_events(
+    events: Sequence[GenerationEvent], silent: set[int] | None = None
+) -> list[GenerationEvent]:
+    """What waited for its reader, in as few events as tell the same: text that follows text is one.
+    The first event of a choice in `silent`, which it is taken out of, stays one of its own.
+    """
     groups: list[list[GenerationEvent]] = []
     last: dict[int, list[GenerationEvent]] = {}
     said: dict[int, GenerationEvent] = {}
@@ -175,11 +182,18 @@ def join_events(events: Sequence[GenerationEvent], silent: set[int] | None = Non
     return [group[0] if len(group) == 1 else _joined(group) for group in groups]
 
 
-def _continues(said: GenerationEvent | None, before: GenerationEvent, event: GenerationEvent) -> bool:
-    """Whether the two can be told as one, with what was `said` before them: reasoning goes before content, and content
-    before calls. Tokens with logprobs stay with what they say, and those that say nothing yet with what follows."""
+def _continues(
+    said: GenerationEvent | None, before: GenerationEvent, event: GenerationEvent
+) -> bool:
+    """Whether the two can be told as one, with what was `said` before them: reasoning goes before
+    content, and content before calls. Tokens with logprobs stay with what they say, and those that
+    say nothing yet with what follows.
+    """
     if event.logprobs:
-        kinds = [(bool(one.reasoning), bool(one.content), bool(one.tool_calls)) for one in (before, event)]
+        kinds = [
+            (bool(one.reasoning), bool(one.content), bool(one.tool_calls))
+            for one in (before, event)
+        ]
         if any(kinds[0]) and kinds[0] != kinds[1]:
             return False
     if said is None:
@@ -198,7 +212,8 @@ def _joined(events: Sequence[GenerationEvent]) -> GenerationEvent:
         content="".join(event.content for event in events),
         reasoning="".join(event.reasoning for event in events),
         tool_calls=tuple(
-            replace(pieces[0], arguments="".join(piece.arguments for piece in pieces)) for pieces in calls.values()
+            replace(pieces[0], arguments="".join(piece.arguments for piece in pieces))
+            for pieces in calls.values()
         ),
         token_ids=tuple(token_id for event in events for token_id in event.token_ids),
         logprobs=tuple(entry for event in events for entry in event.logprobs),

@@ -28,12 +28,16 @@ class JsonResponse(Response):
 
     media_type = "application/json"
 
-    def __init__(self, content: Any, status_code: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, content: Any, status_code: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(_encode(content), status_code, headers)
 
 
 class LargeJsonResponse(Response):
-    """A body whose size the client has chosen: it comes in pieces, and between two of them others have their turn."""
+    """A body whose size the client has chosen: it comes in pieces, and between two of them others
+    have their turn.
+    """
 
     media_type = "application/json"
 
@@ -42,22 +46,29 @@ class LargeJsonResponse(Response):
         super().__init__(headers={**(headers or {}), "content-length": str(sum(map(len, pieces)))})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         *pieces, last = self._pieces
         for piece in pieces:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             await asyncio.sleep(0)
-        # The answer is over with it, here as for the client: that may send its next request at once.
+        # The answer is over with it, here as for the client: that may send its next request at
+        # once.
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     @classmethod
-    def of(cls, make: Callable[[], Any], headers: Mapping[str, str] | None = None) -> LargeJsonResponse:
+    def of(
+        cls, make: Callable[[], Any], headers: Mapping[str, str] | None = None
+    ) -> LargeJsonResponse:
         """Made of what `make` returns. To be called beside the event loop."""
         return cls(list(_joined(encode_in_pieces(make()))), headers)
 
 
 def encode_in_pieces(value: Any) -> Iterator[bytes]:
-    """JSON, piece by piece: the encoder keeps the interpreter to itself until it is done with what it was given."""
+    """JSON, piece by piece: the encoder keeps the interpreter to itself until it is done with what
+    it was given.
+    """
     weight = _weight(value)
     if weight <= _VALUES_AT_ONCE or not isinstance(value, dict | list | tuple):
         yield _encode(value)
@@ -82,11 +93,15 @@ def encode_in_pieces(value: Any) -> Iterator[bytes]:
 
 
 def _weight(value: Any) -> int:
-    """About how many values there are to encode; of the items of a list, which are alike, some are looked at."""
+    """About how many values there are to encode; of the items of a list, which are alike, some are
+    looked at.
+    """
     if isinstance(value, dict):
         return 1 + sum(map(_weight, value.values()))
     if isinstance(value, list | tuple) and value:
-        return 1 + len(value) * max(_weight(value[0]), _weight(value[len(value) // 2]), _weight(value[-1]))
+        return 1 + len(value) * max(
+            _weight(value[0]), _weight(value[len(value) // 2]), _weight(value[-1])
+        )
     return 1 + len(value) // 1024 if isinstance(value, str) else 1
 
 
@@ -128,8 +143,9 @@ _TEXT, _NUMBER = "a text that nobody writes: 6e1f0c5b2d", 7_301_926_485_203_947
 
 
 class TextEvent:
-    """An event of which only a text changes (and a number behind it): the bytes around them are written once, by the
-    encoder that writes all others."""
+    """An event of which only a text changes (and a number behind it): the bytes around them are
+    written once, by the encoder that writes all others.
+    """
 
     __slots__ = ("_has_number", "_head", "_middle", "_tail")
 
@@ -148,12 +164,16 @@ class TextEvent:
 class EventStream(Response, ABC):
     """A response made of events.
 
-    An exception while they are written becomes the event that `on_error` makes of the path, the error and the request's
-    id. However it ends (all is written, the client leaves, the server goes down), `end` is called.
+    An exception while they are written becomes the event that `on_error` makes of the path, the
+    error and the request's id. However it ends (all is written, the client leaves, the server goes
+    down), `end` is called.
     """
 
     def __init__(
-        self, on_error: Callable[[str, ApiError, str], bytes], end: Callable[[], None], headers: Mapping[str, str]
+        self,
+        on_error: Callable[[str, ApiError, str], bytes],
+        end: Callable[[], None],
+        headers: Mapping[str, str],
     ) -> None:
         self._on_error = on_error
         self._end = end
@@ -174,7 +194,10 @@ class EventStream(Response, ABC):
             self._end()
 
     async def _write(self, scope: Scope, send: Send) -> None:
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._fields.items()]
+        raw = [
+            (name.encode("latin-1"), value.encode("latin-1"))
+            for name, value in self._fields.items()
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         try:
             await self._write_events(scope, send)

@@ -1,4 +1,6 @@
-"""The HTTP server of one process: uvicorn with this server's limits, and what the process needs for it."""
+"""The HTTP server of one process: uvicorn with this server's limits, and what the process needs for
+it.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,23 @@ from quire.server.guard.http_protocol import LimitedProtocol, limited_protocol
 
 _GC_THRESHOLDS = (50_000, 20, 50)
 _SWITCH_SECONDS = 0.001
-"""For which a thread that makes a large answer keeps the interpreter from the event loop; Python's own are 5 ms."""
+"""For which a thread that makes a large answer keeps the interpreter from the event loop; Python's
+own are 5 ms.
+"""
 
 
 _SILENCE = 1.0
-"""Seconds without requests, after which nobody is expected for as long as it takes to tidy up: some tens of
-milliseconds."""
+"""Seconds without requests, after which nobody is expected for as long as it takes to tidy up: some
+tens of milliseconds.
+"""
 _TIDY_INTERVAL = 5.0
 _TICK = 1.0
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its own idea of signals, which gives back the memory of what it has answered when nobody asks."""
+    """uvicorn without its own idea of signals, which gives back the memory of what it has answered
+    when nobody asks.
+    """
 
     on_started: Callable[[], None] = staticmethod(lambda: None)
     """Called when connections are accepted."""
@@ -62,7 +69,9 @@ class HttpServer(uvicorn.Server):
             self._exiting.set()
 
     async def main_loop(self) -> None:
-        """Once a second. uvicorn's own looks ten times a second whether it should exit, in every process there is."""
+        """Once a second. uvicorn's own looks ten times a second whether it should exit, in every
+        process there is.
+        """
         while not await self.on_tick(0):
             self._tidy(time.monotonic())
             with contextlib.suppress(TimeoutError):
@@ -73,7 +82,9 @@ class HttpServer(uvicorn.Server):
         if state.tasks or state.total_requests != self._num_answered:
             self._last_busy, self._num_answered = now, state.total_requests
         elif (
-            self._num_answered > self._num_tidied and now - self._last_busy >= _SILENCE and self._collector.is_due(now)
+            self._num_answered > self._num_tidied
+            and now - self._last_busy >= _SILENCE
+            and self._collector.is_due(now)
         ):
             self._num_tidied = self._num_answered
             self._collector.collect(now)
@@ -82,7 +93,8 @@ class HttpServer(uvicorn.Server):
         is_own = self.config.ssl is not None and bool(sockets)
         await super().startup([] if is_own else sockets)
         for one in sockets or () if is_own else ():
-            # As uvicorn does it, but a handshake that stops is timed out like headers that don't come.
+            # As uvicorn does it, but a handshake that stops is timed out like headers that don't
+            # come.
             server = await asyncio.get_running_loop().create_server(
                 self.new_protocol,
                 sock=one,
@@ -102,13 +114,17 @@ class HttpServer(uvicorn.Server):
 
     def new_protocol(self) -> asyncio.Protocol:
         kind = cast(type[LimitedProtocol], self.config.http_protocol_class)
-        return kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        return kind(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
 
 def http_settings(
     config: ServerConfig, app: ASGIApp, counts: Counts | None = None, unix_socket: str | None = None
 ) -> uvicorn.Config:
-    """For the port, whose limits `counts` counts for, or for a socket of this machine, which is behind it."""
+    """For the port, whose limits `counts` counts for, or for a socket of this machine, which is
+    behind it.
+    """
     more: dict[str, Any] = {"ssl_certfile": config.tls_certificate, "ssl_keyfile": config.tls_key}
     return uvicorn.Config(
         app,
@@ -131,8 +147,9 @@ def prepare_process() -> None:
 
 
 def settle() -> None:
-    """What is here now stays: the collector need not look through it while requests wait. Nor through a large body
-    again and again while it is being made: its parts are no garbage yet."""
+    """What is here now stays: the collector need not look through it while requests wait. Nor
+    through a large body again and again while it is being made: its parts are no garbage yet.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
@@ -148,7 +165,8 @@ def open_tokenizer(source: ModelSource, config: ServerConfig) -> Tokenizer:
         from quire.checkpoints.gguf_header import read_header
 
         metadata = read_header(source.path).metadata
-        if metadata.get("split.count", 1) in (0, 1):  # the engine's process checks the rest of the file
+        # the engine's process checks the rest of the file
+        if metadata.get("split.count", 1) in (0, 1):
             return Tokenizer.from_gguf(metadata)
     from quire import load
 

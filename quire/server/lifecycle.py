@@ -1,5 +1,6 @@
-"""The life of one API call, the same for every API: its body is read and checked, the engine admits it and works on
-it, a writer puts what comes back into the form of the API, streamed or whole, and its end is recorded.
+"""The life of one API call, the same for every API: its body is read and checked, the engine admits
+it and works on it, a writer puts what comes back into the form of the API, streamed or whole, and
+its end is recorded.
 
 An API is a body (`protocol`), a `Writer`, and the route that `endpoint` makes of the two.
 """
@@ -34,15 +35,18 @@ _MANY_EVENTS = 2000
 
 
 class Writer(ABC, Generic[RequestT]):
-    """Puts one call's events into the form of an API. `begin`, `chunk` and `finish` write a stream, `whole` the one
-    body for those who wait."""
+    """Puts one call's events into the form of an API. `begin`, `chunk` and `finish` write a stream,
+    `whole` the one body for those who wait.
+    """
 
     MEDIA_TYPE: ClassVar[str] = "text/event-stream; charset=utf-8"
     """Of its streams."""
     STREAMS: ClassVar[bool] = True
     """Whether a body that asks for a stream gets one; else it is refused."""
 
-    def __init__(self, body: RequestT, call: EngineCall, model: str, fingerprint: str, stored: OwnResponses) -> None:
+    def __init__(
+        self, body: RequestT, call: EngineCall, model: str, fingerprint: str, stored: OwnResponses
+    ) -> None:
         self.body = body
         self.call = call
         self.response_id = call.request.response_id
@@ -53,16 +57,22 @@ class Writer(ABC, Generic[RequestT]):
         self.stored = stored
         """Where the response is kept, if this API does that."""
         params, pooling = call.request.params, call.request.pooling
-        self.is_long = params.logprobs is not None or params.prompt_logprobs is not None or pooling is not None
+        self.is_long = (
+            params.logprobs is not None or params.prompt_logprobs is not None or pooling is not None
+        )
         """Writing the whole body may take long: others must not wait for it."""
 
     def begin(self) -> Iterable[bytes]:
         """What comes before the first event."""
         return ()
 
-    def text_writer(self, index: int, is_reasoning: bool = False) -> Callable[[str], bytes | None] | None:
-        """Writes what most events of a choice tell: more content, or more reasoning, and nothing else; it gives None if
-        other events must go first. There is none before the choice has begun, and if its chunks tell more than text."""
+    def text_writer(
+        self, index: int, is_reasoning: bool = False
+    ) -> Callable[[str], bytes | None] | None:
+        """Writes what most events of a choice tell: more content, or more reasoning, and nothing
+        else; it gives None if other events must go first. There is none before the choice has
+        begun, and if its chunks tell more than text.
+        """
         return None
 
     def chunk(self, event: GenerationEvent) -> Iterable[bytes]:
@@ -71,7 +81,9 @@ class Writer(ABC, Generic[RequestT]):
         is_more = event.tool_calls or event.logprobs or event.finish_reason is not None
         if not is_more and (not text or not reasoning):
             write = self.text_writer(event.index, bool(reasoning))
-            written = write(text or reasoning) if write is not None and (text or reasoning) else None
+            written = (
+                write(text or reasoning) if write is not None and (text or reasoning) else None
+            )
             if written is not None:
                 return (written,)
         return self.chunks(event)
@@ -103,7 +115,9 @@ class Writer(ABC, Generic[RequestT]):
         """The body made of all events."""
 
 
-def endpoint(kind: type[RequestT], writer: type[Writer[RequestT]], name: str, about: str, tag: str) -> APIRouter:
+def endpoint(
+    kind: type[RequestT], writer: type[Writer[RequestT]], name: str, about: str, tag: str
+) -> APIRouter:
     """The route of an API; `name` and `about` are shown in /docs."""
     router = APIRouter()
 
@@ -115,19 +129,32 @@ def endpoint(kind: type[RequestT], writer: type[Writer[RequestT]], name: str, ab
     if "stream" in kind.model_fields and writer.STREAMS:
         events = {"text/event-stream": {"schema": {"type": "string"}}}
         options["responses"] = {
-            200: {"description": "The answer, or its events if `stream` is true.", "content": events}
+            200: {
+                "description": "The answer, or its events if `stream` is true.",
+                "content": events,
+            }
         }
-    router.add_api_route(kind.ENDPOINT, create, methods=["POST"], openapi_extra=connection.body_schema(kind), **options)
+    router.add_api_route(
+        kind.ENDPOINT,
+        create,
+        methods=["POST"],
+        openapi_extra=connection.body_schema(kind),
+        **options,
+    )
     return router
 
 
-async def answer(request: Request, kind: type[RequestT], writer_kind: type[Writer[RequestT]]) -> Response:
+async def answer(
+    request: Request, kind: type[RequestT], writer_kind: type[Writer[RequestT]]
+) -> Response:
     """One call from its body to its response."""
     body = await connection.read_body(request, kind)
     service = get_service(request)
     model = service.check_model(body.served_name)
     body.check_model_limits(service.ready.hidden_size)
-    request_id = connection.name_request(request, body.request_id if isinstance(body, SamplingFields) else None)
+    request_id = connection.name_request(
+        request, body.request_id if isinstance(body, SamplingFields) else None
+    )
     stored = service.responses_of(request)
 
     def make() -> GenerationRequest:
@@ -136,7 +163,9 @@ async def answer(request: Request, kind: type[RequestT], writer_kind: type[Write
 
     try:
         # What was stored may be long, however short the body is.
-        wanted = await (asyncio.to_thread(make) if body.recalls else connection.convert(request, make))
+        wanted = await (
+            asyncio.to_thread(make) if body.recalls else connection.convert(request, make)
+        )
     except InvalidRequestError as error:
         raise renamed(error, kind.FIELDS) from None
     call = await service.start(wanted, request.headers, owner_of(request.scope))
@@ -144,7 +173,9 @@ async def answer(request: Request, kind: type[RequestT], writer_kind: type[Write
     service.calls[owner_of(request.scope), wanted.response_id] = call
     try:
         writer = writer_kind(body, call, model, service.ready.fingerprint, stored)
-        headers = connection.ignored_header([*request.state.ignored, *wanted.ignored, *call.ignored])
+        headers = connection.ignored_header(
+            [*request.state.ignored, *wanted.ignored, *call.ignored]
+        )
         if call.prompts[0].is_clamped:
             headers["x-quire-clamped"] = f"max_tokens={call.prompts[0].params.max_tokens}"
         if wanted.stream:

@@ -19,7 +19,9 @@ Grow = Callable[[tuple[int, ...], float], None]
 
 
 class Listener(Protocol):
-    """Whoever waits for a request. Called on the event loop, in the order of events; must not block."""
+    """Whoever waits for a request. Called on the event loop, in the order of events; must not
+    block.
+    """
 
     def accepted(self, request_id: str) -> None: ...
 
@@ -31,7 +33,9 @@ class Listener(Protocol):
     def update(self, update: RequestUpdate) -> None: ...
 
     def grower(self, name: str) -> Grow:
-        """`update` for the times when this answer gains tokens and nothing else, which is nearly always."""
+        """`update` for the times when this answer gains tokens and nothing else, which is nearly
+        always.
+        """
 
     def fail(self, error: ApiError) -> None:
         """The engine is gone, and the request with it, or an update could not be taken."""
@@ -105,7 +109,11 @@ class Listeners:
                 self._fail(owner, error, abort, listener)
 
     def _fail(
-        self, owner: str, error: Exception, abort: Callable[[Sequence[str]], None], listener: Listener | None = None
+        self,
+        owner: str,
+        error: Exception,
+        abort: Callable[[Sequence[str]], None],
+        listener: Listener | None = None,
     ) -> None:
         """A fault in one request's text must not stop the others'."""
         listener = listener or self._listeners[owner]

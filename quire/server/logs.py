@@ -21,7 +21,8 @@ class _JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "process": self._process,
             "logger": record.name,
@@ -41,13 +42,17 @@ class _HumanFormatter(logging.Formatter):
         text = super().formatMessage(record)
         fields = getattr(record, "fields", {})
         # A client's text may hold anything: a line of log stays one line.
-        return text + "".join(f" {name}={_one_line(value)}" for name, value in fields.items() if value is not None)
+        return text + "".join(
+            f" {name}={_one_line(value)}" for name, value in fields.items() if value is not None
+        )
 
 
 def set_up_logging(log_format: str, level: str, process: str) -> None:
     """Sends everything to stderr; `process` says in each line whose it is."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter(process) if log_format == "json" else _HumanFormatter(process))
+    handler.setFormatter(
+        _JsonFormatter(process) if log_format == "json" else _HumanFormatter(process)
+    )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

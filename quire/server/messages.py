@@ -1,7 +1,8 @@
-"""What passes between the HTTP process and the engine process: msgpack of these values, never pickle.
+"""What passes between the HTTP process and the engine process: msgpack of these values, never
+pickle.
 
-Token ids and numbers only; the one text that goes down is a grammar (inside the parameters) and cache salts, the
-texts that come up are error messages.
+Token ids and numbers only; the one text that goes down is a grammar (inside the parameters) and
+cache salts, the texts that come up are error messages.
 """
 
 from __future__ import annotations
@@ -23,18 +24,25 @@ class Resume(msgspec.Struct):
     """A request that another engine had begun and lost: it goes on where it was."""
 
     outputs: dict[str, tuple[int, ...]]
-    """The tokens so far of its answers that are not complete, by their names; the others are not made again."""
+    """The tokens so far of its answers that are not complete, by their names; the others are not
+    made again.
+    """
     age: float
-    """Seconds since it was first added: its place in the queue is that of a request which came then."""
+    """Seconds since it was first added: its place in the queue is that of a request which came
+    then.
+    """
 
 
 class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
-    """Generate answers to a prompt. With several (params.n, best_of) their names are `request_id/0` and so on."""
+    """Generate answers to a prompt. With several (params.n, best_of) their names are `request_id/0`
+    and so on.
+    """
 
     request_id: str
     prompt: bytes
-    """Its token ids, as `pack_tokens` writes them: a message passes two or three processes, and only the last of them
-    needs them one by one."""
+    """Its token ids, as `pack_tokens` writes them: a message passes two or three processes, and
+    only the last of them needs them one by one.
+    """
     params: dict[str, Any]
     """As `quire.observe.step_log.encode_params` writes them."""
     seed: int
@@ -61,7 +69,9 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class End(msgspec.Struct, tag="end"):
-    """An answer is complete, for a reason found outside of the engine: its text has come to a stop string."""
+    """An answer is complete, for a reason found outside of the engine: its text has come to a stop
+    string.
+    """
 
     name: str
     reason: FinishReason = "stop"
@@ -110,7 +120,9 @@ class Ready(msgspec.Struct, tag="ready", omit_defaults=True):
     memory: dict[str, int] = {}
     """Bytes the engine process takes, by name."""
     window: int = 0
-    """Tokens that the layers look back, if all of them have windows: of a prefix, the cache need not have more."""
+    """Tokens that the layers look back, if all of them have windows: of a prefix, the cache need
+    not have more.
+    """
 
 
 class Refused(msgspec.Struct, array_like=True):
@@ -123,11 +135,14 @@ class Refused(msgspec.Struct, array_like=True):
 
 
 class Updates(msgspec.Struct, tag="updates", omit_defaults=True):
-    """What happened since the last message of this kind. Sent when something did, and regularly while there is
-    work, so silence means trouble."""
+    """What happened since the last message of this kind. Sent when something did, and regularly
+    while there is work, so silence means trouble.
+    """
 
     grown: list[str] = []
-    """Answers that gained tokens and nothing else, as most do in most steps. What `updates` says of them came after."""
+    """Answers that gained tokens and nothing else, as most do in most steps. What `updates` says of
+    them came after.
+    """
     grown_ids: list[tuple[int, ...]] = []
     """What they gained."""
     updates: list[RequestUpdate] = []
@@ -144,7 +159,9 @@ class Updates(msgspec.Struct, tag="updates", omit_defaults=True):
     memory: dict[str, int] = {}
     """Bytes the engine process takes, by name; from time to time."""
     blocks_stored: bytes = b""
-    """Blocks that were cached, by the names of `quire.observe.cache_events`, if the engine was asked to tell them."""
+    """Blocks that were cached, by the names of `quire.observe.cache_events`, if the engine was
+    asked to tell them.
+    """
     blocks_removed: bytes = b""
     """Blocks that are cached no longer."""
 

@@ -1,4 +1,6 @@
-"""What a key is told about others' requests: that they are there, where that explains its own, and nothing else."""
+"""What a key is told about others' requests: that they are there, where that explains its own, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ class OwnNames:
 
 
 async def hide_others(value: Any, find: Find, owner: str | None) -> Any:
-    """JSON with the names of others' requests replaced: the same one by the same word. An admin (None) sees
-    them, and so does everybody where there are no keys."""
+    """JSON with the names of others' requests replaced: the same one by the same word. An admin
+    (None) sees them, and so does everybody where there are no keys.
+    """
     if not owner:
         return value
     own = OwnNames(find, owner)
@@ -46,12 +49,17 @@ async def hide_others(value: Any, find: Find, owner: str | None) -> Any:
     for name in dict.fromkeys(_NAME.findall(text)):
         if not await own.has(name):
             words[name] = f"another-{len(words) + 1}"
-    return msgspec.json.decode(_NAME.sub(lambda found: words.get(found[0], found[0]), text)) if words else value
+    return (
+        msgspec.json.decode(_NAME.sub(lambda found: words.get(found[0], found[0]), text))
+        if words
+        else value
+    )
 
 
 class OwnFrames:
-    """The frames of the live view as one key may see them: its own requests, and of the others what the engine did in
-    all. Feed it every frame in order, beginning with one that tells everything."""
+    """The frames of the live view as one key may see them: its own requests, and of the others what
+    the engine did in all. Feed it every frame in order, beginning with one that tells everything.
+    """
 
     def __init__(self, names: OwnNames) -> None:
         self._names = names

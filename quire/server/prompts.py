@@ -1,4 +1,5 @@
-"""From what a client sent to token ids: chat templates, tokenizing, and what tools mean for all that.
+"""From what a client sent to token ids: chat templates, tokenizing, and what tools mean for all
+that.
 
 Everything here may take long for a long prompt, and runs in a thread.
 """
@@ -48,7 +49,9 @@ class EncodedPrompt:
     inside_reasoning: bool = False
     """The prompt ends where the model has begun to think."""
     is_begun: bool = False
-    """The prompt ends inside a message of the assistant's: its last one, or one that control tokens have begun."""
+    """The prompt ends inside a message of the assistant's: its last one, or one that control tokens
+    have begun.
+    """
     ignored: tuple[str, ...] = ()
     """Fields that turned out to mean nothing to this model."""
     is_clamped: bool = False
@@ -77,7 +80,9 @@ class PromptEncoder:
             limits = msgspec.structs.replace(limits, max_model_len=request.max_context)
         truncate = request.truncate_prompt_tokens
         if truncate == 0:
-            raise InvalidRequestError("truncate_prompt_tokens", "must be -1 or at least 1: nothing would be left")
+            raise InvalidRequestError(
+                "truncate_prompt_tokens", "must be -1 or at least 1: nothing would be left"
+            )
         field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
         if isinstance(prompt, ChatPrompt):
             encoded = self._encode_chat(request, prompt, limits)
@@ -89,19 +94,33 @@ class PromptEncoder:
             encoded = EncodedPrompt(tuple(ids), prompt.text, True, params, ResolvedTokens())
         else:
             if truncate is None:  # what is too long need not be looked at
-                _check_context(field, len(prompt.token_ids), params.max_tokens, limits.max_model_len)
+                _check_context(
+                    field, len(prompt.token_ids), params.max_tokens, limits.max_model_len
+                )
             _check_ids(prompt.token_ids, limits.vocab_size)
             encoded = EncodedPrompt(prompt.token_ids, None, True, params, ResolvedTokens())
         if truncate is not None:
             room = limits.max_model_len - (params.max_tokens or 1)
             keep = max(1, room) if truncate == -1 else truncate
             if keep < len(encoded.token_ids):  # its text is no longer what is answered
-                kept = encoded.token_ids[-keep:] if request.truncation_side == "left" else encoded.token_ids[:keep]
+                kept = (
+                    encoded.token_ids[-keep:]
+                    if request.truncation_side == "left"
+                    else encoded.token_ids[:keep]
+                )
                 encoded = replace(encoded, token_ids=kept, text=None)
         room = limits.max_model_len - len(encoded.token_ids)
-        if request.clamp_max_tokens and params.max_tokens is not None and params.max_tokens > room > 0:
-            encoded = replace(encoded, params=replace(encoded.params, max_tokens=room), is_clamped=True)
-        _check_context(field, len(encoded.token_ids), encoded.params.max_tokens, limits.max_model_len)
+        if (
+            request.clamp_max_tokens
+            and params.max_tokens is not None
+            and params.max_tokens > room > 0
+        ):
+            encoded = replace(
+                encoded, params=replace(encoded.params, max_tokens=room), is_clamped=True
+            )
+        _check_context(
+            field, len(encoded.token_ids), encoded.params.max_tokens, limits.max_model_len
+        )
         return replace(encoded, resolved=resolve_tokens(encoded.params, self.tokenizer))
 
     def encode_chat(self, prompt: ChatPrompt) -> list[int]:
@@ -110,7 +129,9 @@ class PromptEncoder:
             self.check_size("messages", text)
         return self._render(prompt, self.tools.plan(prompt.messages, prompt.tools))
 
-    def _encode_chat(self, request: GenerationRequest, prompt: ChatPrompt, limits: Ready) -> EncodedPrompt:
+    def _encode_chat(
+        self, request: GenerationRequest, prompt: ChatPrompt, limits: Ready
+    ) -> EncodedPrompt:
         for text in _texts(prompt.messages):
             self._check_length("messages", text, limits, request.truncate_prompt_tokens is not None)
         choice = request.tool_choice
@@ -129,11 +150,17 @@ class PromptEncoder:
         if suffix:
             ids += self.tokenizer.encode(suffix, add_special_tokens=False, allow_special=True)
         inside = self.tools.thinks and opens_reasoning(self.tokenizer, ids)
-        params = replace(request.params, structured=plan.constrain(request.params.structured, inside, is_begun))
+        params = replace(
+            request.params, structured=plan.constrain(request.params.structured, inside, is_begun)
+        )
         if plan.needs_special_tokens:
             params = replace(params, skip_special_tokens=False)
         source = self._template(plan.template_tools is not None).source
-        unused = [f"chat_template_kwargs.{name}" for name in prompt.template_kwargs or {} if name not in source]
+        unused = [
+            f"chat_template_kwargs.{name}"
+            for name in prompt.template_kwargs or {}
+            if name not in source
+        ]
         ignored = [request.fields.get(name, name) for name in (*plan.ignored, *unused)]
         return EncodedPrompt(
             tuple(ids),
@@ -150,9 +177,13 @@ class PromptEncoder:
     def _render(self, prompt: ChatPrompt, plan: ToolPlan) -> list[int]:
         template = self._template(plan.template_tools is not None)
         if len(prompt.template_kwargs or ()) > _MOST_TEMPLATE_KWARGS:
-            raise InvalidRequestError("chat_template_kwargs", f"has more than {_MOST_TEMPLATE_KWARGS} entries")
+            raise InvalidRequestError(
+                "chat_template_kwargs", f"has more than {_MOST_TEMPLATE_KWARGS} entries"
+            )
         if prompt.documents and "documents" not in template.source:
-            raise InvalidRequestError("documents", "this model's chat template has no place for them")
+            raise InvalidRequestError(
+                "documents", "this model's chat template has no place for them"
+            )
         if prompt.continue_final_message and prompt.add_generation_prompt:
             message = "begins no new message: set add_generation_prompt to false"
             raise InvalidRequestError("continue_final_message", message)
@@ -167,10 +198,14 @@ class PromptEncoder:
             return self._reopen(ids, template.render(plan.messages, **options), plan.messages)
         return ids
 
-    def _reopen(self, ids: list[int], rendered: str, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def _reopen(
+        self, ids: list[int], rendered: str, messages: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
         """Takes away what the template puts behind the last message."""
         content = messages[-1].get("content") if messages else None
-        where = rendered.rfind(content.strip()) if isinstance(content, str) and content.strip() else -1
+        where = (
+            rendered.rfind(content.strip()) if isinstance(content, str) and content.strip() else -1
+        )
         if where < 0 or not isinstance(content, str):
             raise InvalidRequestError("continue_final_message", "needs a last message with text")
         ending = rendered[where + len(content.strip()) :].lstrip()
@@ -178,7 +213,9 @@ class PromptEncoder:
         if not end_ids:
             return ids
         if end_ids[0] not in self.tokenizer.special_token_ids or ids[-len(end_ids) :] != end_ids:
-            raise InvalidRequestError("continue_final_message", "is not possible with this model's chat template")
+            raise InvalidRequestError(
+                "continue_final_message", "is not possible with this model's chat template"
+            )
         return ids[: -len(end_ids)]
 
     def _template(self, for_tools: bool) -> ChatTemplate:
@@ -190,7 +227,9 @@ class PromptEncoder:
     def check_size(self, field: str, text: str) -> None:
         """Refuses what would take too long to tokenize."""
         if len(text) > MAX_CHARS:
-            raise InvalidRequestError(field, f"has {len(text)} characters; at most {MAX_CHARS} are accepted")
+            raise InvalidRequestError(
+                field, f"has {len(text)} characters; at most {MAX_CHARS} are accepted"
+            )
 
     def _check_length(self, field: str, text: str, limits: Ready, will_be_cut: bool) -> None:
         """What is certainly too long for the context is not worth tokenizing in full."""
@@ -199,7 +238,8 @@ class PromptEncoder:
             return
         if len(text) <= _PROBE * limits.max_model_len:
             return
-        # Usual text fills the context long before the probe ends; what doesn't may be of very long tokens.
+        # Usual text fills the context long before the probe ends; what doesn't may be of very long
+        # tokens.
         least = len(self.tokenizer.encode_plain(text[: _PROBE * limits.max_model_len]))
         if least <= limits.max_model_len + _SLACK:
             self.check_size(field, text)
@@ -215,7 +255,11 @@ def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         content = _get(message, "content")
         calls = _get(message, "tool_calls")
         texts = [_get(part, "text") for part in content] if isinstance(content, list) else [content]
-        texts += [_get(_get(call, "function"), "arguments") for call in calls] if isinstance(calls, list) else []
+        texts += (
+            [_get(_get(call, "function"), "arguments") for call in calls]
+            if isinstance(calls, list)
+            else []
+        )
         yield from (text for text in texts if isinstance(text, str))
 
 
@@ -228,7 +272,9 @@ def _check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
         raise InvalidRequestError("prompt", "is empty: it needs at least one token")
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        raise InvalidRequestError("prompt", f"token id {wrong} is outside the vocabulary of {vocab_size}")
+        raise InvalidRequestError(
+            "prompt", f"token id {wrong} is outside the vocabulary of {vocab_size}"
+        )
 
 
 def _check_context(field: str, num_prompt: int, max_tokens: int | None, max_model_len: int) -> None:
@@ -239,8 +285,15 @@ def _check_context(field: str, num_prompt: int, max_tokens: int | None, max_mode
         raise _too_long(field, what, max_model_len, "shorten it or have it truncated")
     if max_tokens is not None and num_prompt + max_tokens > max_model_len:
         what = f"is {max_tokens} and the prompt has {num_prompt} tokens"
-        raise _too_long("max_tokens", what, max_model_len, "lower it, or shorten the prompt or have it truncated")
+        raise _too_long(
+            "max_tokens",
+            what,
+            max_model_len,
+            "lower it, or shorten the prompt or have it truncated",
+        )
 
 
 def _too_long(field: str, what: str, max_model_len: int, advice: str) -> ContextLengthError:
-    return ContextLengthError(field, f"{what}, but the model's context is {max_model_len} tokens: {advice}")
+    return ContextLengthError(
+        field, f"{what}, but the model's context is {max_model_len} tokens: {advice}"
+    )

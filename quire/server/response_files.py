@@ -1,7 +1,8 @@
 """The folder of `--store DIR`: one file for each stored response, readable by this user alone.
 
-Files are written aside and renamed, so that one is there whole or not at all, by a thread of its own, so that no
-request waits for a disk. A disk that fails costs what it would have kept, and a line in the log.
+Files are written aside and renamed, so that one is there whole or not at all, by a thread of its
+own, so that no request waits for a disk. A disk that fails costs what it would have kept, and a
+line in the log.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class ResponseFiles:
         self._num_waiting = 0
 
     def load(self, most_bytes: int) -> Iterator[tuple[Path, bytes]]:
-        """The files and what they hold, the oldest first; those beyond the limit are removed, oldest first."""
+        """The files and what they hold, the oldest first; those beyond the limit are removed,
+        oldest first.
+        """
         for path in self._folder.glob(f"*{_UNFINISHED}"):
             path.unlink(missing_ok=True)
         found = []
@@ -78,7 +81,8 @@ class ResponseFiles:
             os.close(self._lock)
 
     def _submit(self, function: Callable[..., None], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # a request that outlives the server: its response is not kept
+        # a request that outlives the server: its response is not kept
+        with contextlib.suppress(RuntimeError):
             self._writer.submit(function, *args)
 
     def _path(self, response_id: str) -> Path:
@@ -88,7 +92,9 @@ class ResponseFiles:
     def _write(self, path: Path, data: bytes) -> None:
         aside = path.with_suffix(_UNFINISHED)
         try:
-            number = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            number = os.open(
+                aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+            )
             with os.fdopen(number, "wb") as file:
                 file.write(data)
             os.replace(aside, path)

@@ -1,5 +1,7 @@
-"""Responses that were answered, kept for a bounded time and number, so that a client may go on with one by its id
-instead of sending the conversation again. In memory, and in a folder too if the server was given one."""
+"""Responses that were answered, kept for a bounded time and number, so that a client may go on with
+one by its id instead of sending the conversation again. In memory, and in a folder too if the
+server was given one.
+"""
 
 from __future__ import annotations
 
@@ -63,13 +65,18 @@ class StoreLimits:
 
 
 class ResponseStore:
-    """All responses that are kept. The least recently used make room for new ones. Safe to use from several threads."""
+    """All responses that are kept. The least recently used make room for new ones. Safe to use from
+    several threads.
+    """
 
     is_remote = False
     """Whether another process keeps them, so that whoever uses it has to be able to wait."""
 
     def __init__(
-        self, limits: StoreLimits, files: ResponseFiles | None = None, clock: Callable[[], float] = time.time
+        self,
+        limits: StoreLimits,
+        files: ResponseFiles | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.limits = limits
         self._files = files
@@ -84,7 +91,9 @@ class ResponseStore:
                 try:
                     self._add(msgspec.json.decode(data, type=StoredResponse))
                 except (msgspec.MsgspecError, ValueError):
-                    logger.warning("a file in the folder of stored responses is damaged; it is removed")
+                    logger.warning(
+                        "a file in the folder of stored responses is damaged; it is removed"
+                    )
                     files.discard(path)
             self._make_room()
 
@@ -118,7 +127,10 @@ class ResponseStore:
         """The newest response that holds an item."""
         with self._lock:
             holders = self._by_item.get((owner, item_id), {})
-            return next((found for one in [*holders][::-1] if (found := self.get(owner, one)) is not None), None)
+            return next(
+                (found for one in [*holders][::-1] if (found := self.get(owner, one)) is not None),
+                None,
+            )
 
     def delete(self, owner: str, response_id: str) -> bool:
         with self._lock:
@@ -156,7 +168,9 @@ class ResponseStore:
         oldest = self._clock() - self.limits.seconds
         for response_id in [one.id for one in self._responses.values() if one.created <= oldest]:
             self._remove(response_id)
-        while len(self._responses) > self.limits.responses or self._num_bytes > self.limits.num_bytes:
+        while (
+            len(self._responses) > self.limits.responses or self._num_bytes > self.limits.num_bytes
+        ):
             self._remove(next(iter(self._responses)))
 
 
@@ -177,8 +191,10 @@ class OwnResponses:
         return self.store.get(self.owner, response_id)
 
     def items(self, item_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Those that are stored of these items, which are in the order of a conversation: the newest response that
-        holds the last of them holds most of the others too, and each that is needed is read once."""
+        """Those that are stored of these items, which are in the order of a conversation: the
+        newest response that holds the last of them holds most of the others too, and each that is
+        needed is read once.
+        """
         found: dict[str, dict[str, Any]] = {}
         for item_id in reversed(item_ids):
             holder = None if item_id in found else self.store.holder_of(self.owner, item_id)
@@ -187,7 +203,9 @@ class OwnResponses:
         return found
 
     def chain(self, response_id: str) -> tuple[list[StoredResponse], str | None]:
-        """The responses that lead to this one, the first of them first, and the id of one that is missing."""
+        """The responses that lead to this one, the first of them first, and the id of one that is
+        missing.
+        """
         found: list[StoredResponse] = []
         wanted: str | None = response_id
         while wanted is not None:
@@ -198,8 +216,12 @@ class OwnResponses:
             wanted = stored.previous_id
         return found[::-1], None
 
-    def put(self, body: dict[str, Any], items: bytes, item_ids: Iterable[str], previous_id: str | None) -> None:
-        """Keeps a response, with what its call added to the conversation (JSON); `item_ids` are those of both."""
+    def put(
+        self, body: dict[str, Any], items: bytes, item_ids: Iterable[str], previous_id: str | None
+    ) -> None:
+        """Keeps a response, with what its call added to the conversation (JSON); `item_ids` are
+        those of both.
+        """
         self.store.put(
             StoredResponse(
                 id=body["id"],

@@ -19,7 +19,13 @@ from quire.server.batches.queue import BatchQueue
 from quire.server.batches.room import FolderLimits
 from quire.server.batches.store import BatchStore
 from quire.server.config import ServerConfig
-from quire.server.http_server import HttpServer, http_settings, open_tokenizer, prepare_process, settle
+from quire.server.http_server import (
+    HttpServer,
+    http_settings,
+    open_tokenizer,
+    prepare_process,
+    settle,
+)
 from quire.server.logs import set_up_logging
 from quire.server.messages import Ready
 from quire.server.replicas.open import metrics_for, open_engines
@@ -50,7 +56,11 @@ class _Run:
     """One run of the server."""
 
     def __init__(
-        self, config: ServerConfig, source: ModelSource, listener: socket.socket, responses: ResponseStore
+        self,
+        config: ServerConfig,
+        source: ModelSource,
+        listener: socket.socket,
+        responses: ResponseStore,
     ) -> None:
         self._config = config
         self._source = source
@@ -61,7 +71,9 @@ class _Run:
         self._tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
         self._client = open_engines(config, self._metrics, self._give_up)
         self._service: GenerationService | None = None
-        self._store = None if config.batches is None else BatchStore(config.batches, _folder_limits(config))
+        self._store = (
+            None if config.batches is None else BatchStore(config.batches, _folder_limits(config))
+        )
         self._queue: BatchQueue | None = None
         self._server: HttpServer | None = None
         self._workers: WorkerHub | None = None
@@ -71,7 +83,8 @@ class _Run:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN:  # nohup means: go on
+            # nohup means: go on
+            if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN:
                 loop.add_signal_handler(one, self._stop, one)
         try:
             started = await self._start()
@@ -107,13 +120,22 @@ class _Run:
         hub = self._workers
         counts = None if hub is None else hub.counts
         self._service = GenerationService(
-            config, tokenizer, self._client, ready, self._metrics, self._tracing, self._responses, counts
+            config,
+            tokenizer,
+            self._client,
+            ready,
+            self._metrics,
+            self._tracing,
+            self._responses,
+            counts,
         )
         if self._store is not None:
             self._queue = BatchQueue(self._store, self._service)
             await self._queue.start()
         app = create_app(self._service, self._queue)
-        self._server = HttpServer(http_settings(config, app, counts, None if hub is None else hub.inner_socket))
+        self._server = HttpServer(
+            http_settings(config, app, counts, None if hub is None else hub.inner_socket)
+        )
         settle()
         if hub is None:
             self._tell_address()
@@ -132,13 +154,16 @@ class _Run:
         scheme = "https" if config.tls_certificate else "http"
         shown = f"[{host}]" if ":" in host else host
         what = "a page to talk and to watch: /, its API: /docs" if config.page else "its API: /docs"
-        logger.info("serving %s at %s://%s:%d (%s)", config.model_names[0], scheme, shown, port, what)
+        logger.info(
+            "serving %s at %s://%s:%d (%s)", config.model_names[0], scheme, shown, port, what
+        )
         if config.is_public and not config.api_keys:
             logger.warning("anybody who can reach this machine may use the server: set --api-key")
 
     def _stop(self, which: signal.Signals) -> None:
-        """The first signal lets requests end, the second one does not. A terminal that closes may hang up twice, from
-        shell and system, which is no impatience."""
+        """The first signal lets requests end, the second one does not. A terminal that closes may
+        hang up twice, from shell and system, which is no impatience.
+        """
         if self._starting is not None:
             self._starting.cancel()
             return
@@ -196,5 +221,7 @@ def _bind(config: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         where = f"{config.host}:{config.port}"
-        raise QuireError(f"can't listen on {where}: {error.strerror}; choose another with --host and --port") from None
+        raise QuireError(
+            f"can't listen on {where}: {error.strerror}; choose another with --host and --port"
+        ) from None
     return listener

@@ -68,7 +68,9 @@ class GenerationService:
         self.counts = counts or Counts()
         limits = (ready.max_num_seqs, config.max_queued_requests, config.max_queued_tokens)
         self.admission = Admission(*limits, counts=self.counts)
-        self.find_elsewhere: Callable[[str, str | None], Awaitable[RequestRecord | None]] | None = None
+        self.find_elsewhere: Callable[[str, str | None], Awaitable[RequestRecord | None]] | None = (
+            None
+        )
         """Where else a request may be known: in the processes that serve the same engine."""
         self.calls: WeakValueDictionary[tuple[str, str], EngineCall] = WeakValueDictionary()
         """By the owner and id of a response, as long as it is being written or read."""
@@ -99,9 +101,13 @@ class GenerationService:
             raise ApiError(404, message, field="model", code="model_not_found")
         return name
 
-    async def start(self, request: GenerationRequest, headers: Mapping[str, str], owner: str = "") -> EngineCall:
-        """Checks, tokenizes, admits and hands over; returns when the engine has taken it. `headers` are those of the
-        HTTP request, which may name the trace that this is part of; `owner` may look at its record."""
+    async def start(
+        self, request: GenerationRequest, headers: Mapping[str, str], owner: str = ""
+    ) -> EngineCall:
+        """Checks, tokenizes, admits and hands over; returns when the engine has taken it. `headers`
+        are those of the HTTP request, which may name the trace that this is part of; `owner` may
+        look at its record.
+        """
         if self.is_draining:
             raise ApiError(503, "the server is going down", code="shutting_down", retry_after=10.0)
         if self.client.state != "ready":
@@ -109,10 +115,16 @@ class GenerationService:
         num_answers = request.num_answers
         if request.pooling is None and num_answers > self.config.max_answers:
             each = num_answers // len(request.prompts)
-            asked = f"{len(request.prompts)} prompts with {each} answers each are {num_answers} answers"
-            raise InvalidRequestError("n", f"{asked}; one call may ask for {self.config.max_answers}")
+            asked = (
+                f"{len(request.prompts)} prompts with {each} answers each are {num_answers} answers"
+            )
+            raise InvalidRequestError(
+                "n", f"{asked}; one call may ask for {self.config.max_answers}"
+            )
         if request.params.priority and self.ready.policy != "priority":
-            raise InvalidRequestError("priority", "counts only on a server started with --policy priority")
+            raise InvalidRequestError(
+                "priority", "counts only on a server started with --policy priority"
+            )
         kind: type[EngineCall] = TextCall if request.pooling is None else EmbeddingCall
         ticket = self.admission.enter(min(num_answers, kind.AT_ONCE))
         try:
@@ -134,14 +146,18 @@ class GenerationService:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     async def find_record(self, name: str, owner: str | None) -> RequestRecord | None:
-        """By the id of the response or by x-request-id, of this owner's or, with None, of anybody's."""
+        """By the id of the response or by x-request-id, of this owner's or, with None, of
+        anybody's.
+        """
         found = self.records.find(name, owner)
         if found is None and self.find_elsewhere is not None:
             return await self.find_elsewhere(name, owner)
         return found
 
     async def describe(self, record: RequestRecord, explain: bool = False) -> dict[str, Any] | None:
-        """What the engine's log says about a request. It has to leave its steps for that, so not too often."""
+        """What the engine's log says about a request. It has to leave its steps for that, so not
+        too often.
+        """
         while True:
             state = record.state
             async with self._describing:
@@ -175,7 +191,9 @@ class GenerationService:
         return self.tracing.begin(time.monotonic(), attributes, headers)
 
     async def _encode(self, request: GenerationRequest) -> list[EncodedPrompt]:
-        deadline = min(request.params.deadline or self.config.request_seconds, self.config.request_seconds)
+        deadline = min(
+            request.params.deadline or self.config.request_seconds, self.config.request_seconds
+        )
         request = replace(request, params=replace(request.params, deadline=deadline))
         several = len(request.prompts) > 1
 
@@ -183,7 +201,9 @@ class GenerationService:
             encoded = []
             for number in numbers:
                 try:
-                    encoded.append(self.encoder.encode(request, request.prompts[number], self.ready))
+                    encoded.append(
+                        self.encoder.encode(request, request.prompts[number], self.ready)
+                    )
                 except InvalidRequestError as error:
                     raise renamed(error, request.fields, number if several else None) from None
             return encoded
@@ -195,14 +215,24 @@ class GenerationService:
         return prompts
 
 
-def renamed(error: InvalidRequestError, fields: Mapping[str, str], number: int | None = None) -> InvalidRequestError:
-    """The error with its field named as the client wrote it; `number` says which of several prompts it is about."""
+def renamed(
+    error: InvalidRequestError, fields: Mapping[str, str], number: int | None = None
+) -> InvalidRequestError:
+    """The error with its field named as the client wrote it; `number` says which of several prompts
+    it is about.
+    """
     field = fields.get(error.field, error.field)
     if number is not None and error.field in _PROMPT_FIELDS:
         field = f"{field}[{number}]"
-    elif number is not None and error.field.partition("[")[0] == "messages":  # of one of several conversations
+    elif (
+        number is not None and error.field.partition("[")[0] == "messages"
+    ):  # of one of several conversations
         field = f"messages[{number}]" + error.field.removeprefix("messages")
-    return error if field == error.field else type(error)(field, str(error).removeprefix(f"{error.field}: "))
+    return (
+        error
+        if field == error.field
+        else type(error)(field, str(error).removeprefix(f"{error.field}: "))
+    )
 
 
 def get_service(request: Request) -> GenerationService:

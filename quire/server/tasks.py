@@ -17,7 +17,9 @@ _T = TypeVar("_T")
 
 @contextlib.asynccontextmanager
 async def running(*coroutines: Coroutine[Any, Any, Any]) -> AsyncIterator[list[asyncio.Task[Any]]]:
-    """Runs them at the same time until one is done; whatever still runs at the end of the block is cancelled."""
+    """Runs them at the same time until one is done; whatever still runs at the end of the block is
+    cancelled.
+    """
     tasks = [asyncio.create_task(one) for one in coroutines]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -29,11 +31,11 @@ async def running(*coroutines: Coroutine[Any, Any, Any]) -> AsyncIterator[list[a
 
 
 class NextTurn:
-    """Runs callbacks in the event loop's next turn, with one handle for all of them; a long row of them in several
-    turns, so that others are served in between.
+    """Runs callbacks in the event loop's next turn, with one handle for all of them; a long row of
+    them in several turns, so that others are served in between.
 
-    What they have to write is written when all of them have run: a system call after each would drive the interpreter
-    out of the processor's caches, and cost a third more.
+    What they have to write is written when all of them have run: a system call after each would
+    drive the interpreter out of the processor's caches, and cost a third more.
     """
 
     _AT_ONCE = 256
@@ -70,8 +72,9 @@ class NextTurn:
 
 
 class AttendedClock:
-    """Seconds in which this process ran. Those in which everything was paused (a container, a laptop asleep) do not
-    count: whoever was silent then had no chance to speak."""
+    """Seconds in which this process ran. Those in which everything was paused (a container, a
+    laptop asleep) do not count: whoever was silent then had no chance to speak.
+    """
 
     def __init__(self, interval: float) -> None:
         self.interval = interval
@@ -87,8 +90,9 @@ class AttendedClock:
 
 
 async def in_thread(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Runs it beside the event loop, and to its end even if whoever waits is cancelled: what it works on may be closed
-    then."""
+    """Runs it beside the event loop, and to its end even if whoever waits is cancelled: what it
+    works on may be closed then.
+    """
     work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
     try:
         return await asyncio.shield(work)

@@ -77,7 +77,9 @@ class _Answer:
                 self.reader.is_plain = True
         if not content and not reasoning:
             return  # half a character, or what may begin a tag
-        if (content and reasoning) or not sink.push(content or reasoning, token_ids, bool(reasoning)):
+        if (content and reasoning) or not sink.push(
+            content or reasoning, token_ids, bool(reasoning)
+        ):
             self.call.tell(GenerationEvent(self.index, text, content, reasoning, (), token_ids))
 
 
@@ -89,8 +91,17 @@ class TextCall(EngineCall):
         self._answers: dict[str, _Answer] = {}
         super().__init__(*args)
         params = self.request.params
-        is_plain = params.logprobs is None and params.best_of is None and not params.stop and type(self._trace) is Trace
-        self._growing = {name for name, one in self._answers.items() if is_plain and not one.reader.ends_at_repeat}
+        is_plain = (
+            params.logprobs is None
+            and params.best_of is None
+            and not params.stop
+            and type(self._trace) is Trace
+        )
+        self._growing = {
+            name
+            for name, one in self._answers.items()
+            if is_plain and not one.reader.ends_at_repeat
+        }
         """Answers that run and of which most updates are nothing but more text."""
 
     def prompt_logprobs(self, number: int) -> tuple[TokenLogprobs | None, ...] | None:
@@ -101,17 +112,31 @@ class TextCall(EngineCall):
         ids, params = prompt.token_ids, prompt.params
         requests = make_requests(request_id, ids, params, self._seeds[number])
         mark = prompt.plan.special_mark if prompt.plan is not None else ""
-        live = LiveRequest(request_id, prompt.text, ids, requests, params, self.tokenizer, prompt.continues, True, mark)
+        live = LiveRequest(
+            request_id,
+            prompt.text,
+            ids,
+            requests,
+            params,
+            self.tokenizer,
+            prompt.continues,
+            True,
+            mark,
+        )
         self._lives.append(live)
         for position, name in enumerate(live.names):
             reader = new_reader(prompt, self.request.split)
             text, index = live.text_of(position), number * params.n + position
             shared = (self, self._events, self.usage, self._metrics.gaps)
-            self._answers[name] = _Answer(*shared, name, number, live, text, position, reader, index)
+            self._answers[name] = _Answer(
+                *shared, name, number, live, text, position, reader, index
+            )
         return live.names
 
     def update(self, update: RequestUpdate) -> None:
-        is_growth = update.finish_reason is None and update.prompt_scores is None and not update.scores
+        is_growth = (
+            update.finish_reason is None and update.prompt_scores is None and not update.scores
+        )
         if is_growth and update.request_id in self._growing:
             self._answers[update.request_id].grow(update.new_token_ids, time.monotonic())
         else:
@@ -144,7 +169,9 @@ class TextCall(EngineCall):
             content, reasoning, _ = pieces[0]
             if not content and not reasoning:
                 return  # it is held back
-            if not (content and reasoning) and taker.push(content or reasoning, token_ids, bool(reasoning)):
+            if not (content and reasoning) and taker.push(
+                content or reasoning, token_ids, bool(reasoning)
+            ):
                 return
         self._tell_pieces(answer.index, pieces, answer.reader.unmarked(text), token_ids)
         self._check_buffer()
@@ -181,23 +208,29 @@ class TextCall(EngineCall):
             count += self._advance(answer, part)
             if update.request_id not in self._unfinished:
                 if part is not update and part.metrics is None and update.metrics is not None:
-                    self._metrics.answer_finished(update.metrics, "stop")  # it ended before the engine did
+                    # it ended before the engine did
+                    self._metrics.answer_finished(update.metrics, "stop")
                 break
         self._count(answer, count, now)
 
     def _advance(self, answer: _Answer, update: RequestUpdate) -> int:
         """Reads an update; returns how many of its tokens count."""
         began = time.monotonic()
-        delta = answer.live.advance(answer.position, update, partial(self._end_answer, update.request_id, answer))
+        delta = answer.live.advance(
+            answer.position, update, partial(self._end_answer, update.request_id, answer)
+        )
         if not answer.reader.is_plain and answer.reader.is_reasoning:
             self.usage.reasoning_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self._unfinished.discard(update.request_id)
             self._growing.discard(update.request_id)
             answer.taker = answer.sink = None
-            if update.finish_reason is not None and update.metrics is not None:  # the engine ended it, no stop string
+            # the engine ended it, no stop string
+            if update.finish_reason is not None and update.metrics is not None:
                 self._metrics.answer_finished(update.metrics, delta.finish_reason)
-                self.usage.rejected_tokens += update.metrics.drafted_tokens - update.metrics.accepted_tokens
+                self.usage.rejected_tokens += (
+                    update.metrics.drafted_tokens - update.metrics.accepted_tokens
+                )
                 self._trace.answered(update.request_id, update.metrics)
         params = self.request.params
         if params.best_of is None:
@@ -216,7 +249,9 @@ class TextCall(EngineCall):
         return len(delta.token_ids)
 
     def _end_answer(self, name: str, answer: _Answer) -> RequestMetrics:
-        """A stop string is complete, or a call was repeated. The engine hears of it; its own counts follow."""
+        """A stop string is complete, or a call was repeated. The engine hears of it; its own counts
+        follow.
+        """
         self._client.end(name)
         return RequestMetrics(
             request_id=name,
@@ -252,8 +287,16 @@ class TextCall(EngineCall):
         if count > 1:  # a step gives one token, and one more for every guess that was right
             self.usage.accepted_tokens += count - 1
 
-    def _read(self, index: int, reader: AnswerReader, found: RequestDelta | Completion, why: str | int | None) -> None:
-        """Makes events of what is new of a choice, or (best_of) of all of it. `why` it stopped, if it did."""
+    def _read(
+        self,
+        index: int,
+        reader: AnswerReader,
+        found: RequestDelta | Completion,
+        why: str | int | None,
+    ) -> None:
+        """Makes events of what is new of a choice, or (best_of) of all of it. `why` it stopped, if
+        it did.
+        """
         reason = cast("FinishReason | None", found.finish_reason)
         text, token_ids, logprobs = found.text, found.token_ids, found.logprobs or ()
         pieces = reader.feed(text, reason is not None, is_cut=reason == "length")
@@ -277,13 +320,17 @@ class TextCall(EngineCall):
     ) -> None:
         for place, (content, reasoning, calls) in enumerate(pieces):
             last = (reason, why) if place == len(pieces) - 1 else (None, None)
-            self._emit(GenerationEvent(index, text, content, reasoning, calls, token_ids, logprobs, *last))
+            self._emit(
+                GenerationEvent(index, text, content, reasoning, calls, token_ids, logprobs, *last)
+            )
             text, token_ids, logprobs = "", (), ()  # they are told with the first of the pieces
 
     def _count_finished(self) -> None:
         params, seconds = self.request.params, time.monotonic() - self._arrival
         counts = [answer.num_tokens for answer in self._answers.values()]
-        self._metrics.request_finished(seconds, self.usage.prompt_tokens, counts, params.n, params.max_tokens)
+        self._metrics.request_finished(
+            seconds, self.usage.prompt_tokens, counts, params.n, params.max_tokens
+        )
 
 
 def new_reader(prompt: EncodedPrompt, split: bool) -> AnswerReader:
@@ -294,15 +341,20 @@ def new_reader(prompt: EncodedPrompt, split: bool) -> AnswerReader:
     splitter = ReasoningSplitter(prompt.inside_reasoning) if plan.support.thinks else None
     is_shaped = bool(plan.tools) and prompt.params.structured is not None
     parser = plan.new_parser(prompt.is_begun)
-    return AnswerReader(splitter, parser, plan.new_call_id, plan.parallel, is_shaped, plan.special_mark)
+    return AnswerReader(
+        splitter, parser, plan.new_call_id, plan.parallel, is_shaped, plan.special_mark
+    )
 
 
 def _parts(update: RequestUpdate) -> Iterator[RequestUpdate]:
-    """The update token by token: where the text ends an answer, and which part of it a token belongs to, must not
-    depend on how many come at a time."""
+    """The update token by token: where the text ends an answer, and which part of it a token
+    belongs to, must not depend on how many come at a time.
+    """
     last = len(update.new_token_ids) - 1
     for place, token_id in enumerate(update.new_token_ids[:last] if last > 0 else ()):
         yield RequestUpdate(update.request_id, (token_id,), scores=update.scores[place : place + 1])
     if last > 0:
-        update = update._replace(new_token_ids=update.new_token_ids[last:], scores=update.scores[last:])
+        update = update._replace(
+            new_token_ids=update.new_token_ids[last:], scores=update.scores[last:]
+        )
     yield update

@@ -1,5 +1,6 @@
-"""Embeddings as numbers of fewer bits, by the names of vLLM's `embed_dtype`. numpy knows no bfloat16 and no fp8; torch
-does, but nothing else here needs it."""
+"""Embeddings as numbers of fewer bits, by the names of vLLM's `embed_dtype`. numpy knows no
+bfloat16 and no fp8; torch does, but nothing else here needs it.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,10 @@ def _fp8_values(dtype: EmbedDtype) -> Numbers:
     """What each of the 256 codes means. e4m3 has no infinities: its largest code is no number."""
     mantissa_bits, bias = (3, _E4M3_BIAS) if dtype == "fp8_e4m3" else (2, _E5M2_BIAS)
     codes = np.arange(128)
-    exponent, mantissa = codes >> mantissa_bits, (codes & (1 << mantissa_bits) - 1) / (1 << mantissa_bits)
+    exponent, mantissa = (
+        codes >> mantissa_bits,
+        (codes & (1 << mantissa_bits) - 1) / (1 << mantissa_bits),
+    )
     normal = np.ldexp(1 + mantissa, exponent - bias)
     values = np.where(exponent == 0, np.ldexp(mantissa, 1 - bias), normal)
     if dtype == "fp8_e4m3":
@@ -67,8 +71,9 @@ def _fp8_values(dtype: EmbedDtype) -> Numbers:
 
 
 def _fp8_codes(numbers: Numbers, dtype: EmbedDtype) -> NDArray[np.uint8]:
-    """Of the nearest values, the even code of two that are as near. What is too large becomes infinite, or the largest
-    number where there is no infinity, as in torch."""
+    """Of the nearest values, the even code of two that are as near. What is too large becomes
+    infinite, or the largest number where there is no infinity, as in torch.
+    """
     last = 0x7E if dtype == "fp8_e4m3" else 0x7B
     values = _fp8_values(dtype)[: last + 1].astype(np.float64)
     # Half a step above the largest number is as near to the next one, which is none.

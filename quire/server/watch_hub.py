@@ -1,4 +1,6 @@
-"""Those who watch the engine: one subscription for all of them, and the last ten minutes for whoever comes later."""
+"""Those who watch the engine: one subscription for all of them, and the last ten minutes for
+whoever comes later.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class _Segment(NamedTuple):
 class WatchHubs:
     """A hub for each engine that somebody wants to see."""
 
-    def __init__(self, client: Engines, records: RecordBook, is_closing: Callable[[], bool]) -> None:
+    def __init__(
+        self, client: Engines, records: RecordBook, is_closing: Callable[[], bool]
+    ) -> None:
         """`is_closing` says whether the server goes down: it waits for connections to end."""
         self._client = client
         self._records = records
@@ -62,7 +66,12 @@ class WatchHubs:
         """The hub of one of the engines; raises ApiError if there is none of this number."""
         engines = self._client.engines
         if not 0 <= number < len(engines):
-            raise ApiError(404, f"engine: there are {len(engines)}, counted from 0", field="engine", code="not_found")
+            raise ApiError(
+                404,
+                f"engine: there are {len(engines)}, counted from 0",
+                field="engine",
+                code="not_found",
+            )
         engine = engines[number]
         if engine not in self._hubs:
             self._hubs[engine] = WatchHub(engine, self._records, self._is_closing)
@@ -70,10 +79,14 @@ class WatchHubs:
 
 
 class WatchHub:
-    """Of one engine, of which nothing is asked, and nothing kept, unless somebody watches. All watchers read the same
-    events, each at its own pace; one that falls behind what is kept goes on where that begins."""
+    """Of one engine, of which nothing is asked, and nothing kept, unless somebody watches. All
+    watchers read the same events, each at its own pace; one that falls behind what is kept goes on
+    where that begins.
+    """
 
-    def __init__(self, client: EngineClient, records: RecordBook, is_closing: Callable[[], bool]) -> None:
+    def __init__(
+        self, client: EngineClient, records: RecordBook, is_closing: Callable[[], bool]
+    ) -> None:
         self._client = client
         self._records = records
         self._events: list[bytes] = []
@@ -92,8 +105,9 @@ class WatchHub:
             raise ApiError(429, f"{_MOST_WATCHERS} others are watching already", retry_after=10.0)
 
     async def follow(self, names: OwnNames | None = None) -> AsyncGenerator[bytes, None]:
-        """What a watcher is sent: what is known of the last ten minutes, then frame after frame. `names`: of the
-        requests it may see, if these are not all."""
+        """What a watcher is sent: what is known of the last ten minutes, then frame after frame.
+        `names`: of the requests it may see, if these are not all.
+        """
         own = None if names is None else OwnFrames(names)
         self._num_watchers += 1
         self._begin()
@@ -106,7 +120,9 @@ class WatchHub:
                 if news:
                     number, quiet = number + len(news), 0
                     if own is not None:
-                        news = [named_event(_FRAME, await own.filter(_told(event))) for event in news]
+                        news = [
+                            named_event(_FRAME, await own.filter(_told(event))) for event in news
+                        ]
                     yield b"".join(news)
                 elif not await self._has_news():
                     quiet += 1
@@ -167,4 +183,7 @@ class WatchHub:
     def _waiting(self) -> list[tuple[str, float, int]]:
         """Requests that have not begun: no step names them yet."""
         waiting = self._records.waiting()
-        return [(one.response_id, round(one.created, 3), one.prompt_tokens) for one in waiting[:_MOST_WAITING]]
+        return [
+            (one.response_id, round(one.created, 3), one.prompt_tokens)
+            for one in waiting[:_MOST_WAITING]
+        ]

@@ -1,6 +1,8 @@
-"""How many guesses are worth checking: a guess must be right often enough to pay for the time it adds to a step.
+"""How many guesses are worth checking: a guess must be right often enough to pay for the time it
+adds to a step.
 
-This depends on measured times and so differs from run to run. It decides how many guesses are checked, nothing else.
+This depends on measured times and so differs from run to run. It decides how many guesses are
+checked, nothing else.
 """
 
 from __future__ import annotations
@@ -18,38 +20,54 @@ _CERTAINTY = 0.3
 _MARGIN = 1.02
 """A guess must gain this many times what it costs, as both are estimates."""
 _OUTLIER = 1.5
-"""A step that took longer than this many times the expected time was disturbed: it counts as this long."""
+"""A step that took longer than this many times the expected time was disturbed: it counts as this
+long.
+"""
 _TRIALS = 0.005
-"""At most this part of the time goes to single guesses that test whether guessing has become worthwhile."""
+"""At most this part of the time goes to single guesses that test whether guessing has become
+worthwhile.
+"""
 _MOST_RECORDED = 128
 """Up to this many tokens, the first step of a size may take longer, since it is recorded."""
 _NUMBERS = (0, 1, 2, 3, 4, 6, 8, 11, 15, 23, 31)
-"""The numbers of guesses that a request may have in a step; only a few, since the first step of a new size is slow."""
+"""The numbers of guesses that a request may have in a step; only a few, since the first step of a
+new size is slow.
+"""
 MAX_GUESSES = _NUMBERS[-1]
 _MOST_CERTAIN = 0.998
 """The highest chance assumed for a guess, even if all were right: a repetition ends at some point."""
 
 
 class StepCosts:
-    """A step's time by its number of tokens: a straight line through the last few dozen steps without prompts."""
+    """A step's time by its number of tokens: a straight line through the last few dozen steps
+    without prompts.
+    """
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5
-        """Over the last steps, older ones counting less: 1, tokens, seconds, tokens squared, tokens * seconds."""
+        """Over the last steps, older ones counting less: 1, tokens, seconds, tokens squared, tokens
+        * seconds.
+        """
         self._last_end = float("-inf")
         self._seen: set[float] = set()
         """Numbers of tokens that steps have had so far."""
         self.share = _FIRST_SHARE
-        """What one guess for each request adds to the time of a step without guesses, as a part of that time."""
+        """What one guess for each request adds to the time of a step without guesses, as a part of
+        that time.
+        """
         self.num_requests = 1
         """Of the last step."""
         self.seconds = 0.01
         """The mean time of the last steps."""
         self._share = _FIRST_SHARE
-        """The tokens' part of a step's time as last measured, used when the last steps all had the same size."""
+        """The tokens' part of a step's time as last measured, used when the last steps all had the
+        same size.
+        """
 
     def observe(self, entry: StepLogEntry) -> None:
-        """Takes in the time of a step that is over. Steps with prompts are left out: they say little about guesses."""
+        """Takes in the time of a step that is over. Steps with prompts are left out: they say
+        little about guesses.
+        """
         step, result = entry.step, entry.result
         begin, self._last_end = max(step.now, self._last_end), entry.committed
         if result is None or not step.scheduled or step.admitted:
@@ -71,16 +89,20 @@ class StepCosts:
         base, slope, variance = self._line()
         share = slope * tokens / max(base + slope * tokens, 1e-9)
         self._share += 0.2 * (share - self._share) * variance / (variance + _CERTAINTY)
-        self._share += 0.001 * (_FIRST_SHARE - self._share)  # an old measurement slowly loses its weight
+        # an old measurement slowly loses its weight
+        self._share += 0.001 * (_FIRST_SHARE - self._share)
         self.num_requests, self.seconds = len(step.scheduled), self._sums[2] / self._sums[0]
         share = _MARGIN * slope * self.num_requests / max(base + slope * self.num_requests, 1e-9)
         self.share = round(share, 3)  # few different values, for the cache of `best_number`
 
     def _line(self) -> tuple[float, float, float]:
-        """The line: a step's time without tokens, the time of a token, and the variance of the numbers of tokens."""
+        """The line: a step's time without tokens, the time of a token, and the variance of the
+        numbers of tokens.
+        """
         mean, seconds, squares, products = (one / self._sums[0] for one in self._sums[1:])
         variance = squares - mean * mean
-        # The assumed share counts as a few measurements: times are noisy, and often all steps have one size.
+        # The assumed share counts as a few measurements: times are noisy, and often all steps have
+        # one size.
         slope = products - mean * seconds + _CERTAINTY * self._share * seconds / mean
         slope = min(max(slope / (variance + _CERTAINTY), 0.0), seconds / mean)
         return seconds - slope * mean, slope, variance
@@ -88,8 +110,10 @@ class StepCosts:
 
 @lru_cache(10_000)
 def best_number(chance: float, share: float) -> int:
-    """How many guesses give the most tokens per second, if a guess is right with this chance once all before it are,
-    and adds this share to a step's time: where (1 + chance + chance ** 2 ...) / (1 + share * number) is largest."""
+    """How many guesses give the most tokens per second, if a guess is right with this chance once
+    all before it are, and adds this share to a step's time: where (1 + chance + chance ** 2 ...) /
+    (1 + share * number) is largest.
+    """
     best, most = 0, 1.0
     for number in _NUMBERS[1:]:
         speed = (1 - chance ** (number + 1)) / (1 - chance) / (1 + share * number)
@@ -111,7 +135,9 @@ class Acceptance:
         self.num_right = self.num_wrong = 0
         """All guesses so far that were right, and all steps that had a wrong one."""
         self._wait = 2
-        """While guesses are not worthwhile: how many steps go without, before a single guess is tried again."""
+        """While guesses are not worthwhile: how many steps go without, before a single guess is
+        tried again.
+        """
         self._skip = 0
         """How many of these steps are over."""
 
@@ -121,7 +147,8 @@ class Acceptance:
         self._right = self._right * 0.8 + right
         self._tried = self._tried * 0.8 + right + wrong
         before, chance = self.chance, min(self._right / self._tried, _MOST_CERTAIN)
-        self.chance = int(500 * chance + 0.5) / 500  # few different values, for the cache of `best_number`
+        # few different values, for the cache of `best_number`
+        self.chance = int(500 * chance + 0.5) / 500
         if self.chance > before + 0.1:  # guesses have become better: try again sooner
             self._wait = max(self._wait // 4, 2)
 
@@ -138,7 +165,9 @@ class Acceptance:
         return min(most, 1)
 
     def rest(self, most: int) -> int:
-        """After `count` gave 0: for how many steps (`most` at most) it would give 0 again, so that it isn't called."""
+        """After `count` gave 0: for how many steps (`most` at most) it would give 0 again, so that
+        it isn't called.
+        """
         times = min(self._wait - self._skip, most)
         self._skip += times
         return times

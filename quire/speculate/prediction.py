@@ -8,8 +8,10 @@ from quire.speculate.ngram import NgramIndex
 
 
 class PredictedAnswer:
-    """The predicted answer with the real answer appended: a text that repeats its own beginning, so that an
-    `NgramIndex` finds how far the answer follows the prediction, and where it returns to it."""
+    """The predicted answer with the real answer appended: a text that repeats its own beginning, so
+    that an `NgramIndex` finds how far the answer follows the prediction, and where it returns to
+    it.
+    """
 
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         self._size = len(token_ids)
@@ -18,7 +20,9 @@ class PredictedAnswer:
         self._index = NgramIndex(self._size)
 
     def guess(self, answer: Sequence[int], count: int) -> Sequence[int]:
-        """The next `count` tokens of the prediction, or those left, if `answer`, all of it so far, follows it."""
+        """The next `count` tokens of the prediction, or those left, if `answer`, all of it so far,
+        follows it.
+        """
         tokens = self._token_ids
         tokens += answer[len(tokens) - self._size :]
         place = self._index.follow(tokens)

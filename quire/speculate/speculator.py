@@ -1,8 +1,9 @@
-"""The engine's source of guesses: the scheduler asks it for each request that is about to sample a token.
+"""The engine's source of guesses: the scheduler asks it for each request that is about to sample a
+token.
 
-Guesses come from, in this order: the client's prediction, the runner's drafts (a draft model, or the only text that a
-grammar allows), and the text itself (n-grams). The runner samples every token as it would without guesses and keeps
-those that equal it, so no answer depends on anything here.
+Guesses come from, in this order: the client's prediction, the runner's drafts (a draft model, or
+the only text that a grammar allows), and the text itself (n-grams). The runner samples every token
+as it would without guesses and keeps those that equal it, so no answer depends on anything here.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from quire.speculate.prediction import PredictedAnswer
 from quire.step import StepLogEntry
 
 _SEARCHES = 24
-"""About this many failed n-gram searches are made per step, and at most one per millisecond of its time."""
+"""About this many failed n-gram searches are made per step, and at most one per millisecond of its
+time.
+"""
 _LONGEST_PAUSE = 64
-"""The most steps without a search after failed ones: a text that begins to repeat itself is noticed then."""
+"""The most steps without a search after failed ones: a text that begins to repeat itself is noticed
+then.
+"""
 _LONGEST_REST = 16
 """The most steps without guesses where they don't pay: when other requests end they may."""
 _MAX_INDEXED = 8192
@@ -28,9 +33,13 @@ _MAX_INDEXED = 8192
 class _DraftState:
     __slots__ = ("acceptance", "asks_runner", "index", "num_missed", "prediction")
 
-    def __init__(self, prediction: tuple[int, ...], chance: float, num_missed: int, asks_runner: bool) -> None:
+    def __init__(
+        self, prediction: tuple[int, ...], chance: float, num_missed: int, asks_runner: bool
+    ) -> None:
         self.asks_runner = asks_runner
-        """Whether the runner may have drafts at any step: then `guess` is called at every step, without pauses."""
+        """Whether the runner may have drafts at any step: then `guess` is called at every step,
+        without pauses.
+        """
         self.num_missed = num_missed
         """How many searches in a row have failed."""
         self.acceptance = Acceptance(chance)
@@ -42,10 +51,16 @@ class Speculator:
     """Guesses for all requests of an engine."""
 
     def __init__(
-        self, vocab_size: int, ngrams: bool = False, runner_drafts: bool = False, adaptive: bool = True
+        self,
+        vocab_size: int,
+        ngrams: bool = False,
+        runner_drafts: bool = False,
+        adaptive: bool = True,
     ) -> None:
-        """`ngrams`: look for repetitions in the text; `runner_drafts`: ask the runner for drafts. Without both, only
-        clients' predictions are used. Without `adaptive`, always as many guesses as possible, right or wrong."""
+        """`ngrams`: look for repetitions in the text; `runner_drafts`: ask the runner for drafts.
+        Without both, only clients' predictions are used. Without `adaptive`, always as many guesses
+        as possible, right or wrong.
+        """
         self._vocab_size = vocab_size
         self._ngrams = ngrams
         self._runner_drafts = runner_drafts
@@ -65,8 +80,9 @@ class Speculator:
         self._longest_pause = min(int(self._costs.num_requests / searches), _LONGEST_PAUSE)
 
     def guess(self, request: Request, most: int) -> Sequence[int]:
-        """At most `most` guesses for the step being scheduled, to follow the request's tokens and those that steps in
-        flight sample, on the assumption that these turn out as guessed."""
+        """At most `most` guesses for the step being scheduled, to follow the request's tokens and
+        those that steps in flight sample, on the assumption that these turn out as guessed.
+        """
         state = request.draft_state or self._state(request)
         if state is None:
             return ()
@@ -80,7 +96,8 @@ class Speculator:
         found: Sequence[int] = ()
         if state.prediction is not None:
             found = state.prediction.guess(token_ids[request.num_prompt_tokens :], ahead + most)
-            if found and max(found) >= self._vocab_size:  # some tokenizers have more tokens than the model
+            # some tokenizers have more tokens than the model
+            if found and max(found) >= self._vocab_size:
                 found = ()
         if len(found) <= ahead and len(found := request.drafts) <= ahead and self._ngrams:
             place = state.index.follow(token_ids)
@@ -90,13 +107,21 @@ class Speculator:
                 state.num_missed = 0
                 found = continuation(token_ids, place, ahead + most)
         if not request.stop_ids.isdisjoint(found):  # nothing comes after the end
-            found = found[: 1 + min(found.index(token) for token in request.stop_ids if token in found)]
+            found = found[
+                : 1 + min(found.index(token) for token in request.stop_ids if token in found)
+            ]
         return found[ahead : ahead + most]
 
     def num_drafts(self, request: Request) -> int:
-        """How many tokens the runner should draft after those that the step being scheduled samples."""
+        """How many tokens the runner should draft after those that the step being scheduled
+        samples.
+        """
         state = request.draft_state or self._state(request)
-        return self._count(request, state, MAX_GUESSES) if state is not None and state.asks_runner else 0
+        return (
+            self._count(request, state, MAX_GUESSES)
+            if state is not None and state.asks_runner
+            else 0
+        )
 
     def _state(self, request: Request) -> _DraftState | None:
         """Makes a request's state; None where it can't have guesses at all."""
@@ -107,11 +132,15 @@ class Speculator:
             request.guess_pause = -1
             return None
         asks_runner = self._runner_drafts or (self._ngrams and params.structured is not None)
-        request.draft_state = state = _DraftState(prediction, self._chance, round(self._num_missed), asks_runner)
+        request.draft_state = state = _DraftState(
+            prediction, self._chance, round(self._num_missed), asks_runner
+        )
         return state
 
     def _search(self, request: Request, state: _DraftState) -> int:
-        """The position of the next guess by an n-gram search. -1 if it fails, and then a pause, longer each time."""
+        """The position of the next guess by an n-gram search. -1 if it fails, and then a pause,
+        longer each time.
+        """
         if not state.index.extend(request.token_ids, _MAX_INDEXED):
             return -1
         place = state.index.find(request.token_ids)
@@ -126,7 +155,10 @@ class Speculator:
         if not self._adaptive:
             return min(most, MAX_GUESSES)
         acceptance = state.acceptance
-        if request.accepted_tokens != acceptance.num_right or request.num_rejections != acceptance.num_wrong:
+        if (
+            request.accepted_tokens != acceptance.num_right
+            or request.num_rejections != acceptance.num_wrong
+        ):
             acceptance.learn(request.accepted_tokens, request.num_rejections)
             self._chance += 0.05 * (acceptance.chance - self._chance)
         return acceptance.count(self._costs, min(most, MAX_GUESSES))

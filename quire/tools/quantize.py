@@ -1,7 +1,8 @@
-"""Writes a model's quantised form as a folder in Hugging Face layout, in the layouts of `compressed.py`. Loading it
-gives the same bits as quantising the original while it is loaded.
+"""Writes a model's quantised form as a folder in Hugging Face layout, in the layouts of
+`compressed.py`. Loading it gives the same bits as quantising the original while it is loaded.
 
-The folder appears whole or not at all. Tensors are quantised and written one by one, so memory is that of the largest.
+The folder appears whole or not at all. Tensors are quantised and written one by one, so memory is
+that of the largest.
 """
 
 from __future__ import annotations
@@ -41,7 +42,12 @@ from quire.process.temporary_folders import temporary_folder
 MAX_SHARD_BYTES = 2 * 10**9
 _COPIED = {".json", ".jinja", ".txt", ".model"}
 """Settings, tokenizers and chat templates."""
-_INTEGER_NAMES = {torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.float8_e4m3fn: "F8_E4M3"}
+_INTEGER_NAMES = {
+    torch.int8: "I8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +99,18 @@ class _Shard:
         self.nbytes += sum(tensor.nbytes for tensor in made.values())
 
     def header(self) -> bytes:
-        """Fixes the offsets. Those of large numbers come first, so that all are aligned without holes."""
+        """Fixes the offsets. Those of large numbers come first, so that all are aligned without
+        holes.
+        """
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, tensor in sorted(self.tensors.items(), key=lambda one: -one[1].element_size()):
             dtype = _INTEGER_NAMES.get(tensor.dtype) or PLAIN[tensor.dtype].name
-            entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
+            entries[name] = {
+                "dtype": dtype,
+                "shape": list(tensor.shape),
+                "data_offsets": [end, end + tensor.nbytes],
+            }
             self.offsets[name] = end
             end += tensor.nbytes
         text = json.dumps(entries, separators=(",", ":")).encode()
@@ -114,9 +126,10 @@ def quantize_model(
     progress: Progress | None = None,
     write_tokenizer: Callable[[Mapping[str, Any], Path], None] | None = None,
 ) -> Written:
-    """Writes the model in `path` quantised `to` int8, int4 or fp8 as the folder `out`. With `force` it may replace a
-    folder that was written like this before. A GGUF file's tokenizer is written by `write_tokenizer`, which gets the
-    file's metadata and the folder."""
+    """Writes the model in `path` quantised `to` int8, int4 or fp8 as the folder `out`. With `force`
+    it may replace a folder that was written like this before. A GGUF file's tokenizer is written by
+    `write_tokenizer`, which gets the file's metadata and the folder.
+    """
     files = open_model(path)
     spec, checkpoint, is_folder = files.spec, files.checkpoint, files.checkpoint.kind != "gguf"
     check_not_quantized(files, to)
@@ -128,9 +141,15 @@ def quantize_model(
     check_names_and_shapes(files, spec.parameters())
     config = read_json(path / "config.json") if is_folder else config_of(checkpoint, str(path))
     sources = list(_sources(files, to))
-    plain = [source for source in sources if source.format.dtype is not None and len(source.info.shape) > 1]
+    plain = [
+        source
+        for source in sources
+        if source.format.dtype is not None and len(source.info.shape) > 1
+    ]
     names = [target.name for source in plain for target in source.targets]
-    config["quantization_config"] = quantization_config(QUANTIZED[to], [name.removesuffix(".weight") for name in names])
+    config["quantization_config"] = quantization_config(
+        QUANTIZED[to], [name.removesuffix(".weight") for name in names]
+    )
     shards = _in_shards(sources)
     with _new_folder(path, out, force) as folder:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -160,15 +179,22 @@ def _sources(files: ModelFiles, to: str) -> Iterator[_Source]:
         targets = tuple(renamed.get((piece.parameter, piece.part), ()))
         orders = {target.order for target in targets}
         if orders != {None} and orders != {piece.order}:
-            raise UnsupportedModelError(f"{info.file}: has no form in Hugging Face layout; quantise its safetensors")
-        yield _Source(piece if orders == {None} else replace(piece, order=None), info, format, targets)
+            raise UnsupportedModelError(
+                f"{info.file}: has no form in Hugging Face layout; quantise its safetensors"
+            )
+        yield _Source(
+            piece if orders == {None} else replace(piece, order=None), info, format, targets
+        )
 
 
 def _in_shards(sources: list[_Source]) -> list[_Shard]:
     shards = [_Shard()]
     for source in sources:
         made = source.written(source.format.empty(source.info.shape, "meta"))
-        if shards[-1].nbytes + sum(one.nbytes for one in made.values()) > MAX_SHARD_BYTES and shards[-1].tensors:
+        if (
+            shards[-1].nbytes + sum(one.nbytes for one in made.values()) > MAX_SHARD_BYTES
+            and shards[-1].tensors
+        ):
             shards.append(_Shard())
         shards[-1].add(source, made)
     return shards
@@ -182,16 +208,24 @@ def _copy_settings(path: Path, folder: Path) -> None:
 
 def _check_config(spec: ModelSpec, folder: Path, path: Path) -> None:
     if read_config(folder / "config.json") != spec:
-        raise UnsupportedModelError(f"{path}: its settings can't be written as a config.json; quantise its safetensors")
+        raise UnsupportedModelError(
+            f"{path}: its settings can't be written as a config.json; quantise its safetensors"
+        )
 
 
-def _write_shards(checkpoint: Checkpoint, shards: list[_Shard], folder: Path, progress: Progress) -> None:
+def _write_shards(
+    checkpoint: Checkpoint, shards: list[_Shard], folder: Path, progress: Progress
+) -> None:
     total = sum(source.info.num_bytes for shard in shards for source in shard.sources)
     weight_map: dict[str, str] = {}
     done = 0
     progress(done, total)
     for number, shard in enumerate(shards):
-        file_name = SINGLE_FILE if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        file_name = (
+            SINGLE_FILE
+            if len(shards) == 1
+            else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        )
         weight_map |= dict.fromkeys(shard.tensors, file_name)
         with (folder / file_name).open("wb") as file:
             file.write(header := shard.header())
@@ -206,7 +240,10 @@ def _write_shards(checkpoint: Checkpoint, shards: list[_Shard], folder: Path, pr
             file.flush()
             os.fsync(file.fileno())
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(shard.nbytes for shard in shards)}, "weight_map": weight_map}
+        index = {
+            "metadata": {"total_size": sum(shard.nbytes for shard in shards)},
+            "weight_map": weight_map,
+        }
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -214,9 +251,13 @@ def _write_shards(checkpoint: Checkpoint, shards: list[_Shard], folder: Path, pr
 def _new_folder(path: Path, out: Path, force: bool) -> Iterator[Path]:
     """A folder beside `out` that takes its place at the end, and is gone if that isn't reached."""
     if out.exists() and not force:
-        raise QuireError(f"{out}: is there already; choose another folder, or replace it with --force")
+        raise QuireError(
+            f"{out}: is there already; choose another folder, or replace it with --force"
+        )
     if out.exists() and (not _is_ours(out) or path.resolve().is_relative_to(out.resolve())):
-        raise QuireError(f"{out}: is not a folder that quire quantize wrote, so --force does not replace it")
+        raise QuireError(
+            f"{out}: is not a folder that quire quantize wrote, so --force does not replace it"
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(f".{out.name}-", out.parent) as temporary:

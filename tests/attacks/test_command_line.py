@@ -1,4 +1,6 @@
-"""Commands that nobody should type: each ends with a status and one message, never with a traceback."""
+"""Commands that nobody should type: each ends with a status and one message, never with a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +86,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command)[:60].replace("\0", "NUL"))
-def test_it_is_refused_in_words(command: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "command", COMMANDS, ids=lambda command: " ".join(command)[:60].replace("\0", "NUL")
+)
+def test_it_is_refused_in_words(
+    command: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("QUIRE_HOME", str(folder / "home"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -1,4 +1,6 @@
-"""Model files that lie: settings and headers of every wrong kind are an error of ours, in bounded time and memory."""
+"""Model files that lie: settings and headers of every wrong kind are an error of ours, in bounded
+time and memory.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,14 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
 WRONG: list[Any] = [0, -1, 1.5, "64", None, [], {}, True, 2**70]
 
 
@@ -102,7 +111,9 @@ HEADERS: dict[str, Any] = {
 def test_a_header_that_lies(tmp_path: Path, name: str) -> None:
     header = json.dumps(HEADERS[name]).encode()
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    (tmp_path / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(header)) + header + bytes(16)
+    )
     with pytest.raises(QuireError):
         open_checkpoint(tmp_path)
 
@@ -115,7 +126,9 @@ def test_a_header_of_another_length(tmp_path: Path, length: int) -> None:
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("place", ["../x.safetensors", "/etc/passwd", "a/../../x", "", ".", "no\0name", "x" * 5000, 5])
+@pytest.mark.parametrize(
+    "place", ["../x.safetensors", "/etc/passwd", "a/../../x", "", ".", "no\0name", "x" * 5000, 5]
+)
 def test_an_index_that_points_elsewhere(tmp_path: Path, place: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": place}}))

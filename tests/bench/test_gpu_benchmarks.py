@@ -1,4 +1,6 @@
-"""The GPU benchmarks: their arithmetic, and that the commands run (on a tiny model, here on the CPU)."""
+"""The GPU benchmarks: their arithmetic, and that the commands run (on a tiny model, here on the
+CPU).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ H200 = Rates(read_bandwidth=4.5e12, flops=790e12)
 
 
 def test_shapes_have_the_parameters_their_models_have() -> None:
-    millions = {name: round(spec_of(name).num_parameters / 1e6) for name in CONFIGS if name != "tiny"}
+    millions = {
+        name: round(spec_of(name).num_parameters / 1e6) for name in CONFIGS if name != "tiny"
+    }
     assert millions == {
         "qwen3-0.6b": 596,
         "qwen3-8b": 8191,
@@ -42,7 +46,9 @@ def test_random_experts_are_computed_with_in_their_format() -> None:
     """As gpt-oss has them: blocks of four bits, about as large as the numbers they stand for."""
     device, kernels = torch.device("cpu"), CpuKernels()
     decoders = [
-        random_decoder(SPECS["gpt_oss"], kernels, torch.float32, device, max_position=64, expert_format=name)
+        random_decoder(
+            SPECS["gpt_oss"], kernels, torch.float32, device, max_position=64, expert_format=name
+        )
         for name in (None, "MXFP4")
     ]
     assert decoders[1].nbytes < decoders[0].nbytes
@@ -63,11 +69,15 @@ def test_the_workload_is_nano_vllms() -> None:
 
 def test_ceilings_count_what_must_be_read() -> None:
     small, large, sparse = (spec_of(name) for name in ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b"))
-    # All weights but the norms, once; and 28 layers of 8 heads of 128, keys and values, two bytes each.
+    # All weights but the norms, once; and 28 layers of 8 heads of 128, keys and values, two bytes
+    # each.
     norms = 28 * (2 * 1024 + 2 * 128) + 1024
     keys = 28 * 2 * 8 * 128 * 2
     assert decode_work(small, [1], 2).bytes_read == 2 * (small.num_parameters - norms) + keys
-    assert decode_work(small, [100, 7], 2).bytes_read == 2 * (small.num_parameters - norms) + 107 * keys
+    assert (
+        decode_work(small, [100, 7], 2).bytes_read
+        == 2 * (small.num_parameters - norms) + 107 * keys
+    )
     # Of an embedding that is not the head only the rows that are looked up.
     norms = 36 * (2 * 4096 + 2 * 128) + 4096
     read = decode_work(large, [0], 2).bytes_read
@@ -81,7 +91,10 @@ def test_ceilings_count_what_must_be_read() -> None:
     )
     # Experts in MXFP4 take 17 bytes for 32 weights; all 32 of them are read for many rows.
     coded = spec_of("gpt-oss-20b")
-    plain, mxfp4 = (decode_work(coded, [0] * 1000, itemsize).bytes_read for itemsize in (2, Itemsizes(2, 2, 17 / 32)))
+    plain, mxfp4 = (
+        decode_work(coded, [0] * 1000, itemsize).bytes_read
+        for itemsize in (2, Itemsizes(2, 2, 17 / 32))
+    )
     assert plain - mxfp4 == pytest.approx(24 * 32 * 3 * 2880**2 * (2 - 17 / 32), rel=1e-6)
     assert H200.seconds(Work(bytes_read=4.5e12, flops=79e12)) == 1.0
 
@@ -91,7 +104,13 @@ def test_busy_time_counts_overlapping_kernels_once() -> None:
         return {"name": name, "cat": cat, "ts": start, "dur": duration}
 
     times = gpu_times(
-        [event("b", 5, 10), event("a", 0, 10), event("c", 7, 1), event("a", 20, 5), event("x", 0, 99, cat="cpu_op")]
+        [
+            event("b", 5, 10),
+            event("a", 0, 10),
+            event("c", 7, 1),
+            event("a", 20, 5),
+            event("x", 0, 99, cat="cpu_op"),
+        ]
     )
     assert times is not None
     assert (times.span, times.busy) == (25, 20)
@@ -108,9 +127,18 @@ def test_only_steps_of_the_whole_batch_count() -> None:
 
 def test_the_table_says_how_much_is_reached() -> None:
     [line] = report([Result("qwen3-0.6b", "decode 1", 1.2, 0.3)], "").tables[0].markdown()[2:]
-    assert "| 1.20 ms | 0.300 (25%) | 0.600 (50%) | 2.19 (1.82x) | 3.77 (3.14x) | 2.26 (1.88x) |" in line
-    [line] = report([Result("qwen3-0.6b", "throughput", 20_000, 40_000, comparable=False)], "").tables[0].markdown()[2:]
-    assert line.startswith("| qwen3-0.6b | throughput | 20,000 tok/s | 40,000 (50%) | - | - | - | - |")
+    assert (
+        "| 1.20 ms | 0.300 (25%) | 0.600 (50%) | 2.19 (1.82x) | 3.77 (3.14x) | 2.26 (1.88x) |"
+        in line
+    )
+    [line] = (
+        report([Result("qwen3-0.6b", "throughput", 20_000, 40_000, comparable=False)], "")
+        .tables[0]
+        .markdown()[2:]
+    )
+    assert line.startswith(
+        "| qwen3-0.6b | throughput | 20,000 tok/s | 40,000 (50%) | - | - | - | - |"
+    )
     assert compare("tiny", "prefill", 1.0) == []
 
 
@@ -118,10 +146,23 @@ def test_the_table_says_how_much_is_reached() -> None:
     ("module", "arguments", "measures"),
     [
         (throughput, ["--requests", "3", "--longest", "110"], ["throughput"]),
-        (decode, ["--batches", "1,3", "--steps", "48", "--profile-steps", "4"], ["decode 1", "decode 3"]),
+        (
+            decode,
+            ["--batches", "1,3", "--steps", "48", "--profile-steps", "4"],
+            ["decode 1", "decode 3"],
+        ),
         (
             prefill,
-            ["--prompts", "3", "--length", "100", "--max-batched-tokens", "64", "--max-num-seqs", "8"],
+            [
+                "--prompts",
+                "3",
+                "--length",
+                "100",
+                "--max-batched-tokens",
+                "64",
+                "--max-num-seqs",
+                "8",
+            ],
             ["prefill"],
         ),
     ],
@@ -135,7 +176,17 @@ def test_commands_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     figures = tmp_path / "figures.json"
-    options = ["--shape", "tiny", "--device", "cpu", "--repeats", "1", "--profile", "--json", str(figures)]
+    options = [
+        "--shape",
+        "tiny",
+        "--device",
+        "cpu",
+        "--repeats",
+        "1",
+        "--profile",
+        "--json",
+        str(figures),
+    ]
     monkeypatch.setattr(sys, "argv", ["bench", *options, "--profile-steps", "8", *arguments])
     module.main()  # type: ignore[attr-defined]
     shown = capsys.readouterr().out
@@ -149,7 +200,9 @@ def test_commands_run(
     assert "tiny" in json.loads(figures.read_text())["facts"]["engine"]
 
 
-def test_long_contexts_are_swept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_contexts_are_swept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = "--shape tiny --batches 1,2 --contexts 40,100 --prompts 64 --steps 4"
     monkeypatch.setattr(sys, "argv", ["bench", *arguments.split()])
     long_contexts.main()
@@ -164,7 +217,9 @@ def test_startup_is_timed_from_outside_the_process(tmp_path: Path) -> None:
     assert "float32" in about
     assert [part.rsplit(" ", 1)[0] for part in parts.split(", ")][:2] == ["python", "imports"]
     assert parts.split(", ")[-1].startswith("first token")
-    assert sum(float(word) for word in parts.replace(",", "").split() if "." in word) == pytest.approx(seconds, abs=0.1)
+    assert sum(
+        float(word) for word in parts.replace(",", "").split() if "." in word
+    ) == pytest.approx(seconds, abs=0.1)
 
 
 def test_a_benchmark_that_fails_is_named() -> None:

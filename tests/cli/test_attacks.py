@@ -1,4 +1,6 @@
-"""Attacks on the command line: files and options that nobody meant end in one line that says what is wrong."""
+"""Attacks on the command line: files and options that nobody meant end in one line that says what
+is wrong.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ DEEP = "[" * 5000 + "]" * 5000
 
 
 def refused(*arguments: str | Path) -> str:
-    """What a command says that fails as it should: a status, and no stack trace (which would be raised here)."""
+    """What a command says that fails as it should: a status, and no stack trace (which would be
+    raised here).
+    """
     done = quire_here(*arguments)
     assert done.returncode in (1, 2), (done.returncode, done.stdout, done.stderr)
     assert "Traceback" not in done.stderr

@@ -16,7 +16,10 @@ def test_reasoning_is_shown_and_not_kept() -> None:
     tokenizer = make_tokenizer(HARMONY, (*CONTROL_TOKENS, CALL, RETURN))
     reader = ChannelReader(tokenizer, ToolSupport(tokenizer))
     ids = tokenizer.encode(TEXT, add_special_tokens=False, allow_special=True)
-    deltas = [RequestDelta("a", 0, "?", (one,), (), "stop" if one is ids[-1] else None, None) for one in ids]
+    deltas = [
+        RequestDelta("a", 0, "?", (one,), (), "stop" if one is ids[-1] else None, None)
+        for one in ids
+    ]
     assert "".join(reader.read(delta).text for delta in deltas) == "Let me see.\n\nHi."
     assert reader.content == "Hi."
 

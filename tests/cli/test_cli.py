@@ -1,5 +1,6 @@
-"""The commands as a user runs them: output piped, with the real model. What needs no process of its own (most of whose
-time goes into importing torch) runs in this one."""
+"""The commands as a user runs them: output piped, with the real model. What needs no process of its
+own (most of whose time goes into importing torch) runs in this one.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def test_run_raw_continues_the_text_and_json_tells_everything(smollm2_gguf: Path
     assert "\x1b" not in done.stdout + done.stderr  # no bars, no colours in piped output
 
 
-def test_run_takes_prompts_from_a_file_and_from_stdin_and_repeats_itself(smollm2_gguf: Path, tmp_path: Path) -> None:
+def test_run_takes_prompts_from_a_file_and_from_stdin_and_repeats_itself(
+    smollm2_gguf: Path, tmp_path: Path
+) -> None:
     (tmp_path / "prompts.txt").write_text("Say hello.\n\nSay goodbye.\n")
     arguments = ("run", "--json", "--max-tokens", "8", "--seed", "5", "--model", smollm2_gguf)
     from_file = quire_here(*arguments, "--file", tmp_path / "prompts.txt")
@@ -68,7 +71,17 @@ def test_run_takes_prompts_from_a_file_and_from_stdin_and_repeats_itself(smollm2
 
 def test_several_prompts_are_printed_below_each_other_in_order(smollm2_gguf: Path) -> None:
     done = quire_here(
-        "run", "First?", "Second?", "--max-tokens", "4", "--priority", "1", "--priority", "0", "-m", smollm2_gguf
+        "run",
+        "First?",
+        "Second?",
+        "--max-tokens",
+        "4",
+        "--priority",
+        "1",
+        "--priority",
+        "0",
+        "-m",
+        smollm2_gguf,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.index("> First?") < done.stdout.index("> Second?")
@@ -83,9 +96,15 @@ def test_several_prompts_are_printed_below_each_other_in_order(smollm2_gguf: Pat
         (("run", "x", "--top-p", "0"), "top_p"),
         (("run", "x", "--device", "tpu"), "device: must be auto, cpu"),
         (("run", "x", "--dtype", "int3"), "dtype: must be one of auto"),
-        (("run", "x", "--quantization", "int3"), "quantization: must be one of auto, none, int8, int4"),
+        (
+            ("run", "x", "--quantization", "int3"),
+            "quantization: must be one of auto, none, int8, int4",
+        ),
         (("run", "x", "--quantization", "int8"), "quantised already (Q8_0, Q4_1): use auto"),
-        (("run", "x", "--kv-cache-dtype", "fp3"), "kv_cache_dtype: must be one of auto, model, int8, fp8"),
+        (
+            ("run", "x", "--kv-cache-dtype", "fp3"),
+            "kv_cache_dtype: must be one of auto, model, int8, fp8",
+        ),
         (("quantize", "smollm2", "out", "--to", "int8"), "quantised already (Q8_0, Q4_1)"),
         (("quantize", "smollm2", "out", "--to", "int2"), "--to: must be one of int8, int4, fp8"),
         (("run", "x", "--device", "cuda:99"), "cuda:99"),
@@ -95,11 +114,16 @@ def test_several_prompts_are_printed_below_each_other_in_order(smollm2_gguf: Pat
         (("run",), 'quire run "Why is the sky blue?"'),
         (("run", " "), "is empty"),
         (("run", "smollm2", "Hello!"), 'PROMPT: smollm2 is a model: quire run "…" --model smollm2'),
-        (("serve", "smollm2", "-m", "other"), "--model: names other, the command smollm2: leave one of the two out"),
+        (
+            ("serve", "smollm2", "-m", "other"),
+            "--model: names other, the command smollm2: leave one of the two out",
+        ),
         (("batch", "requests.jsonl", "--any-order", "--ray", "auto"), "--any-order: with --ray"),
     ],
 )
-def test_wrong_input_is_one_line_that_says_what_to_do(arguments: tuple[str, ...], message: str) -> None:
+def test_wrong_input_is_one_line_that_says_what_to_do(
+    arguments: tuple[str, ...], message: str
+) -> None:
     done = quire_here(*arguments)
     assert done.returncode == 1
     assert message in done.stderr
@@ -120,8 +144,20 @@ def test_quantize_writes_a_folder_that_run_takes(tmp_path: Path) -> None:
     write_checkpoint("tiny", tmp_path / "model")
     done = quire_here("quantize", tmp_path / "model", tmp_path / "small", "--to", "int4")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"small: [0-9.]+ [KM]iB of weights became [0-9.]+ [KM]iB \(int4\)", done.stdout)
-    arguments = ("run", "hello", "--raw", "-n", "4", "--device", "cpu", "--model", tmp_path / "small")
+    assert re.search(
+        r"small: [0-9.]+ [KM]iB of weights became [0-9.]+ [KM]iB \(int4\)", done.stdout
+    )
+    arguments = (
+        "run",
+        "hello",
+        "--raw",
+        "-n",
+        "4",
+        "--device",
+        "cpu",
+        "--model",
+        tmp_path / "small",
+    )
     answered = quire_here(*arguments)
     assert answered.returncode == 0, answered.stderr
     assert "Q4_0" in answered.stderr
@@ -129,7 +165,12 @@ def test_quantize_writes_a_folder_that_run_takes(tmp_path: Path) -> None:
     again = quire_here("quantize", tmp_path / "model", tmp_path / "small", "--to", "int8")
     assert again.returncode == 1
     assert "--force" in again.stderr
-    assert quire_here("quantize", tmp_path / "model", tmp_path / "small", "--to", "int8", "--force").returncode == 0
+    assert (
+        quire_here(
+            "quantize", tmp_path / "model", tmp_path / "small", "--to", "int8", "--force"
+        ).returncode
+        == 0
+    )
 
 
 def test_a_prompt_longer_than_the_context_says_both_numbers(smollm2_gguf: Path) -> None:
@@ -141,7 +182,17 @@ def test_a_prompt_longer_than_the_context_says_both_numbers(smollm2_gguf: Path) 
 
 def test_ctrl_c_ends_cleanly(smollm2_gguf: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "quire.cli.main", "run", "Count to a million.", "-n", "4000", "-m", str(smollm2_gguf)],
+        [
+            sys.executable,
+            "-m",
+            "quire.cli.main",
+            "run",
+            "Count to a million.",
+            "-n",
+            "4000",
+            "-m",
+            str(smollm2_gguf),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -158,7 +209,9 @@ def test_ctrl_c_ends_cleanly(smollm2_gguf: Path) -> None:
 def test_in_a_pipe_a_reader_that_leaves_early_is_no_error(smollm2_gguf: Path) -> None:
     command = f'"{sys.executable}" -m quire.cli.main run -n 100 -m "{smollm2_gguf}" | head -c 1'
     command = f'echo "Count to ten." | {command}'
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False
+    )
     assert len(done.stdout) == 1
     assert "Traceback" not in done.stderr
 
@@ -212,7 +265,16 @@ def test_chat_keeps_the_conversation_and_knows_its_commands(smollm2_gguf: Path) 
 
 def test_ctrl_c_in_a_chat_stops_the_answer_and_not_the_program(smollm2_gguf: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "quire.cli.main", "chat", "-n", "4000", "--model", str(smollm2_gguf)],
+        [
+            sys.executable,
+            "-m",
+            "quire.cli.main",
+            "chat",
+            "-n",
+            "4000",
+            "--model",
+            str(smollm2_gguf),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -231,7 +293,9 @@ def test_ctrl_c_in_a_chat_stops_the_answer_and_not_the_program(smollm2_gguf: Pat
 
 
 def test_torchs_libraries_are_loaded_beside_python() -> None:
-    """What is loaded in the thread is what torch then runs on, and a program that ends at once ends well."""
+    """What is loaded in the thread is what torch then runs on, and a program that ends at once ends
+    well.
+    """
     script = (
         "import re, threading; from quire.process.preload import load_torch_libraries; load_torch_libraries()\n"
         "[thread.join() for thread in threading.enumerate() if thread is not threading.main_thread()]\n"
@@ -240,7 +304,9 @@ def test_torchs_libraries_are_loaded_beside_python() -> None:
         "print(any('torch_cpu' in name for name in before), before <= find())"
     )
     if Path("/proc/self/maps").exists():
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+        )
         assert done.stdout.split() == ["True", "True"]
     at_once = "from quire.process.preload import load_torch_libraries; load_torch_libraries()"
     for _ in range(3):

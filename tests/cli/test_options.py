@@ -71,7 +71,9 @@ def test_run_chat_and_serve_have_the_same_engine_options_and_all_of_them_are_the
             assert f"--{name.replace('_', '-')}" in listed, (command, name)
 
 
-def test_options_reach_the_engine(opened: list[dict[str, Any]], invoke: Callable[..., Any], tmp_path: Path) -> None:
+def test_options_reach_the_engine(
+    opened: list[dict[str, Any]], invoke: Callable[..., Any], tmp_path: Path
+) -> None:
     with pytest.raises(QuireError, match="far enough"):
         invoke("run", "x", "--max-num-seqs", 3, "--kv-cache-memory", "0.5", "--policy", "priority",
                "--step-log", tmp_path / "log", "-m", "somewhere")  # fmt: skip
@@ -89,15 +91,18 @@ BY_PLACE = ["serve", "chat", "bench throughput", "bench latency", "bench ladder"
 def test_a_model_is_named_with_or_without_its_option(
     monkeypatch: pytest.MonkeyPatch, invoke: Callable[..., Any], tmp_path: Path, command: str
 ) -> None:
-    """`quire serve MODEL`, as with vLLM, and `quire serve --model MODEL`; both, if they are the same; and both before
-    what a file says."""
+    """`quire serve MODEL`, as with vLLM, and `quire serve --model MODEL`; both, if they are the
+    same; and both before what a file says.
+    """
     named: list[str] = []
 
     def note(model: str, *_: object, **__: object) -> None:
         named.append(model)
         raise QuireError("far enough")
 
-    monkeypatch.setattr("quire.cli.serve.ServerOptions.config", lambda _, model, __: note(model) if model else None)
+    monkeypatch.setattr(
+        "quire.cli.serve.ServerOptions.config", lambda _, model, __: note(model) if model else None
+    )
     monkeypatch.setattr("quire.cli.chat.check_can_chat", note)
     monkeypatch.setattr("quire.tools.bench.offline.open_engine", note)
     monkeypatch.setattr("quire.tools.bench.ladder.engines.Engines", note)
@@ -120,7 +125,9 @@ def test_a_model_is_named_with_or_without_its_option(
         assert named[-1] == "from a file"
 
 
-def test_a_priority_turns_the_policy_on(opened: list[dict[str, Any]], invoke: Callable[..., Any]) -> None:
+def test_a_priority_turns_the_policy_on(
+    opened: list[dict[str, Any]], invoke: Callable[..., Any]
+) -> None:
     with pytest.raises(QuireError, match="far enough"):
         invoke("run", "x", "--priority", 2)
     assert opened[0]["policy"] == "priority"
@@ -132,7 +139,9 @@ def test_run_takes_stop_prompt_schema_and_the_rest(
     (tmp_path / "schema.json").write_text('{"type": "object", "properties": {"age": {"type": "integer"}}, '
                                           '"required": ["age"], "additionalProperties": false}')  # fmt: skip
     common = ("-m", folder, "--kv-cache-memory", "8MiB", "--max-num-seqs", 2, "--json")
-    out, _ = invoke("run", "-p", "one", "--prompt", "two", "--json-schema", tmp_path / "schema.json", *common)
+    out, _ = invoke(
+        "run", "-p", "one", "--prompt", "two", "--json-schema", tmp_path / "schema.json", *common
+    )
     lines = [json.loads(line) for line in out.splitlines()]
     assert [line["prompt"] for line in lines] == ["one", "two"]
     for line in lines:
@@ -146,8 +155,22 @@ def test_run_takes_stop_prompt_schema_and_the_rest(
     assert (tmp_path / "steps.jsonl").read_text().count("\n") > 3
 
 
-def test_chat_takes_a_first_message_and_tells_more_when_asked(folder: Path, invoke: Callable[..., Any]) -> None:
-    out, err = invoke("chat", "-m", folder, "--kv-cache-memory", "8MiB", "-p", "hello", "-n", 4, "-v", stdin="/quit\n")
+def test_chat_takes_a_first_message_and_tells_more_when_asked(
+    folder: Path, invoke: Callable[..., Any]
+) -> None:
+    out, err = invoke(
+        "chat",
+        "-m",
+        folder,
+        "--kv-cache-memory",
+        "8MiB",
+        "-p",
+        "hello",
+        "-n",
+        4,
+        "-v",
+        stdin="/quit\n",
+    )
     assert out.strip()
     assert "> hello" in err
     assert "prompt tokens from the cache" in err
@@ -167,7 +190,9 @@ def test_chat_with_a_base_model_says_so_before_it_loads_anything(
         invoke("chat", "-m", tmp_path)
 
 
-def test_what_print_config_writes_is_read_back_the_same(invoke: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
+def test_what_print_config_writes_is_read_back_the_same(
+    invoke: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
     given = ("serve", "-m", "some where", "--port", 81, "--max-num-seqs", 7, "--kv-cache-memory", "0.5",
              "--no-prefix-caching", "--allowed-host", "a", "--allowed-host", 'b"c')  # fmt: skip
     first, _ = invoke(*given, "--api-key", "secret", "--print-config")
@@ -181,8 +206,11 @@ def test_what_print_config_writes_is_read_back_the_same(invoke: Callable[..., tu
     (tmp_path / "quire.toml").write_text(first)
     again, _ = invoke("serve", "--config", tmp_path / "quire.toml", "--print-config")
     assert again == first
-    changed, _ = invoke("serve", "--config", tmp_path / "quire.toml", "--port", 8000, "--print-config")
-    assert changed == first.replace("port = 81", "port = 8000")  # even where it is the default that is given
+    changed, _ = invoke(
+        "serve", "--config", tmp_path / "quire.toml", "--port", 8000, "--print-config"
+    )
+    # even where it is the default that is given
+    assert changed == first.replace("port = 81", "port = 8000")
 
 
 def test_a_file_sets_what_the_command_line_leaves_open(
@@ -203,7 +231,10 @@ def test_a_file_sets_what_the_command_line_leaves_open(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[engine]\nmax_num_seqs = true", "max_num_seqs in .engine.: must be a whole number, not True"),
+        (
+            "[engine]\nmax_num_seqs = true",
+            "max_num_seqs in .engine.: must be a whole number, not True",
+        ),
         ("[engine]\nmax_seqs = 3", "max_seqs: is no engine option"),
         ("[engine]\ndtype = 'int3'", "dtype: must be one of"),
         ("[server]\nportt = 3", "portt in .server. is unknown"),
@@ -215,7 +246,9 @@ def test_a_file_sets_what_the_command_line_leaves_open(
         ("[engine", "is not TOML"),
     ],
 )
-def test_a_wrong_file_is_refused_by_name(text: str, message: str, invoke: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_wrong_file_is_refused_by_name(
+    text: str, message: str, invoke: Callable[..., Any], tmp_path: Path
+) -> None:
     file = tmp_path / "quire.toml"
     file.write_text(text)
     with pytest.raises(InvalidRequestError, match=message):
@@ -229,7 +262,9 @@ def test_a_file_that_is_not_there(tmp_path: Path, invoke: Callable[..., Any]) ->
 
 def test_an_llm_takes_the_same_file(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "quire.toml"
-    file.write_text(f'model = "{folder}"\n[engine]\nmax_num_seqs = 5\nkv_cache_memory = "8MiB"\n[server]\nport = 9\n')
+    file.write_text(
+        f'model = "{folder}"\n[engine]\nmax_num_seqs = 5\nkv_cache_memory = "8MiB"\n[server]\nport = 9\n'
+    )
     with LLM(config=file, block_size=32) as llm:
         config = llm.engine.core.scheduler.config
         assert (config.max_num_seqs, config.block_size) == (5, 32)
@@ -246,10 +281,14 @@ def test_every_group_knows_all_of_its_fields() -> None:
         assert set(kind.options()) == {one.name for one in fields(kind)} - {"others"}
 
 
-def test_compiling_kernels_is_shown_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_kernels_is_shown_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first run on a machine takes half a minute for it, without a word it looked like a hang."""
     for name in ("long.cpp", "short.cpp"):
-        (tmp_path / name).write_text('extern "C" int f() { return 1; }\n' if name[0] == "l" else "\n")
+        (tmp_path / name).write_text(
+            'extern "C" int f() { return 1; }\n' if name[0] == "l" else "\n"
+        )
     script = (
         "import sys, pathlib, quire.process.native_library as build; from quire.frontend.progress import ModelBars\n"
         "with ModelBars('some model'):\n"
@@ -259,7 +298,9 @@ def test_compiling_kernels_is_shown_on_a_terminal(tmp_path: Path, monkeypatch: p
     )
     master, slave = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "150"}
-    done = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stderr=slave, env=environment)
+    done = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stderr=slave, env=environment
+    )
     os.close(slave)
     seen = b""
     try:

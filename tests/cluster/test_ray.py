@@ -1,5 +1,6 @@
-"""The server on a Ray cluster of three nodes, all on this machine. The long form (make soak) starts them, which takes
-half a minute; the short one has an engine's actor without a cluster."""
+"""The server on a Ray cluster of three nodes, all on this machine. The long form (make soak) starts
+them, which takes half a minute; the short one has an engine's actor without a cluster.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +26,21 @@ import yaml
 from quire.errors import QuireError
 from quire.server.batches.run import BatchJob, run_batch
 from quire.server.config import EngineShare, ServerConfig
-from quire.server.messages import AddRequest, Fatal, Ready, Updates, decode_event, encode, pack_tokens
+from quire.server.messages import (
+    AddRequest,
+    Fatal,
+    Ready,
+    Updates,
+    decode_event,
+    encode,
+    pack_tokens,
+)
 from tests.long_runs import IS_LONG
 from tests.server.harness import ROOT, SMALL_ENGINE, free_port, wait_for
 from tests.server.random_model import write_model
 
-if importlib.util.find_spec("ray") is None:  # importing it takes long, and every process of the tests would
+# importing it takes long, and every process of the tests would
+if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'quire[ray]'", allow_module_level=True)
 
 pytestmark = pytest.mark.soak
@@ -40,7 +50,9 @@ BODY: dict[str, Any] = {"prompt": "Tell me about it.", "max_tokens": 300, "ignor
 
 
 def test_an_actor_passes_messages_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without Ray around it: the process beside it is started, spoken to, missed when it dies, and ended."""
+    """Without Ray around it: the process beside it is started, spoken to, missed when it dies, and
+    ended.
+    """
     from quire.cluster.ray_engine import EngineActor
 
     monkeypatch.setenv("QUIRE_TEST_FAULT", str(tmp_path / "fault"))
@@ -60,7 +72,9 @@ def test_an_actor_passes_messages_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 for data in await actor.receive():
                     event = decode_event(data)
                     assert isinstance(event, Updates)
-                    tokens += [token for update in event.all_updates() for token in update.new_token_ids]
+                    tokens += [
+                        token for update in event.all_updates() for token in update.new_token_ids
+                    ]
             assert tokens == [1, 2, 3]
             os.kill(await actor.pid(), signal.SIGKILL)
             events = [decode_event(data) for data in await actor.receive()]
@@ -78,11 +92,16 @@ def test_a_cluster_that_is_not_there() -> None:
     from quire.cluster.ray_batch import cluster_at
 
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(QuireError, match=f"--ray {address}: there is no Ray cluster"), cluster_at(address):
+    with (
+        pytest.raises(QuireError, match=f"--ray {address}: there is no Ray cluster"),
+        cluster_at(address),
+    ):
         pass
 
 
-def test_something_else_at_the_address_is_noticed_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_something_else_at_the_address_is_noticed_within_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It takes connections and says nothing: Ray itself tries for minutes."""
     pytest.importorskip("pyarrow", reason="Ray Data needs pyarrow: pip install 'quire[ray]'")
     from quire.cluster import ray_batch
@@ -92,14 +111,20 @@ def test_something_else_at_the_address_is_noticed_within_seconds(monkeypatch: py
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         for form in (address, f"ray://{address}", "auto"):
             monkeypatch.setenv("RAY_ADDRESS", address)
-            with pytest.raises(QuireError, match="does not speak as Ray does"), ray_batch.cluster_at(form):
+            with (
+                pytest.raises(QuireError, match="does not speak as Ray does"),
+                ray_batch.cluster_at(form),
+            ):
                 pass
 
 
 @pytest.mark.parametrize(
-    ("cpus", "http_node", "is_pinned"), [(4.0, "head", True), (0.0, "head", False), (4.0, "any", False)]
+    ("cpus", "http_node", "is_pinned"),
+    [(4.0, "head", True), (0.0, "head", False), (4.0, "any", False)],
 )
-def test_the_http_side_stays_with_the_head_that_has_room(cpus: float, http_node: str, is_pinned: bool) -> None:
+def test_the_http_side_stays_with_the_head_that_has_room(
+    cpus: float, http_node: str, is_pinned: bool
+) -> None:
     """Its machine's end is the cluster's end; that of another one would cut every stream."""
     from quire.cluster.ray_app import _place
     from quire.cluster.settings import RaySettings
@@ -128,7 +153,10 @@ def cluster() -> Iterator[Any]:
         pytest.skip("a cluster takes half a minute to start: make soak")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        patch.setenv(
+            "PYTHONPATH",
+            os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        )
         patch.setenv("OMP_NUM_THREADS", "1")
         # On Linux too, Ray then stays on the loopback address.
         patch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)
@@ -137,7 +165,9 @@ def cluster() -> Iterator[Any]:
         from ray.cluster_utils import Cluster
 
         node = {"node_ip_address": "127.0.0.1", "object_store_memory": 80 * 2**20}
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **node})
+        cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, **node}
+        )
         for _ in range(2):
             cluster.add_node(num_cpus=1, **node)
         ray.init(address=cluster.address, logging_level="warning", log_to_driver=False)
@@ -203,14 +233,23 @@ def test_engines_and_machines_are_lost(cluster: Any, url: str) -> None:
     wait_for(lambda: [one["status"] for one in replicas(url)] == ["ready", "ready"])
 
     def lose_machine() -> None:
-        threading.Thread(target=cluster.remove_node, args=(next(iter(cluster.worker_nodes)),)).start()
+        threading.Thread(
+            target=cluster.remove_node, args=(next(iter(cluster.worker_nodes)),)
+        ).start()
 
     found = read(url, 20, lose_machine)
     assert found == wanted
     cluster.add_node(num_cpus=1, node_ip_address="127.0.0.1", object_store_memory=80 * 2**20)
     wait_for(lambda: [one["status"] for one in replicas(url)] == ["ready", "ready"])
     lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
-    assert sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("quire_requests_moved_total")) >= 1
+    assert (
+        sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.startswith("quire_requests_moved_total")
+        )
+        >= 1
+    )
 
 
 def test_a_rolling_update_loses_no_stream(url: str, model: str) -> None:
@@ -248,7 +287,11 @@ class Batches:
         self.model = model
         lines = []
         for number in range(count):
-            body = {"prompt": f"n {number}", "max_tokens": 60 if number % 7 == 3 else 9, "ignore_eos": True}
+            body = {
+                "prompt": f"n {number}",
+                "max_tokens": 60 if number % 7 == 3 else 9,
+                "ignore_eos": True,
+            }
             url = "/v1/completions" if number % 5 else "/v1/embeddings"
             line = {"custom_id": str(number - number % 11 // 10), "method": "POST", "url": url,
                     "body": body if number % 5 else {"input": f"n {number}"}}  # fmt: skip
@@ -259,7 +302,17 @@ class Batches:
     def command(self, answers: Path, address: str) -> list[str]:
         options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL_ENGINE.items()]
         files = [str(self.requests), "-o", str(answers), "--model", self.model]
-        return [sys.executable, "-m", "quire", "batch", *files, *options, "--replicas=2", "--ray", address]
+        return [
+            sys.executable,
+            "-m",
+            "quire",
+            "batch",
+            *files,
+            *options,
+            "--replicas=2",
+            "--ray",
+            address,
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -288,14 +341,18 @@ def test_a_batch_has_the_same_answers(cluster: Any, batches: Batches) -> None:
             os.kill(next(iter(actor_processes())), signal.SIGKILL)
 
     with cluster_at(address) as answer_all:
-        job = BatchJob(batches.requests, there, batches.model, {**SMALL_ENGINE}, concurrency=8, replicas=2)
+        job = BatchJob(
+            batches.requests, there, batches.model, {**SMALL_ENGINE}, concurrency=8, replicas=2
+        )
         summary = run_batch(job, report, answer_all)
     assert (summary.total, summary.done, done[-1]) == (60, 60, 60)
     assert summary.failed > 0
     assert done == sorted(done)
     assert len(done) > 3
     assert there.read_bytes() == batches.here.read_bytes()
-    missing = BatchJob(batches.requests, there.with_name("no.jsonl"), "./no-such-model", {**SMALL_ENGINE})
+    missing = BatchJob(
+        batches.requests, there.with_name("no.jsonl"), "./no-such-model", {**SMALL_ENGINE}
+    )
     with cluster_at(address) as answer_all, pytest.raises(QuireError, match="no-such-model"):
         run_batch(missing, report, answer_all)
     wait_for(lambda: not actor_processes(), "actors to end")
@@ -330,6 +387,8 @@ def actor_processes() -> list[int]:
 def test_configuration_files_are_serves(cluster: Any) -> None:
     from ray.serve.schema import ServeDeploySchema
 
-    ServeDeploySchema.model_validate(yaml.safe_load((ROOT / "deploy" / "ray_serve.yaml").read_text()))
+    ServeDeploySchema.model_validate(
+        yaml.safe_load((ROOT / "deploy" / "ray_serve.yaml").read_text())
+    )
     service = yaml.safe_load((ROOT / "deploy" / "kuberay.yaml").read_text())
     ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))

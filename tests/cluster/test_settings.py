@@ -23,7 +23,9 @@ from quire.errors import InvalidRequestError
         ({"stall_seconds": -1}, "stall_seconds: must be above 0"),
     ],
 )
-def test_options_of_the_server_that_ray_does_not_do_are_refused(server: dict[str, Any], why: str) -> None:
+def test_options_of_the_server_that_ray_does_not_do_are_refused(
+    server: dict[str, Any], why: str
+) -> None:
     with pytest.raises(InvalidRequestError, match=why):
         RaySettings(server=server)
 
@@ -38,7 +40,10 @@ def test_options_of_the_server_that_ray_does_not_do_are_refused(server: dict[str
         ({"http_cpus": "-1"}, "http_cpus"),
         ({"schedule_seconds": "inf"}, "schedule_seconds"),
         ({"replicas": 2}, "replicas: is no setting; there are: model"),
-        ({"gpus_per_replica": 2}, "gpus_per_replica: is 2, but the engine's tensor_parallel_size is 1"),
+        (
+            {"gpus_per_replica": 2},
+            "gpus_per_replica: is 2, but the engine's tensor_parallel_size is 1",
+        ),
         ({"gpus_per_replica": -2}, "gpus_per_replica"),
         ({"min_replicas": 3}, "replicas"),
     ],

@@ -1,4 +1,6 @@
-"""Random JSON schemas of every kind users write, small enough for a small model to finish an answer."""
+"""Random JSON schemas of every kind users write, small enough for a small model to finish an
+answer.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,27 @@ from quire.sampling_params import StructuredOutput
 Schema = dict[str, Any]
 
 _NAMES = ("name", "age", "city", "tags", "id", "price", "kind", "ok", "größe", "a b", 'q"t')
-_WORDS = ("red", "green", "blue", "on", "off", "Zürich", "a/b", "two words", 'say "hi"', "back\\slash", "日本", "")
-_PATTERNS = ("^[a-z]{1,8}$", "^[A-Z]{3}-[0-9]{2,4}$", "^(cat|dog|fish)s?$", r"^\d{4}-\d{2}-\d{2}$", "^#[0-9a-f]{6}$")
+_WORDS = (
+    "red",
+    "green",
+    "blue",
+    "on",
+    "off",
+    "Zürich",
+    "a/b",
+    "two words",
+    'say "hi"',
+    "back\\slash",
+    "日本",
+    "",
+)
+_PATTERNS = (
+    "^[a-z]{1,8}$",
+    "^[A-Z]{3}-[0-9]{2,4}$",
+    "^(cat|dog|fish)s?$",
+    r"^\d{4}-\d{2}-\d{2}$",
+    "^#[0-9a-f]{6}$",
+)
 REGEXES = (
     "(a+)+b",
     "[a-z]{1,20}",
@@ -27,7 +48,12 @@ REGEXES = (
     "x?y?z?",
     "[äöü]{2,4}|[日本語]{1,3}",
 )
-CHOICES = (("yes", "no"), ("a", "ab", "abc"), ("Paris", "London", "New York"), ('"quoted"', "new\nline", "é", "\\"))
+CHOICES = (
+    ("yes", "no"),
+    ("a", "ab", "abc"),
+    ("Paris", "London", "New York"),
+    ('"quoted"', "new\nline", "é", "\\"),
+)
 
 
 def random_schemas(seed: int, count: int) -> list[Schema]:
@@ -86,7 +112,9 @@ def _with_references(generator: random.Random) -> Schema:
 def _schema(generator: random.Random, depth: int) -> Schema:
     flat = [_string, _pattern, _enum, _const, _integer, _number, _plain]
     nested = [_object, _object, _array, _any_of]
-    kinds: list[Callable[[random.Random, int], Schema]] = flat if depth == 0 else [*nested, *nested, *flat]
+    kinds: list[Callable[[random.Random, int], Schema]] = (
+        flat if depth == 0 else [*nested, *nested, *flat]
+    )
     return generator.choice(kinds)(generator, depth)
 
 
@@ -136,9 +164,17 @@ def _const(generator: random.Random, depth: int) -> Schema:
 
 def _integer(generator: random.Random, depth: int) -> Schema:
     low = generator.randint(-1000, 1000)
-    schema: Schema = {"type": "integer", "minimum": low, "maximum": low + generator.randint(0, 5000)}
+    schema: Schema = {
+        "type": "integer",
+        "minimum": low,
+        "maximum": low + generator.randint(0, 5000),
+    }
     if generator.random() < 0.3:
-        schema = {"type": "integer", "exclusiveMinimum": low, "exclusiveMaximum": low + generator.randint(2, 50)}
+        schema = {
+            "type": "integer",
+            "exclusiveMinimum": low,
+            "exclusiveMaximum": low + generator.randint(2, 50),
+        }
     return schema
 
 

@@ -1,4 +1,6 @@
-"""Masks that take long are computed beside the steps: rows without one are held back, and the others go on."""
+"""Masks that take long are computed beside the steps: rows without one are held back, and the
+others go on.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ def test_others_go_on_while_a_row_is_held_and_its_tokens_are_the_same(depth: int
     assert hold.waits > 0  # when only held ones were left
 
 
-def test_expensive_masks_come_ahead_and_are_the_same(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_expensive_masks_come_ahead_and_are_the_same(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
     masks = []
     for is_cheap in (False, True):
         constrainer = Constrainer(compiler, 2, tokenizer.vocab_size + PADDING, torch.device("cpu"))

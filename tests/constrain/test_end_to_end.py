@@ -1,5 +1,6 @@
-"""Constrained answers of the real model at temperature 1: whatever is finished is what was asked for, and
-whatever happens around it the answer is the same."""
+"""Constrained answers of the real model at temperature 1: whatever is finished is what was asked
+for, and whatever happens around it the answer is the same.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ PROMPT = "An example, as JSON:\n"
 SCHEMA = json.dumps(
     {
         "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0}},
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "age": {"type": "integer", "minimum": 0},
+        },
         "required": ["name", "age"],
         "additionalProperties": False,
     }
@@ -36,7 +40,10 @@ def llm(smollm2_gguf: Path) -> Iterator[LLM]:
 
 
 def answers(llm: LLM, wanted: Sequence[StructuredOutput]) -> list[RequestOutput]:
-    params = [SamplingParams(seed=i, max_tokens=80, structured=structured) for i, structured in enumerate(wanted)]
+    params = [
+        SamplingParams(seed=i, max_tokens=80, structured=structured)
+        for i, structured in enumerate(wanted)
+    ]
     return llm.generate([PROMPT] * len(wanted), params)
 
 
@@ -53,8 +60,12 @@ def count_finished(outputs: Sequence[RequestOutput], wanted: Sequence[Structured
 
 @pytest.mark.soak
 def test_many_random_schemas(llm: LLM) -> None:
-    wanted = [StructuredOutput(json_schema=schema) for schema in random_schemas(seed=7, count=short_or_long(15, 200))]
-    assert count_finished(answers(llm, wanted), wanted) >= short_or_long(10, 180)  # some are cut at `max_tokens`
+    wanted = [
+        StructuredOutput(json_schema=schema)
+        for schema in random_schemas(seed=7, count=short_or_long(15, 200))
+    ]
+    # some are cut at `max_tokens`
+    assert count_finished(answers(llm, wanted), wanted) >= short_or_long(10, 180)
 
 
 def test_regexes_choices_and_any_json(llm: LLM) -> None:
@@ -75,7 +86,9 @@ def test_masks_are_begun_before_the_model_runs(llm: LLM, monkeypatch: pytest.Mon
     begin, embed = constrainer.start, kernels.embedding
     events: list[str] = []
     monkeypatch.setattr(constrainer, "start", lambda rows: (events.append("masks"), begin(rows))[1])
-    monkeypatch.setattr(kernels, "embedding", lambda ids, weight: (events.append("model"), embed(ids, weight))[1])
+    monkeypatch.setattr(
+        kernels, "embedding", lambda ids, weight: (events.append("model"), embed(ids, weight))[1]
+    )
     llm.generate(PROMPT, PERSON)
     assert events.count("model") > 10
     assert events == ["masks", "model"] * events.count("model")
@@ -83,20 +96,31 @@ def test_masks_are_begun_before_the_model_runs(llm: LLM, monkeypatch: pytest.Mon
 
 def test_running_ahead_changes_nothing(llm: LLM) -> None:
     """The grammars then learn of a step's tokens only after the next step was sent off."""
-    wanted = [StructuredOutput(regex=regex) for regex in REGEXES] + [StructuredOutput(choice=CHOICES[0])] * 4
-    wanted += [StructuredOutput(json_schema=schema) for schema in random_schemas(seed=8, count=short_or_long(6, 20))]
+    wanted = [StructuredOutput(regex=regex) for regex in REGEXES] + [
+        StructuredOutput(choice=CHOICES[0])
+    ] * 4
+    wanted += [
+        StructuredOutput(json_schema=schema)
+        for schema in random_schemas(seed=8, count=short_or_long(6, 20))
+    ]
     expected = [(output.token_ids, output.finish_reason) for output in answers(llm, wanted)]
     llm.engine.core.depth = 2
     try:
-        assert [(output.token_ids, output.finish_reason) for output in answers(llm, wanted)] == expected
+        assert [
+            (output.token_ids, output.finish_reason) for output in answers(llm, wanted)
+        ] == expected
     finally:
         llm.engine.core.depth = 1
 
 
 @pytest.mark.parametrize("turn", range(4))
-def test_preempted_while_the_last_token_is_on_its_way(llm: LLM, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preempted_while_the_last_token_is_on_its_way(
+    llm: LLM, turn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The end of an answer is noticed although its row has gone before the grammar was told of it."""
-    wanted = [StructuredOutput(choice=("yes", "no", "perhaps"))] * 6 + [StructuredOutput(regex="[ab]{1,4}c")] * 6
+    wanted = [StructuredOutput(choice=("yes", "no", "perhaps"))] * 6 + [
+        StructuredOutput(regex="[ab]{1,4}c")
+    ] * 6
     expected = [(output.token_ids, output.finish_reason) for output in answers(llm, wanted)]
     core = llm.engine.core
     steps = 0
@@ -138,7 +162,8 @@ def test_preemption_and_chunks_change_nothing(llm: LLM, smollm2_gguf: Path) -> N
     params = [replace(PERSON, seed=i, ignore_eos=i % 2 == 0) for i in range(6)]
     prompt = "Here is a list of people. " * 8 + PROMPT
     expected = [llm.generate(prompt, one)[0].token_ids for one in params]
-    block = 2 * 30 * 3 * 64 * 16 * 2  # bytes: keys and values, layers, heads, head size, tokens, bfloat16
+    # bytes: keys and values, layers, heads, head size, tokens, bfloat16
+    block = 2 * 30 * 3 * 64 * 16 * 2
     with LLM(
         smollm2_gguf,
         dtype="bfloat16",
@@ -153,7 +178,9 @@ def test_preemption_and_chunks_change_nothing(llm: LLM, smollm2_gguf: Path) -> N
 
 
 def test_min_tokens_gives_way_where_only_an_end_can_follow(llm: LLM) -> None:
-    params = SamplingParams(seed=1, min_tokens=30, max_tokens=50, structured=StructuredOutput(choice=("yes", "no")))
+    params = SamplingParams(
+        seed=1, min_tokens=30, max_tokens=50, structured=StructuredOutput(choice=("yes", "no"))
+    )
     output = llm.generate("Is it? ", params)[0]
     assert output.text in ("yes", "no")
     assert output.finish_reason == "stop"
@@ -183,7 +210,9 @@ def test_logprobs_are_the_models_own_and_come_with_structure(llm: LLM) -> None:
         StructuredOutput(json_schema='{"type": "integer", "multipleOf": 1234567}'),
     ],
 )
-def test_a_bad_or_explosive_grammar_fails_its_own_call(llm: LLM, structured: StructuredOutput) -> None:
+def test_a_bad_or_explosive_grammar_fails_its_own_call(
+    llm: LLM, structured: StructuredOutput
+) -> None:
     with pytest.raises(InvalidRequestError, match="structured"):
         llm.generate(PROMPT, SamplingParams(structured=structured))
     assert llm.generate(PROMPT, PERSON)[0].finish_reason == "stop"

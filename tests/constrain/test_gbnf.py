@@ -47,7 +47,9 @@ def test_what_is_wrong_is_said_in_a_line(wrong: str) -> None:
 
 def test_the_work_is_bounded() -> None:
     """Each rule refers to the next: the most rounds the converter can take."""
-    rules = "root ::= r0\n" + "".join(f"r{number} ::= r{number + 1}\n" for number in range(MAX_RULES - 2))
+    rules = "root ::= r0\n" + "".join(
+        f"r{number} ::= r{number + 1}\n" for number in range(MAX_RULES - 2)
+    )
     began = time.process_time()
     assert to_lark(rules + f'r{MAX_RULES - 2} ::= "x"')
     assert time.process_time() - began < 0.5

@@ -34,7 +34,10 @@ REFUSED: dict[str, StructuredOutput] = {
     "false": StructuredOutput(json_schema='{"properties": false}'),
     "reference to itself": StructuredOutput(json_schema='{"$ref": "#"}'),
     "references in a circle": StructuredOutput(
-        json_schema={"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+        json_schema={
+            "$ref": "#/$defs/a",
+            "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+        }
     ),
     "remote reference": StructuredOutput(json_schema='{"$ref": "http://localhost/x.json"}'),
     "unknown keyword": StructuredOutput(json_schema='{"not": {"type": "string"}}'),
@@ -47,7 +50,9 @@ REFUSED: dict[str, StructuredOutput] = {
     "broken grammar": StructuredOutput(grammar="start: foo bar %%"),
     "empty language": StructuredOutput(grammar="start: start"),
     "rule temperature": StructuredOutput(grammar="start[temperature=0.5]: /a+/"),
-    "terminals doubling": StructuredOutput(grammar=_chain(60).replace("r", "R").replace("staRt: R0", "start: R0")),
+    "terminals doubling": StructuredOutput(
+        grammar=_chain(60).replace("r", "R").replace("staRt: R0", "start: R0")
+    ),
     "surrogate": StructuredOutput(regex="\ud800"),
 }
 
@@ -76,7 +81,9 @@ def test_explosive_grammars_end_within_the_limit(compiler: GrammarCompiler) -> N
     started = time.process_time(), time.monotonic()
     with pytest.raises(InvalidRequestError, match="takes over"):
         compiler.compile(explosive)
-    assert time.monotonic() - started[1] < limits.COMPILE_WALL_SECONDS / 2, "a refusal is remembered"
+    assert time.monotonic() - started[1] < limits.COMPILE_WALL_SECONDS / 2, (
+        "a refusal is remembered"
+    )
 
 
 GOOD: dict[str, StructuredOutput] = {
@@ -84,7 +91,10 @@ GOOD: dict[str, StructuredOutput] = {
     "long counter": StructuredOutput(regex="[a-z]{1,99999}"),
     "huge enum": StructuredOutput(json_schema={"enum": [f"value {i}" for i in range(10_000)]}),
     "300 properties": StructuredOutput(
-        json_schema={"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}}
+        json_schema={
+            "type": "object",
+            "properties": {f"p{i}": {"type": "string"} for i in range(300)},
+        }
     ),
     "100 levels": StructuredOutput(json_schema=_nested(100)),
     "recursive": StructuredOutput(json_schema='{"type": "array", "items": {"$ref": "#"}}'),
@@ -136,7 +146,10 @@ def test_the_cache_keeps_both_bounds_and_what_was_used_last() -> None:
 def test_threads_share_one_compiled_grammar(compiler: GrammarCompiler) -> None:
     structured = StructuredOutput(json_schema='{"type": "array", "items": {"type": "integer"}}')
     found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(compiler.compile(structured))) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: found.append(compiler.compile(structured)))
+        for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -180,15 +193,21 @@ def test_without_llguidance_the_error_says_what_to_install() -> None:
         "except QuireError as error: print(error)\n"
         "print('torch' in sys.modules, 'numpy' in sys.modules)\n"
     )
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert "pip install quire[structured]" in output
     assert output.endswith("False False\n"), "the checking process starts quickly"
 
 
-def test_a_full_automaton_is_only_its_own_requests_problem(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+def test_a_full_automaton_is_only_its_own_requests_problem(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
     grammar = compiler.compile(StructuredOutput(regex="(.*a.{50}){20}"))
     greedy = GrammarState(grammar)
-    tokens = tokenizer.encode_plain("an apple a day keeps the doctor away and banana bread at bay " * 40)
+    tokens = tokenizer.encode_plain(
+        "an apple a day keeps the doctor away and banana bread at bay " * 40
+    )
     for token_id in tokens:  # its automaton grows with each mask until it is full
         greedy.matcher.compute_bitmask()
         if greedy.matcher.is_error():
@@ -197,7 +216,9 @@ def test_a_full_automaton_is_only_its_own_requests_problem(compiler: GrammarComp
     assert "too many states" in greedy.error
     other = grammar.matcher()
     other.compute_bitmask()
-    assert other.is_error(), "llguidance shares the automaton; if no longer, `private_matcher` can go"
+    assert other.is_error(), (
+        "llguidance shares the automaton; if no longer, `private_matcher` can go"
+    )
     innocent = GrammarState(grammar)
     innocent.matcher.compute_bitmask()
     assert innocent.start_over()

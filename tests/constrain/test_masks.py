@@ -21,7 +21,9 @@ NUM_ROWS = 8
 
 @pytest.fixture
 def constrainer(compiler: GrammarCompiler, tokenizer: Tokenizer) -> Iterator[Constrainer]:
-    constrainer = Constrainer(compiler, NUM_ROWS, tokenizer.vocab_size + PADDING, torch.device("cpu"))
+    constrainer = Constrainer(
+        compiler, NUM_ROWS, tokenizer.vocab_size + PADDING, torch.device("cpu")
+    )
     yield constrainer
     constrainer.close()
 
@@ -55,7 +57,9 @@ def test_nobody_constrained_costs_nothing(constrainer: Constrainer) -> None:
     assert constrainer._worker is None, "no threads, no memory"
 
 
-def test_only_rows_with_a_grammar_are_masked(constrainer: Constrainer, tokenizer: Tokenizer) -> None:
+def test_only_rows_with_a_grammar_are_masked(
+    constrainer: Constrainer, tokenizer: Tokenizer
+) -> None:
     constrainer.admit(5, StructuredOutput(choice=("yes", "no")))
     rows = _rows(2, 5, 0)
     constrainer.start(rows)
@@ -82,16 +86,26 @@ def test_the_request_ends_with_its_grammar(constrainer: Constrainer, tokenizer: 
     assert constrainer.advance(_rows(1), [tokenizer.eos_token_ids[-1]]).ended == {1}
 
 
-@pytest.mark.parametrize("grammar", ['start: A "!"\nA: ~/x*/', "start: <[*]> <[*]>", "start: /(?s:.*)!/"])
-def test_control_tokens_are_no_text(constrainer: Constrainer, tokenizer: Tokenizer, grammar: str) -> None:
+@pytest.mark.parametrize(
+    "grammar", ['start: A "!"\nA: ~/x*/', "start: <[*]> <[*]>", "start: /(?s:.*)!/"]
+)
+def test_control_tokens_are_no_text(
+    constrainer: Constrainer, tokenizer: Tokenizer, grammar: str
+) -> None:
     constrainer.admit(0, StructuredOutput(grammar=grammar))
     allowed = _allowed(constrainer, 0)
     assert len(allowed) > 1000
-    assert tokenizer.special_token_ids.isdisjoint(allowed), "the text can't end here, nor hold control tokens"
-    assert max(allowed) < tokenizer.vocab_size, "ids that only pad the model's vocabulary are no text"
+    assert tokenizer.special_token_ids.isdisjoint(allowed), (
+        "the text can't end here, nor hold control tokens"
+    )
+    assert max(allowed) < tokenizer.vocab_size, (
+        "ids that only pad the model's vocabulary are no text"
+    )
 
 
-def test_control_tokens_that_a_request_names_can_be_written(constrainer: Constrainer, tokenizer: Tokenizer) -> None:
+def test_control_tokens_that_a_request_names_can_be_written(
+    constrainer: Constrainer, tokenizer: Tokenizer
+) -> None:
     """Here and behind guesses; others, and other requests, have no part in it."""
     grammar = "start: <|im_start|> /a/ <|im_start|> <|im_end|> /b/"
     begin = tokenizer.token_to_id("<|im_start|>")
@@ -124,7 +138,9 @@ def test_a_grammar_of_nothing_but_control_tokens_fails_alone(constrainer: Constr
     assert "no token to choose" in masks.errors[0]
 
 
-def test_min_tokens_yields_to_a_grammar_that_has_ended(constrainer: Constrainer, tokenizer: Tokenizer) -> None:
+def test_min_tokens_yields_to_a_grammar_that_has_ended(
+    constrainer: Constrainer, tokenizer: Tokenizer
+) -> None:
     (a,) = tokenizer.encode_plain("a")
     ends = tokenizer.eos_token_ids
     constrainer.admit(0, StructuredOutput(regex="()"), end_token_ids=ends)
@@ -181,7 +197,9 @@ def test_masks_nobody_took_are_no_trouble(constrainer: Constrainer, tokenizer: T
     assert _texts(tokenizer, _allowed(constrainer, 0)) == {b"b"}
 
 
-def test_a_late_token_reaches_its_own_request_or_nobody(constrainer: Constrainer, tokenizer: Tokenizer) -> None:
+def test_a_late_token_reaches_its_own_request_or_nobody(
+    constrainer: Constrainer, tokenizer: Tokenizer
+) -> None:
     """A runner that is a step ahead tells the tokens after rows have left and come again."""
     (a,), (b,) = tokenizer.encode_plain("a"), tokenizer.encode_plain("b")
     for row in range(4):
@@ -193,7 +211,8 @@ def test_a_late_token_reaches_its_own_request_or_nobody(constrainer: Constrainer
     constrainer.drop(1)
     constrainer.drop(2)
     constrainer.admit(2, StructuredOutput(regex="bab"))
-    constrainer.admit(3, StructuredOutput(regex="ab"), output_token_ids=[a])  # preempted; its token came in time
+    # preempted; its token came in time
+    constrainer.admit(3, StructuredOutput(regex="ab"), output_token_ids=[a])
     constrainer.admit(4, StructuredOutput(regex="c"))
     advanced = constrainer.advance(rows, [a, b, a, a, a], masks.epochs)
     assert (advanced.ended, advanced.errors) == (frozenset(), {})
@@ -206,7 +225,9 @@ def test_a_late_token_reaches_its_own_request_or_nobody(constrainer: Constrainer
     assert constrainer.masks(_rows(1)) is None
 
 
-def test_masks_started_before_a_token_was_told_are_not_used(constrainer: Constrainer, tokenizer: Tokenizer) -> None:
+def test_masks_started_before_a_token_was_told_are_not_used(
+    constrainer: Constrainer, tokenizer: Tokenizer
+) -> None:
     (a,), (b,) = tokenizer.encode_plain("a"), tokenizer.encode_plain("b")
     constrainer.admit(0, StructuredOutput(regex="ab"))
     rows = _rows(0)
@@ -229,9 +250,13 @@ def test_masks_started_before_a_token_was_told_are_not_used(constrainer: Constra
     assert a not in np.flatnonzero(bits)
 
 
-def test_rows_do_not_depend_on_their_company(constrainer: Constrainer, tokenizer: Tokenizer) -> None:
+def test_rows_do_not_depend_on_their_company(
+    constrainer: Constrainer, tokenizer: Tokenizer
+) -> None:
     """Every row of a batch that shares a grammar gets the mask it would get alone, step by step."""
-    structured = StructuredOutput(json_schema='{"type": "array", "items": {"type": "string", "maxLength": 6}}')
+    structured = StructuredOutput(
+        json_schema='{"type": "array", "items": {"type": "string", "maxLength": 6}}'
+    )
     texts = ['["abc", "d"]', '["", "ümlaut"]', "[]", '["\\n", "x"]']
     answers = [tokenizer.encode_plain(text) for text in texts]
     alone: list[list[list[int]]] = []
@@ -260,7 +285,9 @@ def test_rows_do_not_depend_on_their_company(constrainer: Constrainer, tokenizer
 
 
 def test_a_sentencepiece_vocabulary() -> None:
-    """Text the grammar forces is cut into tokens without the space SentencePiece puts before a first word."""
+    """Text the grammar forces is cut into tokens without the space SentencePiece puts before a
+    first word.
+    """
     tokenizer = Tokenizer.from_gguf(sentencepiece_metadata())
     eos = tokenizer.eos_token_ids
     own = GrammarCompiler(tokenizer, tokenizer.vocab_size, eos)

@@ -102,7 +102,13 @@ class Harness:
     def solo(self, name: str) -> tuple[list[int], str]:
         request = self.requests[name]
         return solo_run(
-            request.prompt_token_ids, request.params, request.seed, self.eos, VOCAB, self.config, request.key_parts
+            request.prompt_token_ids,
+            request.params,
+            request.seed,
+            self.eos,
+            VOCAB,
+            self.config,
+            request.key_parts,
         )
 
     def check_answers(self, *names: str) -> None:

@@ -1,4 +1,6 @@
-"""Pool, prefix cache and host tier once more, the slow and obvious way: lists searched from end to end."""
+"""Pool, prefix cache and host tier once more, the slow and obvious way: lists searched from end to
+end.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class NaiveBlocks:
         return self.take([]) if self.free else None
 
     def find_partial(self, salt: str, tokens: list[int], first: int) -> tuple[int, int] | None:
-        """The block that is not full and holds the most of the tokens from `first` on, and how many."""
+        """The block that is not full and holds the most of the tokens from `first` on, and how
+        many.
+        """
         found: tuple[int, int] | None = None
         usable = tokens[: min(len(tokens) - 1, first + self.size)]
         for block, (its_salt, its_tokens) in self.names.items():
@@ -80,14 +84,17 @@ class NaiveBlocks:
                 continue
             count = 0
             while (
-                first + count < min(len(usable), len(its_tokens)) and usable[first + count] == its_tokens[first + count]
+                first + count < min(len(usable), len(its_tokens))
+                and usable[first + count] == its_tokens[first + count]
             ):
                 count += 1
             if count > (0 if found is None else found[1]):
                 found = block, count
         return found
 
-    def place(self, salt: str, tokens: list[int], reserve: int) -> tuple[list[int], tuple[int, int] | None] | None:
+    def place(
+        self, salt: str, tokens: list[int], reserve: int
+    ) -> tuple[list[int], tuple[int, int] | None] | None:
         """The table, and the block whose first so many tokens are copied into it."""
         hits: list[int | Prefix] = []
         for index in range((len(tokens) - 1) // self.size):
@@ -124,7 +131,9 @@ class NaiveBlocks:
             self.release([partial[0]])
         return table + fresh, partial
 
-    def publish(self, salt: str, tokens: list[int], table: list[int], first: int, num_computed: int) -> None:
+    def publish(
+        self, salt: str, tokens: list[int], table: list[int], first: int, num_computed: int
+    ) -> None:
         """Each block is offered once: `first` is the first that was not."""
         for index in range(first, num_computed // self.size):
             prefix = self.prefix(salt, tokens, index)
@@ -133,7 +142,9 @@ class NaiveBlocks:
             if self.holder(prefix) is None:
                 self.names[table[index]] = prefix
 
-    def publish_partial(self, salt: str, tokens: list[int], table: list[int], num_computed: int) -> None:
+    def publish_partial(
+        self, salt: str, tokens: list[int], table: list[int], num_computed: int
+    ) -> None:
         prefix = salt, tuple(tokens[:num_computed])
         if self.is_full(prefix) or table[num_computed // self.size] in self.names:
             return
@@ -141,6 +152,8 @@ class NaiveBlocks:
             self.names[table[num_computed // self.size]] = prefix
 
     def demote(self, table: list[int]) -> None:
-        named = [block for block in table if block in self.names and self.is_full(self.names[block])]
+        named = [
+            block for block in table if block in self.names and self.is_full(self.names[block])
+        ]
         for block in reversed(named[: self.num_host]):
             self.save(self.names[block], [])

@@ -48,7 +48,9 @@ class NaiveScheduler:
     def judge(self, step: Step, now: float) -> None:
         """Checks a step against the rules, then takes it over."""
         expired = {name for name, known in self.live.items() if known.expires <= now}
-        assert {f.request_id for f in step.finished if f.reason == "deadline" and f.time == now} >= expired
+        assert {
+            f.request_id for f in step.finished if f.reason == "deadline" and f.time == now
+        } >= expired
         for name in expired:
             self.live[name].table = None
         alive = {name: known for name, known in self.live.items() if name not in expired}
@@ -64,34 +66,51 @@ class NaiveScheduler:
         assert step.num_running == sum(known.table is not None for known in alive.values())
         assert step.num_waiting == len(alive) - step.num_running
 
-    def _judge_running(self, step: Step, alive: dict[str, NaiveRequest], given_way: list[str]) -> None:
+    def _judge_running(
+        self, step: Step, alive: dict[str, NaiveRequest], given_way: list[str]
+    ) -> None:
         scheduled = {entry.request_id: entry for entry in step.scheduled}
         running = {name: known for name, known in alive.items() if known.table is not None}
         staying = [known.order for name, known in running.items() if name not in given_way]
         for name in given_way:
-            assert all(order < running[name].order for order in staying), "someone more important gave way"
+            assert all(order < running[name].order for order in staying), (
+                "someone more important gave way"
+            )
         for name, known in running.items():
             left = known.num_tokens - known.computed
             if known.num_tokens >= known.limit:
                 assert name not in scheduled, "its last token is in flight"
             elif left == 1 and name not in given_way:
-                assert scheduled[name].num_tokens - len(scheduled[name].guesses) == 1, "a decode starves"
-        chunked = [k for n, k in running.items() if k.num_tokens - k.computed > 1 and n not in given_way]
+                assert scheduled[name].num_tokens - len(scheduled[name].guesses) == 1, (
+                    "a decode starves"
+                )
+        chunked = [
+            k for n, k in running.items() if k.num_tokens - k.computed > 1 and n not in given_way
+        ]
         if chunked:
-            assert min(chunked, key=lambda known: known.order).request.request_id in scheduled, "a prompt starves"
+            assert min(chunked, key=lambda known: known.order).request.request_id in scheduled, (
+                "a prompt starves"
+            )
 
-    def _judge_admissions(self, step: Step, alive: dict[str, NaiveRequest], given_way: list[str]) -> None:
+    def _judge_admissions(
+        self, step: Step, alive: dict[str, NaiveRequest], given_way: list[str]
+    ) -> None:
         admitted = [admission.request_id for admission in step.admitted]
         if given_way:
             assert not admitted
             return
         assert admitted == sorted(admitted, key=lambda name: alive[name].order)
-        waiting = sorted((known for known in alive.values() if known.table is None), key=lambda known: known.order)
+        waiting = sorted(
+            (known for known in alive.values() if known.table is None),
+            key=lambda known: known.order,
+        )
         passed = [known for known in waiting if known.request.request_id not in admitted]
         if admitted:
             last = alive[admitted[-1]].order
             for known in passed:
-                assert known.order > last or not self._is_ready(known, alive, admitted), "someone was overtaken"
+                assert known.order > last or not self._is_ready(known, alive, admitted), (
+                    "someone was overtaken"
+                )
         num_running = sum(known.table is not None for known in alive.values()) + len(admitted)
         num_real = step.num_tokens - sum(len(entry.guesses) for entry in step.scheduled)
         if num_running < self.config.max_num_seqs and num_real < self.config.max_batched_tokens:
@@ -103,14 +122,22 @@ class NaiveScheduler:
                     assert self.config.blocks_for(need) > step.num_free_blocks, "there was room"
                     break
 
-    def _is_ready(self, known: NaiveRequest, alive: dict[str, NaiveRequest], admitted: list[str]) -> bool:
+    def _is_ready(
+        self, known: NaiveRequest, alive: dict[str, NaiveRequest], admitted: list[str]
+    ) -> bool:
         if known.in_flight:
             return False
         group = known.request.group_id
         if group is None or known.was_admitted or not self.config.prefix_caching:
             return True
-        runs = [other.request for name, other in alive.items() if other.table is not None or name in admitted]
-        return not any(r.group_id == group and r.num_committed_tokens < len(r.prompt_token_ids) for r in runs)
+        runs = [
+            other.request
+            for name, other in alive.items()
+            if other.table is not None or name in admitted
+        ]
+        return not any(
+            r.group_id == group and r.num_committed_tokens < len(r.prompt_token_ids) for r in runs
+        )
 
     def _apply(self, step: Step, alive: dict[str, NaiveRequest]) -> None:
         for admission in step.admitted:
@@ -138,8 +165,9 @@ class NaiveScheduler:
         known.computed = 0
 
     def land(self, result: StepResult) -> None:
-        """The oldest step's samples are no longer in flight; a dead request's don't matter. Who was preempted
-        meanwhile can't be running again: it would have had samples in flight."""
+        """The oldest step's samples are no longer in flight; a dead request's don't matter. Who was
+        preempted meanwhile can't be running again: it would have had samples in flight.
+        """
         step, requests = self.in_flight.pop(0)
         for known, entry in zip(requests, step.scheduled, strict=True):
             known.in_flight -= entry.samples + len(entry.guesses)

@@ -1,4 +1,6 @@
-"""Block pool, prefix cache and host tier against the naive model, after every rule of a random play."""
+"""Block pool, prefix cache and host tier against the naive model, after every rule of a random
+play.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ class BlockMachine(RuleBasedStateMachine):
         self.holders: list[tuple[Request, list[int]]] = []
         self.count = 0
 
-    @initialize(size=st.integers(1, 3), num_blocks=st.integers(2, 12), num_host=st.sampled_from([0, 0, 1, 2, 5]))
+    @initialize(
+        size=st.integers(1, 3),
+        num_blocks=st.integers(2, 12),
+        num_host=st.sampled_from([0, 0, 1, 2, 5]),
+    )
     def start(self, size: int, num_blocks: int, num_host: int) -> None:
         config = SchedulerConfig(num_blocks, 1, 1, 1000, size, num_host_blocks=num_host)
         self.blocks = BlockManager(config)
@@ -50,7 +56,11 @@ class BlockMachine(RuleBasedStateMachine):
         expected = self.model.place(salt, tokens, len(tokens) + more)
         placement = self.blocks.place(request, len(tokens) + more)
         assert (placement is None) == (expected is None)
-        copies = [(copy.source, copy.target) for copy in self.blocks.take_copies() if copy.kind == "device_to_device"]
+        copies = [
+            (copy.source, copy.target)
+            for copy in self.blocks.take_copies()
+            if copy.kind == "device_to_device"
+        ]
         if placement is None or expected is None:
             assert not copies
             return
@@ -81,7 +91,9 @@ class BlockMachine(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 8))
     def commit(self, data: st.DataObject, count: int) -> None:
         request, table = self.pick(data)
-        request.num_computed_tokens = min(len(request.token_ids), request.num_computed_tokens + count)
+        request.num_computed_tokens = min(
+            len(request.token_ids), request.num_computed_tokens + count
+        )
         request.num_committed_tokens = request.num_computed_tokens
         salt, first = request.params.cache_salt or "", request.num_published_blocks
         self.blocks.publish(request)
@@ -118,7 +130,9 @@ class BlockMachine(RuleBasedStateMachine):
             assert [block.block_id for block in request.block_table] == table
         pool, model = self.blocks.pool, self.model
         assert [block.block_id for block in pool.free] == model.free
-        assert {block.block_id: self.spell(block.key) for block in self.blocks.cache._blocks.values()} == model.names
+        assert {
+            block.block_id: self.spell(block.key) for block in self.blocks.cache._blocks.values()
+        } == model.names
         assert [self.spell(key) for key, _ in self.blocks.host._slots.values()] == model.host
 
     @staticmethod
@@ -137,5 +151,6 @@ class BlockMachine(RuleBasedStateMachine):
 def test_blocks_do_what_the_naive_model_does() -> None:
     examples = short_or_long(250, 1000)
     run_state_machine_as_test(
-        BlockMachine, settings=settings(deadline=None, max_examples=examples, stateful_step_count=40)
+        BlockMachine,
+        settings=settings(deadline=None, max_examples=examples, stateful_step_count=40),
     )

@@ -164,10 +164,15 @@ def test_an_answer_that_fails_leaves_the_others_to_its_prompt_alone(faulty_step:
 
 
 def test_copies_not_yet_submitted_are_forgotten_with_the_failed_ones_they_depend_on() -> None:
-    # Host tier of one slot. "b" is restored from it in a step that will fail; meanwhile "x" pushes it out of
-    # the slot, and "b" is preempted: the block saved now never held what it should.
+    # Host tier of one slot. "b" is restored from it in a step that will fail; meanwhile "x" pushes
+    # it out of the slot, and "b" is preempted: the block saved now never held what it should.
     settings = SchedulerConfig(
-        num_blocks=9, max_num_seqs=4, max_batched_tokens=64, max_model_len=32, block_size=4, num_host_blocks=1
+        num_blocks=9,
+        max_num_seqs=4,
+        max_batched_tokens=64,
+        max_model_len=32,
+        block_size=4,
+        num_host_blocks=1,
     )
     engine = Harness(settings, depth=1)
     prompt = [1, 2, 3, 4, 5]
@@ -179,7 +184,9 @@ def test_copies_not_yet_submitted_are_forgotten_with_the_failed_ones_they_depend
     assert len(blocks.host) == 1
     engine.add("b", prompt, max_tokens=4)
     failing = engine.scheduler.schedule(engine.now)
-    assert [copy.kind for copy in failing.copies if copy.kind == "host_to_device"] == ["host_to_device"]
+    assert [copy.kind for copy in failing.copies if copy.kind == "host_to_device"] == [
+        "host_to_device"
+    ]
     (key,) = [key for key, _ in blocks.host._slots.values()]
     blocks.host.drop(0)
     engine.scheduler.preempt("b")

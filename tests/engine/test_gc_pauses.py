@@ -98,7 +98,9 @@ def test_a_program_that_starts_collects_nothing() -> None:
 @pytest.mark.usefixtures("eager_collector")
 def test_a_busy_engine_is_not_held_up_by_full_collections() -> None:
     def collections_beside(policy: AbstractContextManager[None]) -> int:
-        harness = Harness(config(num_blocks=513, max_num_seqs=16, max_model_len=128, max_batched_tokens=256))
+        harness = Harness(
+            config(num_blocks=513, max_num_seqs=16, max_model_len=128, max_batched_tokens=256)
+        )
         for i in range(16):
             harness.add(f"r{i}", [1 + i, 2, 3], max_tokens=100)
         with policy:
@@ -111,7 +113,9 @@ def test_a_busy_engine_is_not_held_up_by_full_collections() -> None:
 
 @pytest.mark.usefixtures("eager_collector")
 def test_garbage_goes_though_the_engine_is_entered_again_and_again() -> None:
-    """Freezing on the way in, as was done once, began the counting anew every time: nothing was ever collected."""
+    """Freezing on the way in, as was done once, began the counting anew every time: nothing was
+    ever collected.
+    """
     before = Cycle.alive
     recent: deque[Cycle] = deque(maxlen=200)  # long enough to grow old
     for _ in range(20_000):
@@ -148,12 +152,18 @@ def test_the_collector_is_left_as_it_was() -> None:
 
 
 def test_requests_leave_nothing_for_the_collector(smollm2_gguf: Path) -> None:
-    """What a step leaves (once its tensors) may get old, and then lies about until the next full collection."""
+    """What a step leaves (once its tensors) may get old, and then lies about until the next full
+    collection.
+    """
     with LLM(smollm2_gguf, kv_cache_memory="64MiB", max_model_len=128) as llm:
 
         def work() -> None:
             scored = SamplingParams(max_tokens=4, logprobs=2, prompt_logprobs=1)
-            llm.generate(["a b c", "b"], [scored, SamplingParams(max_tokens=4, n=2, top_p=0.9)], progress=False)
+            llm.generate(
+                ["a b c", "b"],
+                [scored, SamplingParams(max_tokens=4, n=2, top_p=0.9)],
+                progress=False,
+            )
             next(llm.stream("and", SamplingParams(max_tokens=4, temperature=0)))
             llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=4, stop=["x"]))
             llm.generate("x", SamplingParams(max_tokens=4, structured={"regex": "[a-z]+"}))  # type: ignore[arg-type]
@@ -182,14 +192,18 @@ def test_importing_waits_for_no_full_collection() -> None:
     assert done.stdout.split() == ["0", "True"]
 
 
-def test_a_command_puts_full_collections_off_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_puts_full_collections_off_from_its_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found: list[tuple[int, int, int]] = []
     monkeypatch.setattr("quire.cli.main.app", lambda: found.append(gc.get_threshold()))
     main()
     assert found[0][2] > 100 * gc.get_threshold()[2]
 
 
-def test_an_idle_engine_process_collects_garbage_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_process_collects_garbage_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     collector = IdleCollector(now=100.0)
     assert not collector.is_due(159.0)
     assert collector.is_due(160.0)
@@ -197,11 +211,17 @@ def test_an_idle_engine_process_collects_garbage_once_a_minute(monkeypatch: pyte
     assert not collector.is_due(219.0)
 
     decoder = random_decoder(SPECS["llama"], ReferenceKernels(), torch.float32)
-    engine = assemble(decoder, EngineConfig(device="cpu", kv_cache_memory="1MiB", max_model_len=64), name="test")
+    engine = assemble(
+        decoder, EngineConfig(device="cpu", kv_cache_memory="1MiB", max_model_len=64), name="test"
+    )
     monkeypatch.setattr("quire.process.gc_pauses._INTERVAL", 0.0)
     monkeypatch.setattr(engine_process, "_SILENCE", 1)
     collected = threading.Event()
-    with zmq.Context() as context, context.socket(zmq.PUSH) as commands, context.socket(zmq.PULL) as events:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PUSH) as commands,
+        context.socket(zmq.PULL) as events,
+    ):
         commands.bind("inproc://commands")
         events.bind("inproc://events")
         with context.socket(zmq.PULL) as theirs, context.socket(zmq.PUSH) as told:

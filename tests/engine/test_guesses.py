@@ -1,4 +1,6 @@
-"""Steps that compute guessed tokens: several tokens may come of one step, and the answer is never another."""
+"""Steps that compute guessed tokens: several tokens may come of one step, and the answer is never
+another.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,19 @@ class Oracle:
         return guesses
 
 
-def harness(oracle: Oracle, depth: int = 1, eos: Sequence[int] = (), **settings: int | bool) -> Harness:
+def harness(
+    oracle: Oracle, depth: int = 1, eos: Sequence[int] = (), **settings: int | bool
+) -> Harness:
     oracle.engine = Harness(config(**settings), depth=depth, eos=eos, guess=oracle)
     return oracle.engine
 
 
 def sampling_steps(engine: Harness, name: str) -> list[Step]:
-    return [step for step in engine.steps if any(e.request_id == name and e.samples for e in step.scheduled)]
+    return [
+        step
+        for step in engine.steps
+        if any(e.request_id == name and e.samples for e in step.scheduled)
+    ]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -52,7 +60,11 @@ def test_right_guesses_give_several_tokens_a_step(depth: int) -> None:
     engine.run()
     engine.check_answers()
     assert len(sampling_steps(engine, "a")) == 5
-    results = [entry.result.tokens["a"] for entry in engine.log if entry.result and "a" in entry.result.tokens]
+    results = [
+        entry.result.tokens["a"]
+        for entry in engine.log
+        if entry.result and "a" in entry.result.tokens
+    ]
     assert [len(tokens) for tokens in results] == [4] * 5
 
 
@@ -73,7 +85,9 @@ def test_nobody_asks_for_guesses_while_a_request_pauses(depth: int) -> None:
     request.guess_pause = 4
     engine.run()
     engine.check_answers()
-    counts = [len(entry.guesses) for step in sampling_steps(engine, "a") for entry in step.scheduled]
+    counts = [
+        len(entry.guesses) for step in sampling_steps(engine, "a") for entry in step.scheduled
+    ]
     assert counts == [0] * 4 + [3] * 4
 
 
@@ -108,18 +122,27 @@ def test_no_more_is_guessed_than_the_answer_may_have(max_tokens: int) -> None:
     engine.add("a", PROMPT, max_tokens=max_tokens)
     engine.run()
     engine.check_answers()
-    assert [len(entry.guesses) for step in engine.steps for entry in step.scheduled] == [max_tokens - 1]
+    assert [len(entry.guesses) for step in engine.steps for entry in step.scheduled] == [
+        max_tokens - 1
+    ]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("count", "guesses"), [(1, 7), (2, 3), (3, 1), (4, 1), (5, 0)])
-def test_a_step_with_guesses_has_no_more_tokens_than_have_a_graph(count: int, guesses: int, depth: int) -> None:
+def test_a_step_with_guesses_has_no_more_tokens_than_have_a_graph(
+    count: int, guesses: int, depth: int
+) -> None:
     engine = harness(Oracle(9), depth, max_checked_tokens=8, max_num_seqs=5, num_blocks=60)
     for i in range(count):
         engine.add(f"r{i}", range(i, i + 4), max_tokens=20, seed=i)
     engine.run()
     engine.check_answers()
-    found = {len(one.guesses) for step in engine.steps if len(step.scheduled) == count for one in step.scheduled}
+    found = {
+        len(one.guesses)
+        for step in engine.steps
+        if len(step.scheduled) == count
+        for one in step.scheduled
+    }
     assert max(found) == guesses
 
 

@@ -1,4 +1,6 @@
-"""The check of an idle engine: what it finds and when, what it costs, and what becomes of a fault it finds."""
+"""The check of an idle engine: what it finds and when, what it costs, and what becomes of a fault
+it finds.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,10 @@ def free_padding(scheduler: Scheduler, index: int) -> None:
 
 
 def exchange_names(scheduler: Scheduler, index: int) -> None:
-    one, other = free_block(scheduler, index, named=True), free_block(scheduler, index + 1, named=True)
+    one, other = (
+        free_block(scheduler, index, named=True),
+        free_block(scheduler, index + 1, named=True),
+    )
     one.key, other.key = other.key, one.key
 
 
@@ -252,7 +257,9 @@ class WatchedList(list[Block]):
 
     def __getitem__(self, index: SupportsIndex | slice) -> Any:
         found = super().__getitem__(index)
-        self.seen += [block.block_id for block in found] if isinstance(found, list) else [found.block_id]
+        self.seen += (
+            [block.block_id for block in found] if isinstance(found, list) else [found.block_id]
+        )
         return found
 
 
@@ -305,9 +312,12 @@ def test_a_check_does_as_much_for_a_large_cache_as_for_a_small_one() -> None:
     for factor in (1, 10):
         num_tokens = 2500 * factor
         scheduler = Scheduler(
-            config(num_blocks=1000 * factor, num_host_blocks=500 * factor, max_model_len=num_tokens + 1)
+            config(
+                num_blocks=1000 * factor, num_host_blocks=500 * factor, max_model_len=num_tokens + 1
+            )
         )
-        # Two prompts that don't fit together, so that most blocks have names and host slots are in use.
+        # Two prompts that don't fit together, so that most blocks have names and host slots are in
+        # use.
         for first in (0, 1):
             compute(scheduler, list(range(first, num_tokens + first)))
         assert len(scheduler.blocks.cache) > 600 * factor

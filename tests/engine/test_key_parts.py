@@ -44,7 +44,9 @@ def test_blocks_are_shared_by_those_with_the_same_parts_only() -> None:
 
 @pytest.mark.parametrize("groups", [(BlockGroup(),), TWO_GROUPS])
 def test_blocks_before_a_part_are_shared_with_everybody(groups: tuple[BlockGroup, ...]) -> None:
-    """An image in the third block: the two before it are those of a prompt without one, and of one with another."""
+    """An image in the third block: the two before it are those of a prompt without one, and of one
+    with another.
+    """
     engine = Harness(config(num_blocks=99, groups=groups))
     add(engine, "plain", max_tokens=1)
     assert add(engine, "image", (KeyPart("image 1", 9, 11),)).cached_tokens == 8
@@ -74,18 +76,27 @@ def test_a_part_without_an_end_lies_on_the_answer_too() -> None:
 def test_no_salt_passes_for_another_groups_block(salt: str) -> None:
     """Before, a salt "group 1" gave group 0 the keys that group 1 has without a salt."""
     state = StateSpec(chunk=4, num_blocks=1, interval=4)
-    engine = Harness(config(num_blocks=99, groups=(*TWO_GROUPS, BlockGroup("records", 4)), state=state))
+    engine = Harness(
+        config(num_blocks=99, groups=(*TWO_GROUPS, BlockGroup("records", 4)), state=state)
+    )
     plain, salted = add(engine, "plain"), add(engine, "salted", cache_salt=salt)
     assert (plain.cached_tokens, salted.cached_tokens) == (0, 0)
     assert add(engine, "salted again", cache_salt=salt).cached_tokens == 16
-    keys = [key for own in (None, salt) for key in keys_of((PROMPT[:6], [], own, BlockGroup("window", 9)))]
+    keys = [
+        key
+        for own in (None, salt)
+        for key in keys_of((PROMPT[:6], [], own, BlockGroup("window", 9)))
+    ]
     assert len({key.digest for key in keys}) == len(keys) == 2 * 3 * 2
 
 
 def test_a_block_of_a_state_is_found_by_no_block_of_tokens() -> None:
     cache = PrefixCache(4)
     parent = cache.key(None, (1, 2, 3, 4), ())
-    state, tokens = cache.key(parent, (), ("state 0",)), cache.key(parent, (5, 6, 7, 8), ("state 0",))
+    state, tokens = (
+        cache.key(parent, (), ("state 0",)),
+        cache.key(parent, (5, 6, 7, 8), ("state 0",)),
+    )
     assert not same_prefix(state, tokens)
     assert not cache.is_partial(state)
 
@@ -108,22 +119,34 @@ Content = tuple[list[int], list[KeyPart], str | None, BlockGroup]
 def keys_of(what: Content) -> list[BlockKey]:
     """Of three blocks of two tokens, in two groups."""
     tokens, parts, salt, group = what
-    (request,) = make_requests("a", tokens, SamplingParams(cache_salt=salt), 0, key_parts=tuple(parts))
-    index = PrefixIndex(config(block_size=2, groups=(BlockGroup(), group)), PrefixCache(2), HostTier(0), None)
+    (request,) = make_requests(
+        "a", tokens, SamplingParams(cache_salt=salt), 0, key_parts=tuple(parts)
+    )
+    index = PrefixIndex(
+        config(block_size=2, groups=(BlockGroup(), group)), PrefixCache(2), HostTier(0), None
+    )
     index.extend_keys(request, 3)
     return request.block_keys
 
 
 def covered_by(part: KeyPart, first: int) -> list[int]:
     """Those of a block's two tokens on which a part lies."""
-    return [at for at in (first, first + 1) if part.start <= at and (part.end is None or at < part.end)]
+    return [
+        at for at in (first, first + 1) if part.start <= at and (part.end is None or at < part.end)
+    ]
 
 
 def prefix_of(what: Content, num_blocks: int) -> tuple[object, ...]:
-    """What a group's block stands for: tokens, salt, and for each block the parts on it and where they lie."""
+    """What a group's block stands for: tokens, salt, and for each block the parts on it and where
+    they lie.
+    """
     tokens, parts, salt, _ = what
     on_blocks = [
-        [(one.name, covered[0], len(covered)) for one in parts if (covered := covered_by(one, first))]
+        [
+            (one.name, covered[0], len(covered))
+            for one in parts
+            if (covered := covered_by(one, first))
+        ]
         for first in range(0, num_blocks * 2, 2)
     ]
     return tokens[: num_blocks * 2], salt, on_blocks
@@ -131,7 +154,9 @@ def prefix_of(what: Content, num_blocks: int) -> tuple[object, ...]:
 
 @settings(max_examples=150, deadline=None)
 @given(WHAT, WHAT)
-def test_keys_are_equal_if_and_only_if_all_that_a_block_depends_on_is(one: Content, two: Content) -> None:
+def test_keys_are_equal_if_and_only_if_all_that_a_block_depends_on_is(
+    one: Content, two: Content
+) -> None:
     keys, others = keys_of(one), keys_of(two)
     for place, key in enumerate(keys):
         for other_place, other in enumerate(others):

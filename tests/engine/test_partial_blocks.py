@@ -11,18 +11,27 @@ PROMPT = list(range(10))
 
 
 def computed(engine: Harness, name: str) -> int:
-    return sum(entry.num_tokens for step in engine.steps for entry in step.scheduled if entry.request_id == name)
+    return sum(
+        entry.num_tokens
+        for step in engine.steps
+        for entry in step.scheduled
+        if entry.request_id == name
+    )
 
 
 def copies(engine: Harness) -> list[BlockCopy]:
-    return [copy for step in engine.steps for copy in step.copies if copy.kind == "device_to_device"]
+    return [
+        copy for step in engine.steps for copy in step.copies if copy.kind == "device_to_device"
+    ]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_follower_computes_only_its_own_token(depth: int) -> None:
     engine = Harness(depth=depth)
     for length in range(10, 26):  # as beams do: a request for every token
-        (request,) = engine.add(f"r{length}", range(length), max_tokens=1, caches_partial_block=True)
+        (request,) = engine.add(
+            f"r{length}", range(length), max_tokens=1, caches_partial_block=True
+        )
         engine.run()
         assert computed(engine, f"r{length}") == (1 if length > 10 else 10)
         assert request.cached_tokens == (length - 1 if length > 10 else 0)
@@ -40,7 +49,12 @@ def test_what_agrees_is_shared_and_no_more() -> None:
     (less,) = engine.add("less", range(7))
     engine.run()
     engine.check_answers()
-    assert (half.cached_tokens, same.cached_tokens, salted.cached_tokens, less.cached_tokens) == (9, 10, 0, 4)
+    assert (half.cached_tokens, same.cached_tokens, salted.cached_tokens, less.cached_tokens) == (
+        9,
+        10,
+        0,
+        4,
+    )
 
 
 def test_without_the_mark_only_full_blocks_are_cached() -> None:
@@ -54,7 +68,8 @@ def test_without_the_mark_only_full_blocks_are_cached() -> None:
 
 def test_a_block_that_fills_up_is_found_as_a_full_one() -> None:
     engine = Harness()
-    engine.add("group", range(6), n=2, max_tokens=9)  # the first answer goes on in the block it offers
+    # the first answer goes on in the block it offers
+    engine.add("group", range(6), n=2, max_tokens=9)
     engine.run()
     (leader, other) = (engine.requests[f"group/{i}"] for i in range(2))
     assert other.cached_tokens == 5

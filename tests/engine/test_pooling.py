@@ -1,4 +1,6 @@
-"""Requests that want their prompt's hidden states pooled: through chunks, preemptions and the prefix cache."""
+"""Requests that want their prompt's hidden states pooled: through chunks, preemptions and the
+prefix cache.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,13 @@ def expected(pooling: Pooling, prompt: range = PROMPT) -> bytes:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
-@pytest.mark.parametrize("changes", [{}, {"max_batched_tokens": 7}, {"max_batched_tokens": 7, "num_host_blocks": 8}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"max_batched_tokens": 7}, {"max_batched_tokens": 7, "num_host_blocks": 8}]
+)
 @pytest.mark.parametrize("depth", [1, 3])
-def test_the_vector_is_that_of_the_whole_prompt(pooling: Pooling, changes: dict[str, Any], depth: int) -> None:
+def test_the_vector_is_that_of_the_whole_prompt(
+    pooling: Pooling, changes: dict[str, Any], depth: int
+) -> None:
     harness = Harness(config(**changes), depth)
     harness.add("other", range(30), max_tokens=4)  # its blocks are there to be found
     harness.turn(3)

@@ -29,10 +29,13 @@ def test_extra_keys_are_told_apart_whatever_they_hold() -> None:
 
 
 def test_a_cache_that_was_reset_knows_nothing() -> None:
-    """Neither full blocks, nor partly filled ones, nor the host tier; and what comes after is cached again."""
+    """Neither full blocks, nor partly filled ones, nor the host tier; and what comes after is
+    cached again.
+    """
     settings = config(num_blocks=12, num_host_blocks=8)
     engine = Harness(settings)
-    for name, first in (("a", 0), ("b", 100), ("c", 200)):  # more than there are blocks: some go to the host
+    # more than there are blocks: some go to the host
+    for name, first in (("a", 0), ("b", 100), ("c", 200)):
         engine.add(name, range(first, first + 18), max_tokens=5)
         engine.run()
     blocks = engine.scheduler.blocks
@@ -61,7 +64,11 @@ def test_colliding_digests_never_share_blocks(host_blocks: int) -> None:
     engine.run()
     engine.check_answers()
     first = {a.request_id: a for step in reversed(engine.steps) for a in step.admitted}
-    assert [first[name].num_cached_tokens + first[name].num_host_tokens for name in "bcd"] == [0, 0, 0]
+    assert [first[name].num_cached_tokens + first[name].num_host_tokens for name in "bcd"] == [
+        0,
+        0,
+        0,
+    ]
     engine.add("again", range(12), max_tokens=5)
     engine.run()
     engine.check_answers()
@@ -101,7 +108,8 @@ def test_least_recently_used_prefix_is_evicted_first_and_its_tail_before_its_hea
         engine.add(name, range(start, start + 13), max_tokens=1)
         engine.run()
     assert engine.requests["old again"].cached_tokens == 12  # And now it is the most recently used.
-    engine.add("flood", range(100, 112), max_tokens=1)  # Three blocks: two that hold nothing, and one of "new".
+    # Three blocks: two that hold nothing, and one of "new".
+    engine.add("flood", range(100, 112), max_tokens=1)
     engine.run()
     for name, start in (("old third", 0), ("new again", 20)):
         engine.add(name, range(start, start + 13), max_tokens=1)

@@ -1,4 +1,6 @@
-"""The scheduler case by case: order, budget, preemption, several answers, and the crashes others keep having."""
+"""The scheduler case by case: order, budget, preemption, several answers, and the crashes others
+keep having.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def test_whole_prompt_is_a_prefix_hit_and_one_token_is_still_computed() -> None:
     engine.check_answers()
     admission = engine.steps[-9].admitted[0]
     assert admission.request_id == "second"
-    assert admission.num_cached_tokens == 12  # Not 16: the last block is computed again for its last token.
+    # Not 16: the last block is computed again for its last token.
+    assert admission.num_cached_tokens == 12
     assert engine.ends["second"].metrics is not None
     assert engine.ends["second"].metrics.cached_tokens == 12
 
@@ -60,7 +63,9 @@ def test_request_that_exactly_fills_its_last_block(num_prompt: int) -> None:
         engine.run()
         engine.check_answers()
         assert engine.reason("request") == "length"
-    with pytest.raises(CapacityError, match=r"need room for 17 tokens, the cache holds 16 \(4 blocks of 4\)"):
+    with pytest.raises(
+        CapacityError, match=r"need room for 17 tokens, the cache holds 16 \(4 blocks of 4\)"
+    ):
         engine.add("too long", range(num_prompt), max_tokens=18 - num_prompt)
 
 
@@ -72,7 +77,8 @@ def test_prompt_longer_than_the_cache_is_refused_with_both_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "field"), [([], "prompt"), (range(64), "prompt"), ([-1], "prompt"), ([2**31], "prompt")]
+    ("prompt", "field"),
+    [([], "prompt"), (range(64), "prompt"), ([-1], "prompt"), ([2**31], "prompt")],
 )
 def test_impossible_prompts_are_refused_by_field(prompt: list[int], field: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
@@ -103,7 +109,9 @@ def test_group_with_another_prompt_is_refused() -> None:
 
 
 def test_config_that_could_starve_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"max_batched_tokens: is 3, less than max_num_seqs \(4\)"):
+    with pytest.raises(
+        InvalidRequestError, match=r"max_batched_tokens: is 3, less than max_num_seqs \(4\)"
+    ):
         config(max_batched_tokens=3)
     with pytest.raises(InvalidRequestError, match="turn prefix_caching on"):
         config(num_host_blocks=4, prefix_caching=False)
@@ -115,7 +123,12 @@ def test_decodes_go_on_while_a_long_prompt_is_chunked() -> None:
     engine.turn()
     engine.add("long", range(40), max_tokens=2)
     engine.turn(6)
-    chunks = [entry.num_tokens for step in engine.steps for entry in step.scheduled if entry.request_id == "long"]
+    chunks = [
+        entry.num_tokens
+        for step in engine.steps
+        for entry in step.scheduled
+        if entry.request_id == "long"
+    ]
     assert chunks == [7, 7, 7, 7, 7, 5]
     assert len(engine.tokens["short"]) == 7  # One token every step.
     engine.run()
@@ -168,7 +181,8 @@ def test_preemption_takes_the_least_important_and_it_returns_to_its_place() -> N
 
 
 def test_a_step_that_preempted_admits_nobody() -> None:
-    # Depth 2: whoever gave way has a token in flight, so it isn't ready, and "small" behind it would fit.
+    # Depth 2: whoever gave way has a token in flight, so it isn't ready, and "small" behind it
+    # would fit.
     engine = Harness(config(num_blocks=7, max_num_seqs=2), depth=2)
     engine.add("first", range(8), max_tokens=12)
     engine.add("second", range(20, 28), max_tokens=12)
@@ -270,14 +284,17 @@ def test_a_name_used_again_does_not_get_late_results_of_its_first_owner(depth: i
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("num_prompt", [1, 4, 5, 12, 15])
-def test_several_answers_compute_the_prompt_once(num_prompt: int, caching: bool, depth: int) -> None:
+def test_several_answers_compute_the_prompt_once(
+    num_prompt: int, caching: bool, depth: int
+) -> None:
     engine = Harness(config(prefix_caching=caching), depth=depth)
     engine.add("group", range(num_prompt), n=4, max_tokens=6, seed=2**64 - 2)
     engine.run()
     engine.check_answers()
     assert [engine.requests[f"group/{i}"].seed for i in range(4)] == [2**64 - 2, 2**64 - 1, 0, 1]
-    # The first one's prompt, the last prompt token again for each of the others (a last block that is full is not
-    # copied: all of it again), and five more tokens each; without a prefix cache everyone computes the prompt.
+    # The first one's prompt, the last prompt token again for each of the others (a last block that
+    # is full is not copied: all of it again), and five more tokens each; without a prefix cache
+    # everyone computes the prompt.
     again = (1 if num_prompt % 4 else 4) if caching else num_prompt
     assert engine.runner.num_computed_tokens == num_prompt + 3 * again + 4 * 5
     copies = [copy.kind for step in engine.steps for copy in step.copies]
@@ -309,7 +326,9 @@ def test_siblings_do_not_hold_up_others_while_the_leader_computes() -> None:
 
 @pytest.mark.parametrize("host_blocks", [0, 6])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_preempting_everyone_again_and_again_changes_no_answer(depth: int, host_blocks: int) -> None:
+def test_preempting_everyone_again_and_again_changes_no_answer(
+    depth: int, host_blocks: int
+) -> None:
     engine = Harness(config(num_host_blocks=host_blocks), depth=depth)
     engine.add("a", range(13), max_tokens=12)
     engine.add("b", range(9), max_tokens=12, n=2)
@@ -360,7 +379,10 @@ def test_a_runner_that_returns_too_few_or_too_many_tokens_fails_that_request_alo
             scheduler.add(request, 0.0)
     step = scheduler.schedule(0.0)
     updates = scheduler.commit(step, StepResult(0, {"a": tokens, "b": (3,)}), 0.0)
-    assert [(update.request_id, update.finish_reason) for update in updates] == [("a", "error"), ("b", None)]
+    assert [(update.request_id, update.finish_reason) for update in updates] == [
+        ("a", "error"),
+        ("b", None),
+    ]
     assert updates[0].error == f"the runner returned {len(tokens)} tokens instead of one"
 
 
@@ -376,7 +398,9 @@ def test_a_runner_that_returns_too_few_or_too_many_tokens_fails_that_request_alo
         ([20, 2, 1], [13, 1, 1]),  # nobody who is admitted goes without a token
     ],
 )
-def test_a_step_a_little_larger_than_a_graph_is_cut_to_it(prompts: list[int], counts: list[int], depth: int) -> None:
+def test_a_step_a_little_larger_than_a_graph_is_cut_to_it(
+    prompts: list[int], counts: list[int], depth: int
+) -> None:
     engine = Harness(config(max_checked_tokens=16, num_blocks=60), depth)
     engine.add("decodes", [9], max_tokens=30)
     engine.turn(2)
@@ -384,5 +408,7 @@ def test_a_step_a_little_larger_than_a_graph_is_cut_to_it(prompts: list[int], co
         engine.add(f"r{number}", range(number, number + length))
     engine.run()
     engine.check_answers()
-    (step,) = (step for step in engine.steps if any(one.request_id == "r0" for one in step.admitted))
+    (step,) = (
+        step for step in engine.steps if any(one.request_id == "r0" for one in step.admitted)
+    )
     assert [entry.num_tokens for entry in step.scheduled] == [1, *counts]

@@ -1,4 +1,6 @@
-"""The scheduler against the naive model, with late results, failures and interference at any moment."""
+"""The scheduler against the naive model, with late results, failures and interference at any
+moment.
+"""
 
 from __future__ import annotations
 
@@ -100,13 +102,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed: int,
         caches_partial: bool,
     ) -> None:
-        params = SamplingParams(max_tokens=max_tokens, n=n, priority=priority, cache_salt=salt, deadline=deadline)
+        params = SamplingParams(
+            max_tokens=max_tokens, n=n, priority=priority, cache_salt=salt, deadline=deadline
+        )
         self.take_in(prompt, params, seed, caches_partial)
 
     @precondition(lambda self: self.everyone)
-    @rule(data=st.data(), extra=st.lists(st.integers(0, 1), max_size=3), max_tokens=st.integers(1, 6))
+    @rule(
+        data=st.data(), extra=st.lists(st.integers(0, 1), max_size=3), max_tokens=st.integers(1, 6)
+    )
     def follow(self, data: st.DataObject, extra: list[int], max_tokens: int) -> None:
-        """A request whose prompt begins with another's tokens, and which has that one's place in the queue."""
+        """A request whose prompt begins with another's tokens, and which has that one's place in
+        the queue.
+        """
         leader = data.draw(st.sampled_from(self.everyone), label="leader")
         position = data.draw(st.integers(1, len(leader.token_ids)), label="position")
         prompt = [*leader.token_ids[:position], *extra][: MAX_LEN - 1]
@@ -114,7 +122,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.take_in(prompt, params, 1, True, leader.order[1])
 
     def take_in(
-        self, prompt: list[int], params: SamplingParams, seed: int, caches_partial: bool, since: float | None = None
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        seed: int,
+        caches_partial: bool,
+        since: float | None = None,
     ) -> None:
         name = f"r{self.count % 5}"
         if any(live.split("/")[0] == name for live in self.naive.live):
@@ -127,7 +140,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             rank = params.priority if self.config.policy == "priority" else 0
             order = (rank, self.now if since is None else since, self.count)
             expires = float("inf") if params.deadline is None else self.now + params.deadline
-            self.naive.live[request.request_id] = NaiveRequest(request, answer, reason, order, expires)
+            self.naive.live[request.request_id] = NaiveRequest(
+                request, answer, reason, order, expires
+            )
             self.count += 1
 
     def guess(self, request: Request, most: int) -> list[int]:
@@ -135,8 +150,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.chance.random() < 0.3:
             return []
         first = request.num_tokens - 1 - request.num_prompt_tokens
-        right = self.naive.live[request.request_id].answer[first : first + self.chance.randint(1, 5)]
-        return [token if self.chance.random() < 0.7 else self.chance.randrange(VOCAB) for token in [*right, 0]]
+        right = self.naive.live[request.request_id].answer[
+            first : first + self.chance.randint(1, 5)
+        ]
+        return [
+            token if self.chance.random() < 0.7 else self.chance.randrange(VOCAB)
+            for token in [*right, 0]
+        ]
 
     @precondition(lambda self: len(self.pending) < MOST_IN_FLIGHT)
     @rule()
@@ -162,7 +182,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         hit = {entry.request_id for step, _ in self.pending[index:] for entry in step.scheduled}
         hit &= set(self.naive.live)
         # Names may have been used again since: only requests that were really in those steps end.
-        hit = {name for name in hit if any(self.naive.live[name] in known for _, known in self.naive.in_flight[index:])}
+        hit = {
+            name
+            for name in hit
+            if any(self.naive.live[name] in known for _, known in self.naive.in_flight[index:])
+        }
         failed = self.scheduler.fail(self.pending[index][0], "broken", self.now)
         assert failed == [step for step, _ in self.pending[index:]]
         del self.pending[index:], self.naive.in_flight[index:]
@@ -176,7 +200,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.naive.live)), label="name")
         self.scheduler.abort([name], self.now)
         updates = self.scheduler.take_updates()
-        assert [(update.request_id, update.finish_reason) for update in updates] == [(name, "abort")]
+        assert [(update.request_id, update.finish_reason) for update in updates] == [
+            (name, "abort")
+        ]
         self.receive(updates)
 
     @precondition(lambda self: self.naive.live)
@@ -232,5 +258,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 def test_scheduler_keeps_the_rules_whatever_happens() -> None:
     examples = short_or_long(150, 600)
     run_state_machine_as_test(
-        SchedulerMachine, settings=settings(deadline=None, max_examples=examples, stateful_step_count=40)
+        SchedulerMachine,
+        settings=settings(deadline=None, max_examples=examples, stateful_step_count=40),
     )

@@ -1,4 +1,6 @@
-"""What passes through the scheduler besides tokens: scores, prompt scores, and ends found elsewhere."""
+"""What passes through the scheduler besides tokens: scores, prompt scores, and ends found
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def test_an_end_also_reaches_a_request_that_was_preempted_meanwhile() -> None:
     scheduler.add(request, 0.0)
     step = scheduler.schedule(0.0)
     scheduler.preempt("a")
-    (update,) = scheduler.commit(step, StepResult(step.step_id, {"a": (5,)}, ended=frozenset("a")), 1.0)
+    (update,) = scheduler.commit(
+        step, StepResult(step.step_id, {"a": (5,)}, ended=frozenset("a")), 1.0
+    )
     assert (update.new_token_ids, update.finish_reason) == ((5,), "stop")
     assert not scheduler.table.requests
 
@@ -70,7 +74,9 @@ def test_an_end_its_owner_found_is_told_once_and_frees_everything(depth: int) ->
     harness.turn(2)
     assert len(harness.tokens["a"]) == count
     assert "a" not in harness.ends
-    assert [f.reason for step in harness.steps for f in step.finished if f.request_id == "a"] == ["stop"]
+    assert [f.reason for step in harness.steps for f in step.finished if f.request_id == "a"] == [
+        "stop"
+    ]
     with pytest.raises(InvalidRequestError, match="unknown or has finished"):
         harness.core.end("a", "stop", harness.now)
     harness.run()
@@ -89,7 +95,9 @@ def test_a_prompt_to_be_scored_takes_no_hits_and_leaves_some_for_others() -> Non
     parts = harness.prompt_scores
     assert {name for name, _ in parts} == {"scored"}
     assert parts[0][1].start == 1
-    assert [s for _, found in parts for s in found.scores] == solo_prompt_scores(PROMPT, scored.params, config())
+    assert [s for _, found in parts for s in found.scores] == solo_prompt_scores(
+        PROMPT, scored.params, config()
+    )
 
 
 def test_after_a_preemption_only_the_rest_of_a_prompt_is_scored() -> None:
@@ -120,7 +128,9 @@ def test_scores_outlive_the_answer_that_computed_them() -> None:
         for update in harness.core.step(harness.now):
             assert update.request_id != "a/0"
             if update.prompt_scores is not None:
-                taken.update(enumerate(update.prompt_scores.scores, start=update.prompt_scores.start))
+                taken.update(
+                    enumerate(update.prompt_scores.scores, start=update.prompt_scores.start)
+                )
     assert taken == dict(enumerate(solo_prompt_scores(PROMPT, SamplingParams(), config()), start=1))
 
 
@@ -145,10 +155,14 @@ def test_what_text_means_in_tokens_reaches_the_runner() -> None:
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_scores_computed_after_a_failure_are_not_passed_on(aborted: bool) -> None:
-    """Found by the simulator (seed 209670): one answer scores the first half of the prompt and is preempted,
-    another goes through the prompt, fails in a step that scores nothing, and a step in flight scores the rest."""
+    """Found by the simulator (seed 209670): one answer scores the first half of the prompt and is
+    preempted, another goes through the prompt, fails in a step that scores nothing, and a step in
+    flight scores the rest.
+    """
     scheduler = Scheduler(config(max_batched_tokens=3, max_num_seqs=1, prefix_caching=False))
-    for request in make_requests("a", [3, 2, 1, 1, 3], SamplingParams(n=3, max_tokens=3, prompt_logprobs=0), 0):
+    for request in make_requests(
+        "a", [3, 2, 1, 1, 3], SamplingParams(n=3, max_tokens=3, prompt_logprobs=0), 0
+    ):
         scheduler.add(request, 0.0)
     score = TokenScore(1, -1.0, 1, ())
     first = scheduler.schedule(0.0)
@@ -156,11 +170,16 @@ def test_scores_computed_after_a_failure_are_not_passed_on(aborted: bool) -> Non
     scheduler.commit(first, StepResult(first.step_id, {}, prompt_scores={"a/0": scores}), 0.0)
     scheduler.abort(["a/0"], 0.0)
     second, third = scheduler.schedule(0.0), scheduler.schedule(0.0)
-    assert [entry.request_id for step in (second, third) for entry in step.scheduled] == ["a/1", "a/1"]
+    assert [entry.request_id for step in (second, third) for entry in step.scheduled] == [
+        "a/1",
+        "a/1",
+    ]
     if aborted:
         scheduler.abort(["a/1"], 0.0)
     scheduler.commit(second, StepResult(second.step_id, {}, errors={"a/1": "broken"}), 0.0)
-    rubbish = StepResult(third.step_id, {"a/1": (5,)}, prompt_scores={"a/1": PromptScores(4, (score,))})
+    rubbish = StepResult(
+        third.step_id, {"a/1": (5,)}, prompt_scores={"a/1": PromptScores(4, (score,))}
+    )
     updates = scheduler.commit(third, rubbish, 0.0)
     assert all(update.prompt_scores is None for update in updates)
     assert scheduler.table.requests.keys() == {"a/2"}

@@ -60,7 +60,9 @@ def test_a_scheduler_that_forgets_wrong_guesses_is_noticed(
 ) -> None:
     commit = Scheduler.commit
 
-    def as_if_all_were_right(self: Scheduler, step: Step, result: StepResult, now: float) -> list[RequestUpdate]:
+    def as_if_all_were_right(
+        self: Scheduler, step: Step, result: StepResult, now: float
+    ) -> list[RequestUpdate]:
         before = [(request, request.num_computed_tokens) for request in self.in_flight[0][1]]
         updates = commit(self, step, result, now)
         for request, num_computed in before:
@@ -87,7 +89,9 @@ def test_a_partly_filled_block_offered_with_too_many_tokens_is_noticed(
     assert "replay" in capsys.readouterr().err
 
 
-def test_a_scheduler_that_loses_a_prompts_scores_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_that_loses_a_prompts_scores_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     note = ResultTaker._note_prompt_scores
 
     def only_for_the_living(self: ResultTaker, request: Request, found: PromptScores) -> None:

@@ -1,4 +1,6 @@
-"""Recurrent layers: their states are made, kept, found again and given back, and no answer is ever another."""
+"""Recurrent layers: their states are made, kept, found again and given back, and no answer is ever
+another.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,17 @@ KINDS = {
 WITH_ATTENTION = ("beside attention", "and a window")
 
 
-def settings(kind: str = "beside attention", interval: int = 1024, state_blocks: int = 2, **changes: Any) -> Any:
+def settings(
+    kind: str = "beside attention", interval: int = 1024, state_blocks: int = 2, **changes: Any
+) -> Any:
     state = StateSpec(CHUNK, state_blocks, interval)
-    values = {"num_blocks": 200, "max_model_len": 256, "groups": KINDS[kind], "state": state, **changes}
+    values = {
+        "num_blocks": 200,
+        "max_model_len": 256,
+        "groups": KINDS[kind],
+        "state": state,
+        **changes,
+    }
     return config(**values)
 
 
@@ -42,7 +52,12 @@ def check_end(engine: Harness) -> None:
 
 
 def computed(engine: Harness, name: str) -> int:
-    return sum(entry.num_tokens for step in engine.steps for entry in step.scheduled if entry.request_id == name)
+    return sum(
+        entry.num_tokens
+        for step in engine.steps
+        for entry in step.scheduled
+        if entry.request_id == name
+    )
 
 
 def cached(engine: Harness, name: str, prompt: list[int], **params: Any) -> int:
@@ -74,7 +89,11 @@ def test_without_a_state_nothing_else_is_of_use() -> None:
     engine = Harness(settings())
     cached(engine, "a", PROMPT, max_tokens=20)
     cache, pool = engine.scheduler.blocks.cache, engine.scheduler.blocks.pool
-    lost = [block for block in pool.blocks if block.key is not None and block.key.extra_keys == ("state 1",)]
+    lost = [
+        block
+        for block in pool.blocks
+        if block.key is not None and block.key.extra_keys == ("state 1",)
+    ]
     assert len(lost) == 2  # at the prompt's end and at the answer's: each has its first block still
     for block in lost:
         cache.remove(block)
@@ -95,7 +114,9 @@ def test_a_conversation_computes_little_more_than_what_is_new(kind: str, depth: 
         engine.add(name, history, max_tokens=13)
         engine.run()
         if turn:
-            assert len(history) - engine.requests[name].cached_tokens <= len(new) + 1 + CHUNK, before
+            assert len(history) - engine.requests[name].cached_tokens <= len(new) + 1 + CHUNK, (
+                before
+            )
         history += engine.tokens[name]
     check_end(engine)
 
@@ -109,7 +130,9 @@ def test_answers_to_one_prompt_compute_it_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WITH_ATTENTION)
-def test_where_prompts_part_the_second_keeps_a_state_and_the_third_starts_from_it(kind: str) -> None:
+def test_where_prompts_part_the_second_keeps_a_state_and_the_third_starts_from_it(
+    kind: str,
+) -> None:
     engine = Harness(settings(kind))
     prompts = [[*PROMPT[:27], *(first + i for i in range(30))] for first in (1, 2, 3)]
     found = [cached(engine, f"r{i}", prompt) for i, prompt in enumerate(prompts)]
@@ -170,7 +193,9 @@ def test_preemption_changes_no_answer(kind: str, host: int, depth: int) -> None:
 
 
 def test_a_swapped_request_goes_on_from_its_last_whole_block() -> None:
-    """Its state and the records since come back from the host, although others took all blocks of the device."""
+    """Its state and the records since come back from the host, although others took all blocks of
+    the device.
+    """
     engine = Harness(settings(num_blocks=46, num_host_blocks=60, policy="priority"))
     (first,) = engine.add("a", PROMPT, max_tokens=20)
     while first.num_committed_tokens < 53:
@@ -191,7 +216,8 @@ def test_records_of_a_chunk_that_is_over_leave_the_cache() -> None:
     cache = engine.scheduler.blocks.cache
     found = [cache.find(key) is not None for key in request.block_keys]
     assert found[0::2] == [True] * 14
-    assert found[1::2] == [False] * 14  # the 15th block is not full, those before are of chunks that are over
+    # the 15th block is not full, those before are of chunks that are over
+    assert found[1::2] == [False] * 14
     held = [block.block_id > 0 for block in request.block_table[1::2]]
     assert held == [False] * 14 + [True]
     check_end(engine)
@@ -202,7 +228,10 @@ def test_too_little_room_for_kept_states_holds_nobody_up(kind: str) -> None:
     """A pool that just fits two requests: they run as in a large one, step by step."""
     roomy = settings(kind, interval=CHUNK, prefix_caching=True)
     each = roomy.blocks_for(len(PROMPT) + 19) + roomy.num_state_blocks
-    engines = [Harness(one, depth=4) for one in (roomy, settings(kind, interval=CHUNK, num_blocks=1 + 2 * each))]
+    engines = [
+        Harness(one, depth=4)
+        for one in (roomy, settings(kind, interval=CHUNK, num_blocks=1 + 2 * each))
+    ]
     for engine in engines:
         engine.add("a", PROMPT, max_tokens=20)
         engine.add("b", [3 * token % VOCAB for token in PROMPT], max_tokens=20)
@@ -215,7 +244,8 @@ def test_too_little_room_for_kept_states_holds_nobody_up(kind: str) -> None:
 def test_a_request_may_be_aborted_at_any_moment(depth: int) -> None:
     for moment in range(10):
         engine = Harness(
-            settings(interval=CHUNK, max_batched_tokens=10, num_blocks=99, num_host_blocks=20), depth=depth
+            settings(interval=CHUNK, max_batched_tokens=10, num_blocks=99, num_host_blocks=20),
+            depth=depth,
         )
         engine.add("a", PROMPT, max_tokens=12)
         engine.add("b", [*PROMPT[:20], 9], max_tokens=12)
@@ -268,7 +298,9 @@ def test_room_for_two_states_is_counted_before_a_request_is_taken() -> None:
         ((BlockGroup("window"),), None, "groups"),
     ],
 )
-def test_states_that_can_not_be_are_refused(groups: Any, state: StateSpec | None, field: str) -> None:
+def test_states_that_can_not_be_are_refused(
+    groups: Any, state: StateSpec | None, field: str
+) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
         config(groups=groups, state=state)
     assert refusal.value.field == field
@@ -278,7 +310,9 @@ def test_settings_of_old_and_new_logs_are_read() -> None:
     old = {"num_blocks": 9, "max_num_seqs": 1, "max_batched_tokens": 4, "max_model_len": 8}
     window = BlockGroup("window", 5)
     assert SchedulerConfig.from_settings(old).groups == (BlockGroup(),)
-    grouped = SchedulerConfig.from_settings({**old, "num_groups": 3, "num_windowed": 2, "window": 5})
+    grouped = SchedulerConfig.from_settings(
+        {**old, "num_groups": 3, "num_windowed": 2, "window": 5}
+    )
     assert grouped.groups == (BlockGroup(), window, window)
     plain = SchedulerConfig.from_settings({**old, "num_groups": 2, "num_windowed": 0, "window": 0})
     assert plain.groups == (BlockGroup(),) * 2
@@ -327,7 +361,9 @@ def _a_block_less(first: Request, _: Request) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", WITH_ATTENTION)
-def test_a_wrong_state_is_found(kind: str, plant: Callable[[Request, Request], None], message: str) -> None:
+def test_a_wrong_state_is_found(
+    kind: str, plant: Callable[[Request, Request], None], message: str
+) -> None:
     engine = Harness(settings(kind, interval=CHUNK))
     (first,) = engine.add("a", PROMPT, max_tokens=20)
     (second,) = engine.add("b", [token + 1 for token in PROMPT], max_tokens=20)

@@ -21,7 +21,16 @@ from quire.observe.request_records import describe_request
 from quire.observe.step_lines import LineReader, LineWriter
 from quire.observe.step_log import StepLog, iter_step_log, last_run, read_step_log
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
-from quire.step import Admission, Finished, PromptScores, ScheduledRequest, Step, StepLogEntry, StepResult, TokenScore
+from quire.step import (
+    Admission,
+    Finished,
+    PromptScores,
+    ScheduledRequest,
+    Step,
+    StepLogEntry,
+    StepResult,
+    TokenScore,
+)
 from quire.tools.explain.explain import explain_request
 from quire.tools.simulate.fake_runner import FakeRunner
 from tests.engine.harness import config
@@ -30,9 +39,13 @@ SETTINGS = asdict(config())
 
 
 def run_with(log: StepLog) -> list[int]:
-    """A run with everything in it: several answers, preemption, swapping, a failed step; returns the step ids."""
+    """A run with everything in it: several answers, preemption, swapping, a failed step; returns
+    the step ids.
+    """
     limits = config(num_blocks=9, num_host_blocks=6)
-    core = EngineCore(Scheduler(limits), FakeRunner(limits, 50, step_faults={15: "result"}), 2, log.append)
+    core = EngineCore(
+        Scheduler(limits), FakeRunner(limits, 50, step_faults={15: "result"}), 2, log.append
+    )
     params = SamplingParams(
         max_tokens=14,
         stop_token_ids=(1, 2),
@@ -44,7 +57,9 @@ def run_with(log: StepLog) -> list[int]:
     )
     resolved = ResolvedTokens(((1, 2), (3,)), (4, 5))
     for name, n in (("a", 2), ("b", 1), ("c", 1)):
-        for request in make_requests(name, range(10), replace(params, n=n), 2**64 - 1, [49], resolved):
+        for request in make_requests(
+            name, range(10), replace(params, n=n), 2**64 - 1, [49], resolved
+        ):
             core.add_request(request, 0.25)
     now = 0.25
     while core.has_work:
@@ -74,19 +89,27 @@ def test_ends_and_parameters_survive_a_line() -> None:
         logits_processors=(lambda token_ids, logits: logits,),
         structured=StructuredOutput(json_schema={"type": "object"}),
     )
-    admission = Admission("a", 0, (1, 2), 2, (), 0, 0, params, 3, (), 0.0, ResolvedTokens(((7, 8),)), 1)
+    admission = Admission(
+        "a", 0, (1, 2), 2, (), 0, 0, params, 3, (), 0.0, ResolvedTokens(((7, 8),)), 1
+    )
     result = StepResult(0, {"a": (5,)}, ended=frozenset("ab"))
-    got = LineReader().decode(LineWriter().encode(StepLogEntry(Step(0, 0.0, admitted=(admission,)), result, None, 1.0)))
+    got = LineReader().decode(
+        LineWriter().encode(StepLogEntry(Step(0, 0.0, admitted=(admission,)), result, None, 1.0))
+    )
     assert got.result == result
     assert got.step.admitted == (replace(admission, params=replace(params, logits_processors=())),)
 
 
 def test_scores_are_not_kept() -> None:
     score = TokenScore(5, -0.1, 1)
-    result = StepResult(0, {"a": (5,)}, {}, {"a": (score,)}, {"a": PromptScores(1, (score, score))}, frozenset("a"))
+    result = StepResult(
+        0, {"a": (5,)}, {}, {"a": (score,)}, {"a": PromptScores(1, (score, score))}, frozenset("a")
+    )
     log = StepLog()
     log.append(StepLogEntry(Step(0, 0.0), result, None, 1.0))
-    assert list(log) == [StepLogEntry(Step(0, 0.0), StepResult(0, {"a": (5,)}, ended=frozenset("a")), None, 1.0)]
+    assert list(log) == [
+        StepLogEntry(Step(0, 0.0), StepResult(0, {"a": (5,)}, ended=frozenset("a")), None, 1.0)
+    ]
 
 
 def test_metrics_of_a_file_equal_those_gathered_live(tmp_path: Path) -> None:
@@ -132,7 +155,9 @@ def test_a_file_that_cannot_be_written_stops_the_file_and_not_the_engine(
     assert caplog.text.count(log.file_error) == 1
 
 
-def test_a_limit_on_the_size_of_files_is_like_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_limit_on_the_size_of_files_is_like_a_full_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
     try:
@@ -147,15 +172,30 @@ def test_a_limit_on_the_size_of_files_is_like_a_full_disk(tmp_path: Path, caplog
 @pytest.mark.parametrize("path", ["no/such/folder/steps.jsonl", ".", "steps.jsonl/below"])
 def test_a_file_that_cannot_be_opened_says_so(tmp_path: Path, path: str) -> None:
     (tmp_path / "steps.jsonl").touch()
-    with pytest.raises(InvalidRequestError, match=r"step_log: .* can't be written: .*; name another file"):
+    with pytest.raises(
+        InvalidRequestError, match=r"step_log: .* can't be written: .*; name another file"
+    ):
         StepLog(path=tmp_path / path)
     with pytest.raises(InvalidRequestError, match="can't be read"):
         read_step_log(tmp_path / "nothing.jsonl")
 
 
 EMPTY_STEP = json.dumps(
-    {"step_id": 1, "now": 0, "num_free_blocks": 1, "num_waiting": 0, "num_running": 0, "num_decodes": 0}
-    | {"scheduled": {"rows": [], "starts": []}, "admitted": [], "preempted": [], "finished": [], "copies": []}
+    {
+        "step_id": 1,
+        "now": 0,
+        "num_free_blocks": 1,
+        "num_waiting": 0,
+        "num_running": 0,
+        "num_decodes": 0,
+    }
+    | {
+        "scheduled": {"rows": [], "starts": []},
+        "admitted": [],
+        "preempted": [],
+        "finished": [],
+        "copies": [],
+    }
 )
 
 
@@ -170,7 +210,10 @@ EMPTY_STEP = json.dumps(
         ("[" * 100_000, "nested too deep"),
         ('{"version": 6, "step": 5, "result": null}', "expected an object, got int"),
         ('{"version": 6, "step": {"admitted": [5]}, "result": null}', "int"),
-        ('{"version": 6, "step": ' + EMPTY_STEP.replace("[]", "[5]", 1) + ', "result": null}', "row 5 has no name"),
+        (
+            '{"version": 6, "step": ' + EMPTY_STEP.replace("[]", "[5]", 1) + ', "result": null}',
+            "row 5 has no name",
+        ),
         ('{"version": 6, "step": ' + EMPTY_STEP + ', "result": {"tokens": [1]}}', "tokens of 1"),
     ],
 )
@@ -210,7 +253,11 @@ def test_metrics_count_times_between_tokens() -> None:
     for now in (4.0, 6.0, 9.0, 10.0):
         core.step(now)
     (told,) = metrics.finished
-    assert (told.queue_time, told.time_to_first_token, told.time_per_output_token) == (3.0, 3.0, 2.5)
+    assert (told.queue_time, told.time_to_first_token, told.time_per_output_token) == (
+        3.0,
+        3.0,
+        2.5,
+    )
     assert told == request.metrics()
 
 
@@ -241,10 +288,15 @@ def test_what_the_ring_holds_is_small_and_nothing_for_the_collector() -> None:
         prompt = tuple(range(10_000, 10_500))
         admission = Admission(names[0], 0, prompt, 500, (), 0, 0, params, 0, (), 0.0)
         scheduled = tuple(
-            ScheduledRequest(name, row, 1000 + step_id, 1, True, (1000 + row,)) for row, name in enumerate(names)
+            ScheduledRequest(name, row, 1000 + step_id, 1, True, (1000 + row,))
+            for row, name in enumerate(names)
         )
         result = StepResult(step_id, dict.fromkeys(names, (1000 + step_id,)))
-        log.append(StepLogEntry(Step(step_id, 0.5 + step_id, scheduled, (admission,)), result, None, 1.5 + step_id))
+        log.append(
+            StepLogEntry(
+                Step(step_id, 0.5 + step_id, scheduled, (admission,)), result, None, 1.5 + step_id
+            )
+        )
 
     params = SamplingParams()
     append(0)
@@ -266,7 +318,9 @@ def test_what_is_about_one_request_explains_it_as_the_whole_log_does() -> None:
     for name in ("a", "b", "c"):
         entries, before = log.about(name)
         assert [*before, *entries] == whole[: len(before) + len(entries)]
-        assert explain_request(entries, name, config(), before) == explain_request(whole, name, config())
+        assert explain_request(entries, name, config(), before) == explain_request(
+            whole, name, config()
+        )
         assert describe_request(entries, name, config()) == describe_request(whole, name, config())
     entries, before = log.about("nobody")
     assert (entries, len(before)) == ([], len(whole))
@@ -289,7 +343,9 @@ def test_a_file_of_version_5_is_read(tmp_path: Path) -> None:
     assert derive_metrics(entries).counters.output_tokens == 32
 
 
-def test_a_log_that_is_cut_off_anywhere_reads_up_to_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_that_is_cut_off_anywhere_reads_up_to_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path, cut = tmp_path / "steps.jsonl", tmp_path / "cut.jsonl"
     log = StepLog(path=path)
     run_with(log)
@@ -302,7 +358,9 @@ def test_a_log_that_is_cut_off_anywhere_reads_up_to_there(tmp_path: Path, caplog
     assert "in the middle of a line" in caplog.text
 
 
-def test_a_run_after_one_that_was_cut_off_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_after_one_that_was_cut_off_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "steps.jsonl"
     run_with(StepLog(path=path))
     path.write_bytes(path.read_bytes()[:-40])
@@ -321,7 +379,11 @@ def test_rows_are_named_again_now_and_then(tmp_path: Path) -> None:
     log = StepLog(path=path)
     for step_id in range(1500):
         scheduled = (ScheduledRequest("a", 0, step_id, 1, True, ()),)
-        log.append(StepLogEntry(Step(step_id, 0.0, scheduled), StepResult(step_id, {"a": (step_id,)}), None, 0.0))
+        log.append(
+            StepLogEntry(
+                Step(step_id, 0.0, scheduled), StepResult(step_id, {"a": (step_id,)}), None, 0.0
+            )
+        )
     log.close()
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[1024:]))
@@ -332,14 +394,20 @@ def test_rows_are_named_again_now_and_then(tmp_path: Path) -> None:
 
 
 def test_a_long_log_is_small_and_read_in_little_memory(tmp_path: Path) -> None:
-    """200 steps of 128 requests: a row of a step took 230 bytes of the file and a kilobyte of memory."""
+    """200 steps of 128 requests: a row of a step took 230 bytes of the file and a kilobyte of
+    memory.
+    """
     path = tmp_path / "steps.jsonl"
     names = [f"chatcmpl-{number:032x}" for number in range(128)]
     log = StepLog(path=path, engine={"depth": 2, **SETTINGS})
     for step_id in range(200):
-        scheduled = tuple(ScheduledRequest(name, row, step_id, 1, True, ()) for row, name in enumerate(names))
+        scheduled = tuple(
+            ScheduledRequest(name, row, step_id, 1, True, ()) for row, name in enumerate(names)
+        )
         tokens = dict.fromkeys(names, (10_000 + step_id,))
-        log.append(StepLogEntry(Step(step_id, 0.1, scheduled), StepResult(step_id, tokens), None, 0.2))
+        log.append(
+            StepLogEntry(Step(step_id, 0.1, scheduled), StepResult(step_id, tokens), None, 0.2)
+        )
     log.close()
     assert path.stat().st_size / (200 * 128) < 20
     tracemalloc.start()

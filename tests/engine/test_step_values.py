@@ -51,7 +51,11 @@ def test_a_decode_is_the_entry_that_its_constructor_makes(
         runs_ahead=runs_ahead,
     )
     found = decode_entry(
-        request_id=request_id, row=row, start=start, new_block_ids=new_block_ids, runs_ahead=runs_ahead
+        request_id=request_id,
+        row=row,
+        start=start,
+        new_block_ids=new_block_ids,
+        runs_ahead=runs_ahead,
     )
     assert isinstance(found, ScheduledRequest)
     assert found._asdict() == expected._asdict()
@@ -59,7 +63,10 @@ def test_a_decode_is_the_entry_that_its_constructor_makes(
 
 @given(entries, tokens, tokens, counts)
 def test_an_entry_with_guesses_differs_in_these_fields_only(
-    entry: ScheduledRequest, new_block_ids: tuple[int, ...], guesses: tuple[int, ...], num_drafts: int
+    entry: ScheduledRequest,
+    new_block_ids: tuple[int, ...],
+    guesses: tuple[int, ...],
+    num_drafts: int,
 ) -> None:
     found = with_guesses(entry, new_block_ids=new_block_ids, guesses=guesses, num_drafts=num_drafts)
     assert isinstance(found, ScheduledRequest)
@@ -117,7 +124,9 @@ def test_what_the_loops_over_rows_write_is_what_these_functions_make() -> None:
     entries = [entry for one in harness.log for entry in one.step.scheduled[: one.step.num_decodes]]
     assert entries
     for entry in entries:
-        made = decode_entry(entry.request_id, entry.row, entry.start, entry.new_block_ids, entry.runs_ahead)
+        made = decode_entry(
+            entry.request_id, entry.row, entry.start, entry.new_block_ids, entry.runs_ahead
+        )
         assert (type(entry), entry) == (ScheduledRequest, made)
     growing = [update for update in updates if update.finish_reason is None]
     assert growing

@@ -1,4 +1,6 @@
-"""Layers with windows give back the blocks behind them; the prefix cache offers what is still there, and no more."""
+"""Layers with windows give back the blocks behind them; the prefix cache offers what is still
+there, and no more.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def num_held(engine: Harness) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_long_answer_takes_no_more_than_its_windows(kind: str, caching: bool) -> None:
-    """Groups without one grow by a block for every four tokens; those with one keep what nine tokens lie in."""
+    """Groups without one grow by a block for every four tokens; those with one keep what nine
+    tokens lie in.
+    """
     engine = Harness(settings(kind, 100, max_model_len=512, prefix_caching=caching))
     engine.add("a", PROMPT, max_tokens=300)
     groups, windowed = engine.config.num_groups, len(engine.config.leaving_groups)
@@ -71,8 +75,11 @@ def test_a_prefix_is_found_by_the_window_at_its_end(kind: str) -> None:
     (admission,) = engine.steps[-1].admitted
     assert admission.num_cached_tokens == len(PROMPT)
     groups, windowed = engine.config.num_groups, len(engine.config.leaving_groups)
-    # Of a prefix of ten blocks the last two hold the eight tokens that the next one sees beside itself.
-    held = [[bool(block) for block in admission.block_ids[group::groups]] for group in range(groups)]
+    # Of a prefix of ten blocks the last two hold the eight tokens that the next one sees beside
+    # itself.
+    held = [
+        [bool(block) for block in admission.block_ids[group::groups]] for group in range(groups)
+    ]
     assert held == [[True] * 10] * (groups - windowed) + [[False] * 8 + [True] * 2] * windowed
     engine.run()
     check(engine)
@@ -80,7 +87,9 @@ def test_a_prefix_is_found_by_the_window_at_its_end(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prefix_whose_window_is_gone_is_not_offered(kind: str) -> None:
-    """The blocks behind a long answer's window are taken by others: what is left of its prompt is too little."""
+    """The blocks behind a long answer's window are taken by others: what is left of its prompt is
+    too little.
+    """
     engine = Harness(settings(kind, 33, max_model_len=128))
     engine.add("a", PROMPT, max_tokens=60)
     for _ in range(40):
@@ -88,7 +97,10 @@ def test_a_prefix_whose_window_is_gone_is_not_offered(kind: str) -> None:
     cache = engine.scheduler.blocks.cache
     num_known = len(cache)
     prompt_keys = engine.requests["a"].block_keys[: 10 * engine.config.num_groups]
-    groups, full = engine.config.num_groups, engine.config.num_groups - len(engine.config.leaving_groups)
+    groups, full = (
+        engine.config.num_groups,
+        engine.config.num_groups - len(engine.config.leaving_groups),
+    )
     for place, key in enumerate(prompt_keys):  # as if the next requests had needed exactly these
         block = cache.find(key)
         if place % groups >= full and block is not None and block.ref_count == 0:
@@ -131,5 +143,7 @@ def test_who_has_cached_what_is_told_in_spite_of_holes() -> None:
     engine.add("b", [*PROMPT, 1], max_tokens=1)
     engine.run()
     entries = list(engine.log)
-    step = next(entry.step for entry in entries if any(one.request_id == "b" for one in entry.step.admitted))
+    step = next(
+        entry.step for entry in entries if any(one.request_id == "b" for one in entry.step.admitted)
+    )
     assert set(cached_from(entries, step, step.admitted[0])) == {"a"}

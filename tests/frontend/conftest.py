@@ -18,7 +18,9 @@ from tests.frontend.helpers import (
 
 @pytest.fixture(scope="session")
 def smollm2_metadata(smollm2_gguf: Path) -> dict[str, Any]:
-    """As the gguf package reads it, too (tests/models/test_gguf_file.py), which takes seconds for it."""
+    """As the gguf package reads it, too (tests/models/test_gguf_file.py), which takes seconds for
+    it.
+    """
     return read_gguf(smollm2_gguf).metadata
 
 

@@ -10,7 +10,16 @@ from typing import Any
 
 import gguf
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import AutoTokenizer
 
 TEXTS = [
@@ -70,9 +79,18 @@ SPLITS: dict[str, tuple[str, ...]] = {
         "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
     ),
 }
-"""By the name in GGUF files, the regexes of the models' tokenizer.json; none: digits, then GPT-2's words."""
+"""By the name in GGUF files, the regexes of the models' tokenizer.json; none: digits, then GPT-2's
+words.
+"""
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MARKERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+MARKERS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+]
 
 
 def corpus() -> list[str]:
@@ -80,12 +98,16 @@ def corpus() -> list[str]:
 
 
 def train_byte_level(pre: str) -> Tokenizer:
-    """Byte-level BPE as tokenizer.json has it for Llama 3, Qwen2, SmolLM2 or GPT-2; added tokens last."""
+    """Byte-level BPE as tokenizer.json has it for Llama 3, Qwen2, SmolLM2 or GPT-2; added tokens
+    last.
+    """
     tokenizer = Tokenizer(models.BPE())
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     if pre in WORDS:
-        steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(WORDS[pre]), "isolated")]
+        steps: list[pre_tokenizers.PreTokenizer] = [
+            pre_tokenizers.Split(Regex(WORDS[pre]), "isolated")
+        ]
     else:
         steps = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in WORDS))
@@ -94,7 +116,9 @@ def train_byte_level(pre: str) -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=1200, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(corpus(), trainer)
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROL])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in CONTROL]
+    )
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKERS])
     return tokenizer
 
@@ -121,7 +145,8 @@ def byte_level_metadata(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [
-            (3 if added[index].special else 4) if index in added else 1 for index in range(len(tokens))
+            (3 if added[index].special else 4) if index in added else 1
+            for index in range(len(tokens))
         ],
         "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.bos_token_id": tokenizer.token_to_id("<|im_start|>"),
@@ -131,21 +156,28 @@ def byte_level_metadata(tokenizer: Tokenizer, pre: str) -> dict[str, Any]:
 
 
 def sentencepiece_metadata(space_prefix: bool = True) -> dict[str, Any]:
-    """A SentencePiece BPE vocabulary: control tokens, bytes, merged pieces by rank, then characters."""
+    """A SentencePiece BPE vocabulary: control tokens, bytes, merged pieces by rank, then
+    characters.
+    """
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
     trained.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=2500, show_progress=False))
     merged = ["".join(pair) for pair in _model_state(trained)["merges"]]
     merged = list(dict.fromkeys(merged))
-    characters = sorted(set(trained.get_vocab()) - set(merged) - {"é", "Ж"})  # some text needs byte fallback
+    # some text needs byte fallback
+    characters = sorted(set(trained.get_vocab()) - set(merged) - {"é", "Ж"})
     pieces = merged + characters
     return _sentencepiece(pieces, [-float(rank) for rank in range(len(pieces))], space_prefix)
 
 
 def ambiguous_metadata() -> dict[str, Any]:
-    """A SentencePiece vocabulary in which most text can be merged in many ways, with many equal scores."""
+    """A SentencePiece vocabulary in which most text can be merged in many ways, with many equal
+    scores.
+    """
     pieces = ["".join(letters) for size in (1, 2, 3, 4) for letters in product("ab▁", repeat=size)]
-    return _sentencepiece(pieces, [-float(rank * 7 % 5) for rank in range(len(pieces))], space_prefix=True)
+    return _sentencepiece(
+        pieces, [-float(rank * 7 % 5) for rank in range(len(pieces))], space_prefix=True
+    )
 
 
 def _sentencepiece(pieces: list[str], scores: list[float], space_prefix: bool) -> dict[str, Any]:
@@ -153,7 +185,13 @@ def _sentencepiece(pieces: list[str], scores: list[float], space_prefix: bool) -
         "general.architecture": "llama",
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": "default",
-        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *pieces],
+        "tokenizer.ggml.tokens": [
+            "<unk>",
+            "<s>",
+            "</s>",
+            *(f"<0x{b:02X}>" for b in range(256)),
+            *pieces,
+        ],
         "tokenizer.ggml.scores": [0.0] * 259 + scores,
         "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces),
         "tokenizer.ggml.bos_token_id": 1,

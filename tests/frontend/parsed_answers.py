@@ -37,7 +37,9 @@ def collect(deltas: Iterable[Delta]) -> ParsedAnswer:
             arguments.append([])
         else:
             arguments[delta.index].append(delta.text)
-    calls = (ParsedCall(name, "".join(pieces)) for name, pieces in zip(names, arguments, strict=True))
+    calls = (
+        ParsedCall(name, "".join(pieces)) for name, pieces in zip(names, arguments, strict=True)
+    )
     return ParsedAnswer("".join(content), tuple(calls))
 
 

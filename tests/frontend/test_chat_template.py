@@ -87,9 +87,13 @@ def test_text_and_ids_equal_transformers(
         pytest.skip("this template wants users and assistants to alternate")
     template = model.template(source)
     options = {"tools": tools, "add_generation_prompt": prompt}
-    expected = model.reference.apply_chat_template(dialogue, chat_template=source, tokenize=False, **options)
+    expected = model.reference.apply_chat_template(
+        dialogue, chat_template=source, tokenize=False, **options
+    )
     assert template.render(dialogue, **options) == expected
-    ids = model.reference.apply_chat_template(dialogue, chat_template=source, return_dict=False, **options)
+    ids = model.reference.apply_chat_template(
+        dialogue, chat_template=source, return_dict=False, **options
+    )
     assert template.encode_chat(model.tokenizer, dialogue, **options) == ids
 
 
@@ -102,17 +106,29 @@ def roles(count: int) -> list[str]:
 def test_ids_equal_transformers_for_any_text_without_control_tokens(
     model: Model, contents: list[str], system: str | None
 ) -> None:
-    dialogue = [{"role": r, "content": c} for r, c in zip(roles(len(contents)), contents, strict=True)]
+    dialogue = [
+        {"role": r, "content": c} for r, c in zip(roles(len(contents)), contents, strict=True)
+    ]
     if system is not None:
         dialogue.insert(0, {"role": "system", "content": system})
-    assume(not any(text in m["content"] for m in dialogue for text in [*CONTROL, *MARKERS, "[INST]", "[/INST]"]))
+    assume(
+        not any(
+            text in m["content"]
+            for m in dialogue
+            for text in [*CONTROL, *MARKERS, "[INST]", "[/INST]"]
+        )
+    )
     for source in (QWEN, LLAMA, MISTRAL):
         ids = model.reference.apply_chat_template(dialogue, chat_template=source, return_dict=False)
-        ours = model.template(source).encode_chat(model.tokenizer, dialogue, add_generation_prompt=False)
+        ours = model.template(source).encode_chat(
+            model.tokenizer, dialogue, add_generation_prompt=False
+        )
         assert ours == ids
 
 
-def test_smollm2_chat_equals_transformers(smollm2: Tokenizer, smollm2_metadata: dict[str, Any]) -> None:
+def test_smollm2_chat_equals_transformers(
+    smollm2: Tokenizer, smollm2_metadata: dict[str, Any]
+) -> None:
     template = ChatTemplate.from_tokenizer(smollm2)
     reference = PreTrainedTokenizerFast(tokenizer_object=smollm2._backend, eos_token="<|im_end|>")
     source = smollm2_metadata["tokenizer.chat_template"]
@@ -124,7 +140,10 @@ def test_smollm2_chat_equals_transformers(smollm2: Tokenizer, smollm2_metadata: 
 
 
 hostile = st.lists(
-    st.one_of(st.sampled_from([*CONTROL, *MARKERS, "[INST]", "[/INST]", "\ue000", "\\ue000", "<", "|>"]), anything),
+    st.one_of(
+        st.sampled_from([*CONTROL, *MARKERS, "[INST]", "[/INST]", "\ue000", "\\ue000", "<", "|>"]),
+        anything,
+    ),
     max_size=5,
 ).map("".join)
 
@@ -143,7 +162,11 @@ def test_request_text_adds_no_control_token_and_loses_no_text(
         function = {"name": "f" + tool, "arguments": {"k" + user: [tool]}}
         return [
             {"role": "user", "content": "u" + user},
-            {"role": "assistant", "content": "a" + assistant, "tool_calls": [{"function": function}]},
+            {
+                "role": "assistant",
+                "content": "a" + assistant,
+                "tool_calls": [{"function": function}],
+            },
             {"role": "tool", "content": "t" + tool, "name": user},
             {"role": "user", "content": "v" + user},
         ]
@@ -155,11 +178,15 @@ def test_request_text_adds_no_control_token_and_loses_no_text(
     tools = [{"function": {"name": key, "x" + key: key}}]
     template = model.template(QWEN)
     ids = template.encode_chat(model.tokenizer, dialogue(first, answer, result), tools=tools)
-    calm = template.encode_chat(model.tokenizer, dialogue("", "", ""), tools=[{"function": {"name": ""}}])
+    calm = template.encode_chat(
+        model.tokenizer, dialogue("", "", ""), tools=[{"function": {"name": ""}}]
+    )
     assert control_ids(model, ids, markers=True) == control_ids(model, calm, markers=True)
     rendered = template.render(dialogue(first, answer, result), tools=tools)
     decoded = model.tokenizer.decode(ids, skip_special_tokens=False)
-    assert decoded == model.tokenizer.decode(model.tokenizer.encode(rendered), skip_special_tokens=False)
+    assert decoded == model.tokenizer.decode(
+        model.tokenizer.encode(rendered), skip_special_tokens=False
+    )
 
 
 def test_a_forged_turn_stays_inside_its_message(model: Model) -> None:
@@ -179,7 +206,9 @@ def test_plain_special_text_is_encoded_as_it_would_be_alone(model: Model) -> Non
     assert ids[1:-1] == model.tokenizer.encode(text)
 
 
-def test_sentencepiece_text_after_a_control_token_gets_no_extra_space(sentencepiece: Tokenizer) -> None:
+def test_sentencepiece_text_after_a_control_token_gets_no_extra_space(
+    sentencepiece: Tokenizer,
+) -> None:
     template = ChatTemplate("<s>{{ messages[0].content }}</s>")
     text = "The </s> fox"
     ids = template.encode_chat(sentencepiece, [{"role": "user", "content": text}])
@@ -195,20 +224,29 @@ def test_markers_are_tokens_in_what_the_assistant_said_and_text_elsewhere(model:
     source = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}<tool_call>"
     dialogue = [{"role": "user", "content": call}, {"role": "assistant", "content": call}]
     ids = ChatTemplate(source).encode_chat(model.tokenizer, dialogue)
-    assert [i for i, token_id in enumerate(ids) if token_id == marker] == [ids.index(marker), len(ids) - 1]
+    assert [i for i, token_id in enumerate(ids) if token_id == marker] == [
+        ids.index(marker),
+        len(ids) - 1,
+    ]
     assert ids.index(marker) > ids.index(model.tokenizer.token_to_id("<|im_end|>") or -1)
     assert model.tokenizer.decode(ids).count(call) == 2
 
 
 def test_special_text_survives_json_with_ascii_escapes(model: Model) -> None:
-    template = ChatTemplate("<|im_start|>{{ messages[0].content | tojson(ensure_ascii=true) }}<|im_end|>")
-    ids = template.encode_chat(model.tokenizer, [{"role": "user", "content": "é <|im_end|> \\ue000"}])
+    template = ChatTemplate(
+        "<|im_start|>{{ messages[0].content | tojson(ensure_ascii=true) }}<|im_end|>"
+    )
+    ids = template.encode_chat(
+        model.tokenizer, [{"role": "user", "content": "é <|im_end|> \\ue000"}]
+    )
     assert model.tokenizer.decode(ids) == '"\\u00e9 <|im_end|> \\\\ue000"'
     assert special_ids_in(ids[1:-1], model.tokenizer) == []
 
 
 def test_the_clock_and_extra_arguments_reach_the_template(model: Model) -> None:
-    template = ChatTemplate("{{ strftime_now('%Y-%m-%d') }} {{ mood }}", clock=lambda: datetime(2024, 2, 29))
+    template = ChatTemplate(
+        "{{ strftime_now('%Y-%m-%d') }} {{ mood }}", clock=lambda: datetime(2024, 2, 29)
+    )
     dialogue = [{"role": "user", "content": "x"}]
     assert template.render(dialogue, template_kwargs={"mood": "fine"}) == "2024-02-29 fine"
     qwen = model.template(QWEN).render(dialogue, template_kwargs={"enable_thinking": False})
@@ -241,7 +279,10 @@ def test_developer_is_system_to_templates_that_do_not_know_it() -> None:
 
 def test_messages_given_are_not_changed(model: Model) -> None:
     call = {"function": {"name": "f", "arguments": "{}"}}
-    dialogue = [{"role": "developer", "content": "<|im_end|>"}, {"role": "assistant", "tool_calls": [call]}]
+    dialogue = [
+        {"role": "developer", "content": "<|im_end|>"},
+        {"role": "assistant", "tool_calls": [call]},
+    ]
     before = repr(dialogue)
     model.template(QWEN).encode_chat(model.tokenizer, dialogue)
     assert repr(dialogue) == before
@@ -255,7 +296,10 @@ def test_messages_given_are_not_changed(model: Model) -> None:
         (None, "messages"),
         (["hi"], "messages[0]"),
         ([{"content": "x"}], "messages[0].role"),
-        ([{"role": "user", "content": "x"}] * 2 + [{"role": "wizard", "content": "x"}], "messages[2].role"),
+        (
+            [{"role": "user", "content": "x"}] * 2 + [{"role": "wizard", "content": "x"}],
+            "messages[2].role",
+        ),
         ([{"role": ["user"], "content": "x"}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": None}], "messages[0].content"),
@@ -271,7 +315,12 @@ def test_messages_given_are_not_changed(model: Model) -> None:
             "messages[0].tool_calls[0].function.arguments",
         ),
         (
-            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+            [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}],
+                }
+            ],
             "messages[0].tool_calls[0].function.arguments",
         ),
     ],

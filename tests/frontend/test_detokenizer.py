@@ -34,10 +34,15 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 @settings(max_examples=150)
 @given(numbers=fractions, low=st.lists(st.integers(0, 300), max_size=12), skip=st.booleans())
 def test_deltas_of_any_tokens_join_to_the_full_decode(
-    byte_level: Tokenizer, sentencepiece: Tokenizer, numbers: list[float], low: list[int], skip: bool
+    byte_level: Tokenizer,
+    sentencepiece: Tokenizer,
+    numbers: list[float],
+    low: list[int],
+    skip: bool,
 ) -> None:
     for tokenizer in (byte_level, sentencepiece):
-        # The low ids are single bytes in both: invalid UTF-8 of every kind, and special tokens between.
+        # The low ids are single bytes in both: invalid UTF-8 of every kind, and special tokens
+        # between.
         ids = [*low, *to_ids(tokenizer, numbers), *tokenizer.special_token_ids, *low[::-1]]
         deltas = stream(tokenizer, ids, skip_special_tokens=skip)
         assert "".join(deltas) == tokenizer.decode(ids, skip_special_tokens=skip)
@@ -67,7 +72,9 @@ def test_an_unfinished_character_is_replaced_only_at_the_end(tokenizer: Tokenize
     assert "\ufffd" in deltas[-1]
 
 
-def test_each_token_is_looked_up_at_most_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_token_is_looked_up_at_most_once(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Or never, if an earlier stream has met it."""
     ids = tokenizer.encode("many words in a row, 中文, é " * 200, add_special_tokens=False)
     looked_up: list[int] = []
@@ -86,7 +93,9 @@ def test_each_token_is_looked_up_at_most_once(tokenizer: Tokenizer, monkeypatch:
 
 
 def test_what_streams_have_met_changes_no_text(tokenizer: Tokenizer) -> None:
-    """Halves of characters before and after whole ones, and the space that is dropped at the very beginning."""
+    """Halves of characters before and after whole ones, and the space that is dropped at the very
+    beginning.
+    """
     text = " a 中é🦩 b 🦩\u0301"
     ids = tokenizer.encode(text, add_special_tokens=False)
     for order in (ids, ids[1:], ids[::-1], ids * 2, ids[::2] + ids):
@@ -99,7 +108,9 @@ def test_what_streams_have_met_changes_no_text(tokenizer: Tokenizer) -> None:
             assert "".join(plain) == tokenizer.decode(order, skip_special_tokens=skip)
 
 
-def test_texts_that_are_remembered_are_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_that_are_remembered_are_bounded(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = list(range(tokenizer.vocab_size))
     expected = stream(tokenizer, ids)
     fresh = {False: {}, True: {}}  # type: dict[bool, dict[int, str]]
@@ -114,7 +125,11 @@ def test_continuing_a_prompt_keeps_the_space_that_decode_drops(sentencepiece: To
     answer = sentencepiece.encode("brown fox", add_special_tokens=False)
     assert "".join(stream(sentencepiece, answer)) == "brown fox"
     joined = "".join(stream(sentencepiece, answer, prompt_ids=prompt))
-    assert sentencepiece.decode(prompt) + joined == sentencepiece.decode(prompt + answer) == "The quick brown fox"
+    assert (
+        sentencepiece.decode(prompt) + joined
+        == sentencepiece.decode(prompt + answer)
+        == "The quick brown fox"
+    )
 
 
 def test_a_prompt_of_special_tokens_only_is_no_text(sentencepiece: Tokenizer) -> None:

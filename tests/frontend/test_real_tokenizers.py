@@ -1,5 +1,6 @@
-"""Seven real tokenizers and their chat templates, as transformers reads them: text both ways, piece by piece,
-conversations, tools, and marks of reasoning."""
+"""Seven real tokenizers and their chat templates, as transformers reads them: text both ways, piece
+by piece, conversations, tools, and marks of reasoning.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ CALLING: list[dict[str, Any]] = [
             {
                 "id": "call000001",
                 "type": "function",
-                "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS, ensure_ascii=False)},
+                "function": {
+                    "name": "weather",
+                    "arguments": json.dumps(ARGUMENTS, ensure_ascii=False),
+                },
             }
         ],
     },
@@ -100,7 +104,9 @@ def test_text_becomes_the_same_tokens_and_comes_back(name: str) -> None:
         ids = tokenizer.encode(text)
         if not any(special in text for special in ("[INST]", "</s>")):
             assert ids == backend.encode(text).ids, text
-        expected = text if normal is None or name.startswith("gemma") else normal.normalize_str(text)
+        expected = (
+            text if normal is None or name.startswith("gemma") else normal.normalize_str(text)
+        )
         assert tokenizer.decode(ids) == expected
         pieces = IncrementalDetokenizer(tokenizer)
         assert "".join([pieces.push(token_id) for token_id in ids]) + pieces.finish() == expected
@@ -156,13 +162,17 @@ def test_a_users_control_tokens_stay_text_in_a_chat(name: str) -> None:
         ("gemma3", "hermes", False),
     ],
 )
-def test_tools_are_shown_as_the_template_does_or_described(name: str, format_name: str, teaches: bool) -> None:
+def test_tools_are_shown_as_the_template_does_or_described(
+    name: str, format_name: str, teaches: bool
+) -> None:
     tokenizer = tokenizer_of(name)
     support = ToolSupport(tokenizer)
     assert support.format == format_name
     plan = support.plan(CALLING[:1], [WEATHER])
     assert (plan.template_tools is not None) == teaches
-    rendered = ChatTemplate.from_tokenizer(tokenizer).render(plan.messages, tools=plan.template_tools)
+    rendered = ChatTemplate.from_tokenizer(tokenizer).render(
+        plan.messages, tools=plan.template_tools
+    )
     assert rendered == by_transformers(tokenizer, plan.messages, plan.template_tools)
     assert '"name": "weather"' in rendered
     assert "The weather somewhere." in rendered
@@ -172,9 +182,14 @@ def test_tools_are_shown_as_the_template_does_or_described(name: str, format_nam
 def test_calls_and_their_results_are_rendered_as_transformers_does(name: str) -> None:
     tokenizer = tokenizer_of(name)
     plan = ToolSupport(tokenizer).plan(CALLING, [WEATHER])
-    rendered = ChatTemplate.from_tokenizer(tokenizer).render(plan.messages, tools=plan.template_tools)
-    # transformers gives a template what it gets: null and text, which some of them take and others fail with.
-    messages = find_call_form(partial(by_transformers_or_error, tokenizer)).suit(check_messages(plan.messages, True))
+    rendered = ChatTemplate.from_tokenizer(tokenizer).render(
+        plan.messages, tools=plan.template_tools
+    )
+    # transformers gives a template what it gets: null and text, which some of them take and others
+    # fail with.
+    messages = find_call_form(partial(by_transformers_or_error, tokenizer)).suit(
+        check_messages(plan.messages, True)
+    )
     assert rendered == by_transformers(tokenizer, messages, plan.template_tools)
     assert "Zürich" in rendered
     assert "grey" in rendered
@@ -182,7 +197,9 @@ def test_calls_and_their_results_are_rendered_as_transformers_does(name: str) ->
 
 @pytest.mark.parametrize("name", ["llama3_2", "qwen2_5", "qwen3", "deepseek_v3"])
 def test_a_call_as_the_template_writes_it_is_read_back(name: str) -> None:
-    """What the model has been shown as its own earlier call is what it will write: the parser must know it."""
+    """What the model has been shown as its own earlier call is what it will write: the parser must
+    know it.
+    """
     tokenizer = tokenizer_of(name)
     template, support = ChatTemplate.from_tokenizer(tokenizer), ToolSupport(tokenizer)
     plan = support.plan(CALLING[:2], [WEATHER])
@@ -192,16 +209,22 @@ def test_a_call_as_the_template_writes_it_is_read_back(name: str) -> None:
     written = told.removeprefix(asked)
     splitter = ReasoningSplitter()
     written = splitter.feed(written).content + splitter.finish().content
-    answer = tokenizer.decode(tokenizer.encode(written, add_special_tokens=False, allow_special=True))
+    answer = tokenizer.decode(
+        tokenizer.encode(written, add_special_tokens=False, allow_special=True)
+    )
     parser = plan.new_parser()
     assert parser is not None
     found = parse(parser, answer.rstrip("\n"))
     assert found.content.strip() == ""
-    assert [(call.name, json.loads(call.arguments)) for call in found.calls] == [("weather", ARGUMENTS)]
+    assert [(call.name, json.loads(call.arguments)) for call in found.calls] == [
+        ("weather", ARGUMENTS)
+    ]
     # And token by token, as it comes from the engine.
     parser, pieces, deltas = plan.new_parser(), IncrementalDetokenizer(tokenizer), []
     assert parser is not None
-    for token_id in tokenizer.encode(answer.rstrip("\n"), add_special_tokens=False, allow_special=True):
+    for token_id in tokenizer.encode(
+        answer.rstrip("\n"), add_special_tokens=False, allow_special=True
+    ):
         deltas += parser.feed(pieces.push(token_id))
     assert collect([*deltas, *parser.finish()]) == found
 
@@ -221,7 +244,10 @@ def test_reasoning_marks_of_qwen3() -> None:
     assert opens_reasoning(tokenizer, [*thinking, mark])
     splitter, pieces = ReasoningSplitter(), IncrementalDetokenizer(tokenizer)
     text = "<think>\nTwo and two.\n</think>\n\n4"
-    found = [splitter.feed(pieces.push(token_id)) for token_id in tokenizer.encode(text, allow_special=True)]
+    found = [
+        splitter.feed(pieces.push(token_id))
+        for token_id in tokenizer.encode(text, allow_special=True)
+    ]
     assert "".join(part.reasoning for part in found) == "Two and two."
     assert "".join(part.content for part in found) == "4"
 
@@ -234,7 +260,11 @@ def test_others_have_no_reasoning_marks(name: str) -> None:
 def test_qwen3_forgets_earlier_reasoning_as_its_template_says() -> None:
     tokenizer = tokenizer_of("qwen3")
     earlier = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4"}
-    messages = [{"role": "user", "content": "2 + 2?"}, earlier, {"role": "user", "content": "Sure?"}]
+    messages = [
+        {"role": "user", "content": "2 + 2?"},
+        earlier,
+        {"role": "user", "content": "Sure?"},
+    ]
     rendered = ChatTemplate.from_tokenizer(tokenizer).render(messages)
     assert rendered == by_transformers(tokenizer, messages)
     assert "hm" not in rendered

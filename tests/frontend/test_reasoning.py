@@ -55,7 +55,10 @@ def test_an_answer_that_begins_inside(text: str, reasoning: str, content: str) -
 
 @settings(max_examples=200)
 @given(
-    st.lists(st.sampled_from(["<think>", "</think>", "<thi", "</", "nk>", " ", "\n", "a", "é<"]), max_size=10),
+    st.lists(
+        st.sampled_from(["<think>", "</think>", "<thi", "</", "nk>", " ", "\n", "a", "é<"]),
+        max_size=10,
+    ),
     st.booleans(),
     st.lists(st.integers(0, 40), max_size=4),
 )
@@ -77,12 +80,19 @@ def test_it_says_whether_the_text_ends_inside_the_reasoning() -> None:
 
 def test_a_megabyte_of_half_tags_is_all_reasoning() -> None:
     text = "<think>" + "</think" * 150_000
-    assert split([text[i : i + 1000] for i in range(0, len(text), 1000)]) == (text.removeprefix("<think>"), "")
+    assert split([text[i : i + 1000] for i in range(0, len(text), 1000)]) == (
+        text.removeprefix("<think>"),
+        "",
+    )
 
 
 def test_templates_and_prompts_tell(byte_level: Tokenizer) -> None:
     assert thinks(QWEN)
     assert not thinks(LLAMA)
-    assert opens_reasoning(byte_level, byte_level.encode("<|im_start|>assistant\n<think>\n", allow_special=True))
-    assert not opens_reasoning(byte_level, byte_level.encode("<think>\n\n</think>\n\n", allow_special=True))
+    assert opens_reasoning(
+        byte_level, byte_level.encode("<|im_start|>assistant\n<think>\n", allow_special=True)
+    )
+    assert not opens_reasoning(
+        byte_level, byte_level.encode("<think>\n\n</think>\n\n", allow_special=True)
+    )
     assert not opens_reasoning(byte_level, byte_level.encode("a"))

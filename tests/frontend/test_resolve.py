@@ -19,13 +19,17 @@ def test_bad_words_are_spelled_with_and_without_a_space_before(smollm2: Tokenize
     assert any(len(word) > 1 for word in ids)
 
 
-def test_a_word_after_other_text_gets_no_space_of_the_tokenizers_own(sentencepiece: Tokenizer) -> None:
+def test_a_word_after_other_text_gets_no_space_of_the_tokenizers_own(
+    sentencepiece: Tokenizer,
+) -> None:
     ids = resolve_tokens(SamplingParams(bad_words=("he",)), sentencepiece).bad_word_ids
     assert [b"".join(map(sentencepiece.token_bytes, word)) for word in ids] == [b"he", b" he"]
 
 
 @pytest.mark.parametrize("breakers", [DRY.dry_sequence_breakers, ("the",), ("é",), ("\n\n", "ing")])
-def test_breakers_are_the_tokens_that_contain_them(smollm2: Tokenizer, breakers: tuple[str, ...]) -> None:
+def test_breakers_are_the_tokens_that_contain_them(
+    smollm2: Tokenizer, breakers: tuple[str, ...]
+) -> None:
     params = SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=breakers)
     expected = tuple(
         token_id
@@ -38,7 +42,9 @@ def test_breakers_are_the_tokens_that_contain_them(smollm2: Tokenizer, breakers:
 
 
 def test_a_breaker_no_token_contains_is_refused(smollm2: Tokenizer) -> None:
-    params = SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=("no such token is in there",))
+    params = SamplingParams(
+        dry_multiplier=1.0, dry_sequence_breakers=("no such token is in there",)
+    )
     with pytest.raises(InvalidRequestError, match=r"^dry_sequence_breakers: no token"):
         resolve_tokens(params, smollm2)
 

@@ -15,7 +15,9 @@ def obj(**properties: Any) -> dict[str, Any]:
 
 def test_every_object_is_closed() -> None:
     schema = {
-        **obj(a=obj(b={"type": "array", "items": obj(c={"type": "string"})}), d={"$ref": "#/$defs/e"}),
+        **obj(
+            a=obj(b={"type": "array", "items": obj(c={"type": "string"})}), d={"$ref": "#/$defs/e"}
+        ),
         "$defs": {"e": {"anyOf": [obj(x={}), {"type": "null"}, {"type": ["object", "null"]}]}},
     }
     closed = close_objects(schema)
@@ -29,13 +31,20 @@ def test_every_object_is_closed() -> None:
 
 def test_what_a_schema_says_itself_counts() -> None:
     for value in (True, {"type": "integer"}, False):
-        assert close_objects({"type": "object", "additionalProperties": value})["additionalProperties"] == value
+        assert (
+            close_objects({"type": "object", "additionalProperties": value})["additionalProperties"]
+            == value
+        )
     mapping = {"type": "object", "additionalProperties": obj(a={})}
     assert close_objects(mapping)["additionalProperties"] == obj(a={}) | CLOSED
 
 
 def test_data_is_no_schema() -> None:
-    schema = {"enum": [{"type": "object"}], "default": {"type": "object"}, "const": {"type": "object"}}
+    schema = {
+        "enum": [{"type": "object"}],
+        "default": {"type": "object"},
+        "const": {"type": "object"},
+    }
     assert close_objects(schema) == schema
     condition = {"not": obj(a={}), "if": obj(b={})}
     assert close_objects(condition) == condition

@@ -1,4 +1,6 @@
-"""Conversations as OpenAI's clients send them, through templates as strict as those that models come with."""
+"""Conversations as OpenAI's clients send them, through templates as strict as those that models
+come with.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ ONE_CALL = """
     {%- endif %}
 {%- endfor %}<assistant>"""
 
-# Ids of nine characters, turns that alternate unless they have the key; calls in a list right behind the mark.
+# Ids of nine characters, turns that alternate unless they have the key; calls in a list right
+# behind the mark.
 SHORT_IDS = """
 {%- for message in messages | rejectattr('role', 'equalto', 'tool') | selectattr('tool_calls', 'undefined') %}
     {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception("turns alternate") }}{% endif %}
@@ -74,7 +77,11 @@ FULL_TOOLS = """
 {%- endfor %}"""
 
 ASK = {"role": "user", "content": "How is the weather?"}
-ROME = {"id": "call_0f3a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+ROME = {
+    "id": "call_0f3a",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+}
 TIME = {"id": "Nine12345", "type": "function", "function": {"name": "now"}}
 SUNNY = {"role": "tool", "tool_call_id": "call_0f3a", "content": "sunny"}
 NOON = {"role": "tool", "tool_call_id": "Nine12345", "content": "noon"}
@@ -134,8 +141,15 @@ def test_calls_made_at_once_are_shown_one_after_the_other() -> None:
     ]
     # One without a result is not lost, and results of nobody's call neither.
     text = shown(ONE_CALL, [ASK, BOTH, SUNNY, ASK])
-    assert text.index("Rome") < text.index("sunny") < text.index('"now", "parameters"') < text.rindex("<user>")
-    assert "stray" in shown(ONE_CALL, [ASK, {"role": "tool", "tool_call_id": "x", "content": "stray"}])
+    assert (
+        text.index("Rome")
+        < text.index("sunny")
+        < text.index('"now", "parameters"')
+        < text.rindex("<user>")
+    )
+    assert "stray" in shown(
+        ONE_CALL, [ASK, {"role": "tool", "tool_call_id": "x", "content": "stray"}]
+    )
 
 
 def test_a_model_of_one_call_at_a_time_is_asked_for_one(grammars: Grammars) -> None:
@@ -146,7 +160,9 @@ def test_a_model_of_one_call_at_a_time_is_asked_for_one(grammars: Grammars) -> N
 
 
 def test_llamas_mark_is_read_but_never_asked_for(grammars: Grammars) -> None:
-    """Its tokenizers have the mark as a control token; calls of a client's own functions come without it."""
+    """Its tokenizers have the mark as a control token; calls of a client's own functions come
+    without it.
+    """
     support = ToolSupport(make_tokenizer(ONE_CALL, ("<|python_tag|>",)))
     call = '{"name": "now", "parameters": {}}'
     forced = support.plan([ASK], [NOW], "required")
@@ -167,7 +183,10 @@ def test_ids_are_made_to_fit_and_still_belong_together() -> None:
     text = shown(SHORT_IDS, [ASK, BOTH, SUNNY, NOON])
     calls = json.loads(re.findall(r"\[TOOL_CALLS\](\[.*?\])<", text)[0])
     results = re.findall(r'"content": (\w+), "call_id": "(\w+)"', text)
-    assert [(call["name"], call["arguments"]) for call in calls] == [("weather", {"city": "Rome"}), ("now", {})]
+    assert [(call["name"], call["arguments"]) for call in calls] == [
+        ("weather", {"city": "Rome"}),
+        ("now", {}),
+    ]
     assert results == [("sunny", calls[0]["id"]), ("noon", calls[1]["id"])]
     assert re.fullmatch("[A-Za-z0-9]{9}", calls[0]["id"])
     assert calls[1]["id"] == "Nine12345"  # one that fits stays
@@ -176,9 +195,15 @@ def test_ids_are_made_to_fit_and_still_belong_together() -> None:
 
 def test_calls_stand_where_the_template_puts_them(grammars: Grammars) -> None:
     """With or without a space behind the mark."""
-    for template, lead in ((SHORT_IDS, "[TOOL_CALLS]["), (SHORT_IDS.replace("S][", "S] ["), "[TOOL_CALLS] [")):
+    for template, lead in (
+        (SHORT_IDS, "[TOOL_CALLS]["),
+        (SHORT_IDS.replace("S][", "S] ["), "[TOOL_CALLS] ["),
+    ):
         plan = ToolSupport(make_tokenizer(template)).plan([ASK], [NOW], "required")
-        assert grammars.judge(plan.constrain(None), lead + '{"name": "now", "arguments": {}}]') == "whole"
+        assert (
+            grammars.judge(plan.constrain(None), lead + '{"name": "now", "arguments": {}}]')
+            == "whole"
+        )
         parser = plan.new_parser()
         assert parser is not None
         written = lead + '{"name": "now", "arguments": {}, "id": "Nine12345"}]'
@@ -197,7 +222,11 @@ def test_results_name_their_function_and_tools_are_whole() -> None:
 
 @pytest.mark.parametrize("template", STRICT)
 def test_what_is_wrong_is_named_by_its_place_in_the_request(template: str) -> None:
-    broken = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": "["}}]}
+    broken = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "now", "arguments": "["}}],
+    }
     with pytest.raises(InvalidRequestError) as caught:
         shown(template, [ASK, BOTH, SUNNY, NOON, broken])
     assert caught.value.field == "messages[4].tool_calls[0].function.arguments"
@@ -238,5 +267,7 @@ def test_nothing_of_pythons_own_is_shown() -> None:
 
 
 def test_text_beside_calls_is_kept() -> None:
-    text = ChatTemplate(LOOKS_INTO_CONTENT).render([ASK, {**CALLED, "content": "Let me see."}, SUNNY])
+    text = ChatTemplate(LOOKS_INTO_CONTENT).render(
+        [ASK, {**CALLED, "content": "Let me see."}, SUNNY]
+    )
     assert "[assistant]Let me see.weather" in text

@@ -82,7 +82,9 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize("source", TOO_MUCH.values(), ids=TOO_MUCH.keys())
-def test_a_template_that_asks_for_too_much_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_asks_for_too_much_is_stopped(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.5)
     started = time.monotonic()
     with pytest.raises(TemplateError, match=r"was stopped: it") as caught:
@@ -109,13 +111,18 @@ LARGE = {
 
 
 @pytest.mark.parametrize("large", LARGE.values(), ids=LARGE.keys())
-def test_every_filter_is_done_in_time_or_stopped(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest things a template can make: unbounded, some take minutes. Time is that of the processor, which others
-    may be using and make slower."""
+def test_every_filter_is_done_in_time_or_stopped(
+    large: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest things a template can make: unbounded, some take minutes. Time is that of the
+    processor, which others may be using and make slower.
+    """
     monkeypatch.setattr(template_limits, "MAX_SECONDS", 0.1)
     slow = {}
     for name in BoundedEnvironment(datetime.now).filters:
-        template = ChatTemplate(f"{{% set s = {large} %}}{{% set r = s | {name}{ARGUMENTS.get(name, '')} | list %}}")
+        template = ChatTemplate(
+            f"{{% set s = {large} %}}{{% set r = s | {name}{ARGUMENTS.get(name, '')} | list %}}"
+        )
         started = time.process_time()
         with contextlib.suppress(TemplateError):
             template.render(DIALOGUE)
@@ -157,17 +164,35 @@ def test_errors_in_templates_say_what_went_wrong(source: str, message: str) -> N
             "{% for i in [1, 2, 3] %}{{ loop.index0 ~ '/' ~ loop.length }}{{ ',' if not loop.last }}{% endfor %}",
             "0/3,1/3,2/3",
         ),
-        ("{% for i in range(9) if i % 2 %}{{ i }}{% if i > 4 %}{% break %}{% endif %}{% endfor %}", "135"),
-        ("{% for i in range(4) %}{% if i == 1 %}{% continue %}{% endif %}{{ i }}{% endfor %}", "023"),
-        ("{% macro m(a, b='-') %}{{ b ~ a ~ b }}{% endmacro %}{{ m('x') }}{{ m('y', b='+') }}", "-x-+y+"),
+        (
+            "{% for i in range(9) if i % 2 %}{{ i }}{% if i > 4 %}{% break %}{% endif %}{% endfor %}",
+            "135",
+        ),
+        (
+            "{% for i in range(4) %}{% if i == 1 %}{% continue %}{% endif %}{{ i }}{% endfor %}",
+            "023",
+        ),
+        (
+            "{% macro m(a, b='-') %}{{ b ~ a ~ b }}{% endmacro %}{{ m('x') }}{{ m('y', b='+') }}",
+            "-x-+y+",
+        ),
         ("{% generation %}a{% set q = 1 %}{% endgeneration %}{{ q is defined }}", "aFalse"),
-        ("{{ {'a': '<é>'} | tojson }}{{ {'b': 1, 'a': [1, 2]} | tojson(indent=1, sort_keys=true) }}", None),
+        (
+            "{{ {'a': '<é>'} | tojson }}{{ {'b': 1, 'a': [1, 2]} | tojson(indent=1, sort_keys=true) }}",
+            None,
+        ),
         (
             "{{ [1, 2] | tojson(separators=(',', ':')) }}{{ '€' | tojson(ensure_ascii=true) }}",
             '[1,2]"\\u20ac"',
         ),
-        ("{{ 'a-b-c'.split('-') | join('+') }}{{ ' x '.strip() }}{{ 'ab'.replace('b', 'c') }}", "a+b+cxac"),
-        ("{{ 'x' * 3 ~ (1 + 2) }}{{ '%s-%02d' % ('a', 3) }}{{ '{}/{:>3}'.format(1, 2) }}", "xxx3a-031/  2"),
+        (
+            "{{ 'a-b-c'.split('-') | join('+') }}{{ ' x '.strip() }}{{ 'ab'.replace('b', 'c') }}",
+            "a+b+cxac",
+        ),
+        (
+            "{{ 'x' * 3 ~ (1 + 2) }}{{ '%s-%02d' % ('a', 3) }}{{ '{}/{:>3}'.format(1, 2) }}",
+            "xxx3a-031/  2",
+        ),
         (
             "{% set ns = namespace(n=0) %}{% for i in [1, 2] %}{% set ns.n = ns.n + i %}{% endfor %}{{ ns.n }}",
             "3",

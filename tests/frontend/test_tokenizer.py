@@ -15,7 +15,12 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from quire.errors import InvalidRequestError, ModelFormatError, ModelNotFoundError, UnsupportedModelError
+from quire.errors import (
+    InvalidRequestError,
+    ModelFormatError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
 from quire.frontend.gguf_tokenizer import read_gguf_tokenizer
 from quire.frontend.hf_tokenizer import read_hf_tokenizer, write_hf_tokenizer
 from quire.frontend.token_text import byte_level_alphabet
@@ -43,7 +48,8 @@ FAMILIES = ["gpt-2", "smollm", "llama-bpe", "qwen2"]
 def hf_smollm2(smollm2_gguf: Path) -> Any:
     """transformers on the same file, with the pre-tokenizer of the model's own tokenizer.json.
 
-    transformers 5 does not look at `tokenizer.ggml.pre = smollm` and leaves out the cutting of digits.
+    transformers 5 does not look at `tokenizer.ggml.pre = smollm` and leaves out the cutting of
+    digits.
     """
     tokenizer = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -75,7 +81,9 @@ def test_smollm2_ids_equal_transformers(smollm2: Tokenizer, hf_smollm2: Any, tex
 
 @settings(max_examples=150)
 @given(text=anything)
-def test_smollm2_ids_equal_transformers_for_any_text(smollm2: Tokenizer, hf_smollm2: Any, text: str) -> None:
+def test_smollm2_ids_equal_transformers_for_any_text(
+    smollm2: Tokenizer, hf_smollm2: Any, text: str
+) -> None:
     ids = smollm2.encode(text)
     assert ids == hf_smollm2.encode(text)
     # Its vocabulary has no token for a few control characters and for bytes of unassigned planes.
@@ -107,11 +115,16 @@ def test_smollm2_knows_its_special_tokens(smollm2: Tokenizer) -> None:
 def gguf_metadata() -> dict[str, dict[str, Any]]:
     found = {name: byte_level_metadata(train_byte_level(name), name) for name in FAMILIES}
     spaces = {f"sentencepiece {prefix}": sentencepiece_metadata(prefix) for prefix in (True, False)}
-    templates = {"tokenizer.chat_template": "{{ 'ä' }}", "tokenizer.chat_template.tool_use": "{{ tools }}"}
+    templates = {
+        "tokenizer.chat_template": "{{ 'ä' }}",
+        "tokenizer.chat_template.tool_use": "{{ tools }}",
+    }
     return found | spaces | {"templates": found["smollm"] | templates}
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "sentencepiece True", "sentencepiece False", "templates", "smollm2"])
+@pytest.mark.parametrize(
+    "name", [*FAMILIES, "sentencepiece True", "sentencepiece False", "templates", "smollm2"]
+)
 def test_a_tokenizer_from_gguf_can_be_written_as_files(
     name: str, smollm2_metadata: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -131,12 +144,16 @@ def test_a_pre_tokenizer_by_its_name(pre: str) -> None:
     for text in (*TEXTS, words):
         assert ours.encode(text) == reference.encode(text).ids
     backend = ours._backend  # a vocabulary this small hides where words end
-    assert backend.pre_tokenizer.pre_tokenize_str(words) == reference.pre_tokenizer.pre_tokenize_str(words)
+    assert backend.pre_tokenizer.pre_tokenize_str(
+        words
+    ) == reference.pre_tokenizer.pre_tokenize_str(words)
 
 
 def test_a_cut_in_three_steps_is_the_real_one(real_deepseek: Path) -> None:
     """Hunyuan's is DeepSeek's."""
-    real = json.loads((real_deepseek / "tokenizer.json").read_text())["pre_tokenizer"]["pretokenizers"]
+    real = json.loads((real_deepseek / "tokenizer.json").read_text())["pre_tokenizer"][
+        "pretokenizers"
+    ]
     assert tuple(one["pattern"]["Regex"] for one in real[:-1]) == SPLITS["hunyuan-dense"]
 
 
@@ -153,9 +170,13 @@ def real_deepseek() -> Path:
         (("<start_of_turn>", "<end_of_turn>"), ("<end_of_turn>",)),
     ],
 )
-def test_ends_of_turn_that_files_do_not_list(control: tuple[str, ...], ends: tuple[str, ...]) -> None:
+def test_ends_of_turn_that_files_do_not_list(
+    control: tuple[str, ...], ends: tuple[str, ...]
+) -> None:
     backend = train_byte_level("qwen2")
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in control]
+    )
     tokenizer = Tokenizer.from_gguf(byte_level_metadata(backend, "gpt-4o"))
     listed = {"<|im_end|>", "<|endoftext|>"}
     assert {tokenizer.id_to_token(one) for one in tokenizer.eos_token_ids} == {*listed, *ends}
@@ -171,7 +192,8 @@ def test_phi_3s_control_tokens_swallow_white_space() -> None:
         counts[name] = len(ids)
         assert [ids.count(1), ids.count(2)] == [1, 1]
     plain = Tokenizer.from_gguf(metadata).encode("\n\n", add_special_tokens=False)
-    assert counts["llama"] - counts["phi3"] == len(plain) - 1  # the space that a text begins with is not one of them
+    # the space that a text begins with is not one of them
+    assert counts["llama"] - counts["phi3"] == len(plain) - 1
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -180,7 +202,11 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     backend = train_byte_level(request.param)
     folder = hf_folder(backend, tmp_path_factory.mktemp(request.param), eos_token="<|im_end|>")
     from_gguf = Tokenizer.from_gguf(byte_level_metadata(backend, request.param))
-    return Tokenizer.from_hf_folder(folder), from_gguf, PreTrainedTokenizerFast.from_pretrained(folder)
+    return (
+        Tokenizer.from_hf_folder(folder),
+        from_gguf,
+        PreTrainedTokenizerFast.from_pretrained(folder),
+    )
 
 
 @settings(max_examples=100)
@@ -189,12 +215,18 @@ def test_byte_level_from_folder_gguf_and_transformers_agree(family: Any, text: s
     from_folder, from_gguf, reference = family
     ids = from_folder.encode(text)
     assert ids == from_gguf.encode(text) == reference.encode(text)
-    assert from_folder.decode(ids) == from_gguf.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+    assert (
+        from_folder.decode(ids)
+        == from_gguf.decode(ids)
+        == reference.decode(ids, skip_special_tokens=True)
+    )
 
 
 @settings(max_examples=100)
 @given(numbers=st.lists(st.floats(0, 1, exclude_max=True), max_size=30), skip=st.booleans())
-def test_byte_level_decodes_any_ids_like_transformers(family: Any, numbers: list[float], skip: bool) -> None:
+def test_byte_level_decodes_any_ids_like_transformers(
+    family: Any, numbers: list[float], skip: bool
+) -> None:
     from_folder, from_gguf, reference = family
     ids = [int(number * from_gguf.vocab_size) for number in numbers]
     expected = reference.decode(ids, skip_special_tokens=skip)
@@ -213,7 +245,9 @@ def spm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         reference.backend_tokenizer.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         )
-    saved = hf_folder(reference.backend_tokenizer, folder / "saved", eos_token="</s>", bos_token="<s>")
+    saved = hf_folder(
+        reference.backend_tokenizer, folder / "saved", eos_token="</s>", bos_token="<s>"
+    )
     return Tokenizer.from_gguf(metadata), Tokenizer.from_hf_folder(saved), reference
 
 
@@ -231,19 +265,27 @@ def test_sentencepiece_from_gguf_folder_and_transformers_agree(spm: Any, text: s
 @pytest.fixture(scope="module")
 def ambiguous(tmp_path_factory: pytest.TempPathFactory) -> Any:
     metadata = ambiguous_metadata()
-    return Tokenizer.from_gguf(metadata), transformers_from_gguf(metadata, tmp_path_factory.mktemp("ties"))
+    return Tokenizer.from_gguf(metadata), transformers_from_gguf(
+        metadata, tmp_path_factory.mktemp("ties")
+    )
 
 
 @settings(max_examples=200)
 @given(text=st.text("ab ", max_size=30))
-def test_sentencepiece_merges_with_equal_scores_go_in_transformers_order(ambiguous: Any, text: str) -> None:
+def test_sentencepiece_merges_with_equal_scores_go_in_transformers_order(
+    ambiguous: Any, text: str
+) -> None:
     ours, reference = ambiguous
-    assert ours.encode(text, add_special_tokens=False) == reference.encode(text, add_special_tokens=False)
+    assert ours.encode(text, add_special_tokens=False) == reference.encode(
+        text, add_special_tokens=False
+    )
 
 
 @settings(max_examples=100)
 @given(numbers=st.lists(st.floats(0, 1, exclude_max=True), max_size=30))
-def test_sentencepiece_decodes_like_transformers_but_for_broken_utf8(spm: Any, numbers: list[float]) -> None:
+def test_sentencepiece_decodes_like_transformers_but_for_broken_utf8(
+    spm: Any, numbers: list[float]
+) -> None:
     from_gguf, _, reference = spm
     ids = [int(number * from_gguf.vocab_size) for number in numbers]
     ours, theirs = from_gguf.decode(ids), reference.decode(ids, skip_special_tokens=True)
@@ -261,31 +303,42 @@ def test_sentencepiece_adds_bos_and_falls_back_to_bytes(sentencepiece: Tokenizer
     assert sentencepiece.decode(ids) == "Ж"
 
 
-forging = st.lists(st.one_of(st.sampled_from([*CONTROL, "<s>", "</s>", "<unk>", "<", "|>"]), anything), max_size=6)
+forging = st.lists(
+    st.one_of(st.sampled_from([*CONTROL, "<s>", "</s>", "<unk>", "<", "|>"]), anything), max_size=6
+)
 
 
 @settings(max_examples=150)
 @given(parts=forging)
-def test_text_never_becomes_a_special_token(byte_level: Tokenizer, sentencepiece: Tokenizer, parts: list[str]) -> None:
+def test_text_never_becomes_a_special_token(
+    byte_level: Tokenizer, sentencepiece: Tokenizer, parts: list[str]
+) -> None:
     text = "".join(parts)
     for tokenizer in (byte_level, sentencepiece):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert special_ids_in(ids, tokenizer) == []
         # SentencePiece does not tell a leading space from the one it puts there itself.
-        expected = text.removeprefix(" ") if tokenizer.strips_first_space else normalize("NFC", text)
+        expected = (
+            text.removeprefix(" ") if tokenizer.strips_first_space else normalize("NFC", text)
+        )
         assert tokenizer.decode(ids) == expected
 
 
 def test_special_text_that_merges_spell_out_is_cut_apart(tmp_path: Path) -> None:
-    vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "<", "s", ">", "<s", "a", "▁", "b>"])}
+    vocabulary = {
+        token: i for i, token in enumerate(["<unk>", "<s>", "<", "s", ">", "<s", "a", "▁", "b>"])
+    }
     backend = Backend(models.BPE(vocabulary, [("<", "s"), ("<s", ">")], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     backend.decoder = decoders.Metaspace(prepend_scheme="first")
     backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("<unk>", special=True)])
-    tokenizer = Tokenizer.from_hf_folder(hf_folder(backend, tmp_path, bos_token="<s>", unk_token="<unk>"))
+    tokenizer = Tokenizer.from_hf_folder(
+        hf_folder(backend, tmp_path, bos_token="<s>", unk_token="<unk>")
+    )
     ids = tokenizer.encode("a<s>a<s>", add_special_tokens=False)
     assert [tokenizer.id_to_token(i) for i in ids] == ["▁", "a", "<", "s", ">", "a", "<", "s", ">"]
-    # Every occurrence is cut in one pass: this would take minutes if each cut encoded the rest again.
+    # Every occurrence is cut in one pass: this would take minutes if each cut encoded the rest
+    # again.
     assert len(tokenizer.encode("<s>" * 20_000, add_special_tokens=False)) == 60_001
     # What the vocabulary has no token for may still be the unknown-token.
     assert tokenizer.encode("?", add_special_tokens=False)[-1] == 0
@@ -300,7 +353,9 @@ def test_the_mark_for_continuing_text_is_no_token_to_users(byte_level: Tokenizer
 
 @settings(max_examples=80)
 @given(text=anything, data=st.data())
-def test_cuts_keep_the_text_and_no_token_crosses_them(sentencepiece: Tokenizer, text: str, data: st.DataObject) -> None:
+def test_cuts_keep_the_text_and_no_token_crosses_them(
+    sentencepiece: Tokenizer, text: str, data: st.DataObject
+) -> None:
     cut = data.draw(st.integers(0, len(text)))
     left = sentencepiece.encode_plain(text[:cut])
     ids = sentencepiece.encode_plain(text, cuts=[cut])
@@ -314,7 +369,9 @@ def test_added_tokens_that_are_not_special_are_ordinary_vocabulary(byte_level: T
     assert byte_level.decode(ids) == f"a {MARKERS[0]} b"
 
 
-@pytest.mark.parametrize("flags", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}])
+@pytest.mark.parametrize(
+    "flags", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}]
+)
 @pytest.mark.parametrize("template", [None, "<|im_start|> $A", "<|im_start|> $A <|im_end|>"])
 def test_what_is_put_around_a_text_is_what_transformers_puts(
     tmp_path: Path, flags: dict[str, bool], template: str | None
@@ -325,10 +382,15 @@ def test_what_is_put_around_a_text_is_what_transformers_puts(
         backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
     eos = {"__type": "AddedToken", "content": "<|im_end|>"}
     hf_folder(backend, tmp_path, bos_token="<|im_start|>", eos_token=eos, **flags)
-    ours, reference = Tokenizer.from_hf_folder(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours, reference = (
+        Tokenizer.from_hf_folder(tmp_path),
+        PreTrainedTokenizerFast.from_pretrained(tmp_path),
+    )
     for text in ("the fox", ""):
         assert ours.encode(text) == reference.encode(text)
-        assert ours.encode(text, add_special_tokens=False) == reference.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=False) == reference.encode(
+            text, add_special_tokens=False
+        )
 
 
 def test_tokens_only_the_config_knows_get_the_ids_transformers_gives(tmp_path: Path) -> None:
@@ -339,7 +401,10 @@ def test_tokens_only_the_config_knows_get_the_ids_transformers_gives(tmp_path: P
         str(size + 1): {"content": "<end>", "special": True},
     }
     hf_folder(backend, tmp_path, eos_token="<end>", pad_token="<pad>", added_tokens_decoder=decoder)
-    ours, reference = Tokenizer.from_hf_folder(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours, reference = (
+        Tokenizer.from_hf_folder(tmp_path),
+        PreTrainedTokenizerFast.from_pretrained(tmp_path),
+    )
     text = "a<mark>b<pad><end>"
     assert ours.encode(text, allow_special=True) == reference.encode(text)
     assert ours.eos_token_ids == (size + 1,)

@@ -1,4 +1,6 @@
-"""Tool-call parsers: what they find, what they leave alone, and that neither cuts nor hostile text matter."""
+"""Tool-call parsers: what they find, what they leave alone, and that neither cuts nor hostile text
+matter.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,26 @@ ARGUMENTS = '{"x": 1, "y": [2, {"z": "}"}]}'
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
-        ("Just text, with < and > and <tool> in it.  ", "Just text, with < and > and <tool> in it.  ", []),
+        (
+            "Just text, with < and > and <tool> in it.  ",
+            "Just text, with < and > and <tool> in it.  ",
+            [],
+        ),
         (CALL, "", [("add", ARGUMENTS)]),
         (f"I will add.\n\n{CALL}\n", "I will add.", [("add", ARGUMENTS)]),
         (f"{CALL}\n{CALL}\n\n and so on", "\n\n and so on", [("add", ARGUMENTS)] * 2),
-        ('<tool_call>{"arguments": {"x": 1}, "id": [3], "name": "add"}</tool_call>', "", [("add", '{"x": 1}')]),
+        (
+            '<tool_call>{"arguments": {"x": 1}, "id": [3], "name": "add"}</tool_call>',
+            "",
+            [("add", '{"x": 1}')],
+        ),
         ('<tool_call>{"name": "a"}</tool_call>', "", [("a", "{}")]),
         ('<tool_call>{"name": "a", "arguments": null}</tool_call>', "", [("a", "{}")]),
-        ('<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}</tool_call>', "", [("a", '{"x": 1}')]),
+        (
+            '<tool_call>{"name": "a", "arguments": "{\\"x\\": 1}"}</tool_call>',
+            "",
+            [("a", '{"x": 1}')],
+        ),
         ('<tool_call>{"name": "a", "parameters": {"x": 1}}</tool_call>', "", [("a", '{"x": 1}')]),
         # Fake tags inside strings are part of them.
         (
@@ -74,8 +88,16 @@ ARGUMENTS = '{"x": 1, "y": [2, {"z": "}"}]}'
             [],
         ),
         ('<tool_call>["name"]</tool_call>', '<tool_call>["name"]</tool_call>', []),
-        ('<tool_call>{"name": "a", "arguments": [1]}', '<tool_call>{"name": "a", "arguments": [1]}', []),
-        ('<tool_call>{"name": "\\ud800", "arguments": {}}', '<tool_call>{"name": "\\ud800", "arguments": {}}', []),
+        (
+            '<tool_call>{"name": "a", "arguments": [1]}',
+            '<tool_call>{"name": "a", "arguments": [1]}',
+            [],
+        ),
+        (
+            '<tool_call>{"name": "\\ud800", "arguments": {}}',
+            '<tool_call>{"name": "\\ud800", "arguments": {}}',
+            [],
+        ),
         (f"<tool_call><tool_call>{CALL}", "<tool_call><tool_call>", [("add", ARGUMENTS)]),
         # The closing tag forgotten, or a bracket too many.
         ('<tool_call>{"name": "a", "arguments": {}}' + CALL, "", [("a", "{}"), ("add", ARGUMENTS)]),
@@ -152,7 +174,8 @@ def fenced(name: str, arguments: str = ARGUMENTS) -> str:
     [
         ("Text with <｜tool▁ and ``` in it. ", "Text with <｜tool▁ and ``` in it. ", []),
         (f"<｜tool▁calls▁begin｜>{fenced('add')}<｜tool▁calls▁end｜>", "", [("add", ARGUMENTS)]),
-        (f"Well.\n<｜tool▁calls▁begin｜>{fenced('add')}", "Well.", [("add", ARGUMENTS)]),  # as the template ends it
+        # as the template ends it
+        (f"Well.\n<｜tool▁calls▁begin｜>{fenced('add')}", "Well.", [("add", ARGUMENTS)]),
         (
             f"<｜tool▁calls▁begin｜>{fenced('a', '{}')}\n{fenced('add')}<｜tool▁calls▁end｜> So.",
             " So.",
@@ -166,8 +189,13 @@ def fenced(name: str, arguments: str = ARGUMENTS) -> str:
             [("a", '{"x": 1}'), ("add", "{}")],
         ),
         ("<｜tool▁calls▁begin｜>nothing", "<｜tool▁calls▁begin｜>nothing", []),
-        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a b", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a b", []),
-        (f"<｜tool▁calls▁begin｜>{fenced('a', '{}')[:-3]}", "", [("a", "{}")]),  # cut in the closing mark
+        (
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a b",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a b",
+            [],
+        ),
+        # cut in the closing mark
+        (f"<｜tool▁calls▁begin｜>{fenced('a', '{}')[:-3]}", "", [("a", "{}")]),
         (f"<｜tool▁calls▁begin｜>{fenced('a', '{}')} and more", " and more", [("a", "{}")]),
     ],
 )
@@ -177,8 +205,14 @@ def test_deepseek(text: str, content: str, calls: Calls) -> None:
 
 def test_behind_a_forced_mark_the_call_begins_at_once() -> None:
     assert found(DeepSeekParser(after_mark=True), fenced("a", "{}")) == ("", [("a", "{}")])
-    assert found(HermesParser(after_mark=True), '\n{"name": "a", "arguments": {}}') == ("", [("a", "{}")])
-    assert found(MistralParser(after_mark=True), ' [{"name": "a", "arguments": {}}]') == ("", [("a", "{}")])
+    assert found(HermesParser(after_mark=True), '\n{"name": "a", "arguments": {}}') == (
+        "",
+        [("a", "{}")],
+    )
+    assert found(MistralParser(after_mark=True), ' [{"name": "a", "arguments": {}}]') == (
+        "",
+        [("a", "{}")],
+    )
     assert found(MistralParser(after_mark=True), "add{}") == ("", [("add", "{}")])
 
 
@@ -220,9 +254,15 @@ def test_pieces_give_what_the_whole_gives(name: str, text: str, data: st.DataObj
 @pytest.mark.parametrize("name", PARSERS)
 @settings(max_examples=30)
 @given(
-    st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), st.text(max_size=12), max_size=3),
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+        st.text(max_size=12),
+        max_size=3,
+    ),
 )
-def test_arguments_survive_whatever_their_strings_hold(name: str, arguments: dict[str, str]) -> None:
+def test_arguments_survive_whatever_their_strings_hold(
+    name: str, arguments: dict[str, str]
+) -> None:
     value = {key: text.encode("utf-8", "replace").decode() for key, text in arguments.items()}
     value["tags"] = '</tool_call>[TOOL_CALLS]<|python_tag|>;]}"\\'
     written = json.dumps(value, ensure_ascii=False)

@@ -40,17 +40,26 @@ ASK = [{"role": "user", "content": "How is the weather?"}]
 LLAMA3 = '{% if tools %}{{ tools | tojson }} {"name": …, "parameters": …}{% endif %}<|python_tag|> tool_calls ipython'
 MISTRAL3 = "{% if tools %}{{ tools | tojson }}{% endif %}[TOOL_CALLS] tool_calls"
 TEKKEN = MISTRAL3 + "[ARGS]"
-DEEPSEEK = "{% for m in messages %}{{ m.content }}{% endfor %}<｜tool▁calls▁begin｜> tool_calls ```json"
+DEEPSEEK = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}<｜tool▁calls▁begin｜> tool_calls ```json"
+)
 DEEPSEEK31 = "{% for m in messages %}{{ m.content }}{% endfor %}<｜tool▁calls▁begin｜> tool_calls"
 PLAIN = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
 )
 
 
 def make_tokenizer(template: str, special: tuple[str, ...] = ()) -> Tokenizer:
     parts = read_gguf_tokenizer(byte_level_metadata(train_byte_level("qwen2"), "qwen2"))
-    parts.backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-    return Tokenizer(replace(parts, vocab_size=parts.backend.get_vocab_size(), chat_templates={"default": template}))
+    parts.backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in special]
+    )
+    return Tokenizer(
+        replace(
+            parts, vocab_size=parts.backend.get_vocab_size(), chat_templates={"default": template}
+        )
+    )
 
 
 class Grammars:
@@ -146,7 +155,9 @@ def test_a_named_call_is_that_one_and_one_only(name: str, grammars: Grammars) ->
 
 def test_several_calls_unless_one_is_wanted(grammars: Grammars) -> None:
     call = CALLS[QWEN]
-    assert grammars.judge(plan(QWEN, choice="required").constrain(None), f"{call}\n{call}") == "whole"
+    assert (
+        grammars.judge(plan(QWEN, choice="required").constrain(None), f"{call}\n{call}") == "whole"
+    )
     single = plan(QWEN, choice="required", parallel=False).constrain(None)
     assert grammars.judge(single, f"{call}\n{call}") == "refused"
 
@@ -235,15 +246,24 @@ def test_without_tools_text_is_text() -> None:
         ([], {"choice": "required"}, "tool_choice"),
     ],
 )  # fmt: skip
-def test_tools_that_are_wrong_are_refused_by_field(tools: Any, options: dict[str, Any], field: str) -> None:
+def test_tools_that_are_wrong_are_refused_by_field(
+    tools: Any, options: dict[str, Any], field: str
+) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         plan(QWEN, tools=tools, **options)
     assert caught.value.field == field
 
 
 def test_schemas_that_are_too_long_are_refused_by_name() -> None:
-    schema = {"type": "object", "properties": {"x": {"enum": ["y" * 1000 + str(i) for i in range(300)]}}}
-    made = plan(QWEN, tools=[{"type": "function", "function": {"name": "a", "parameters": schema}}], choice="required")
+    schema = {
+        "type": "object",
+        "properties": {"x": {"enum": ["y" * 1000 + str(i) for i in range(300)]}},
+    }
+    made = plan(
+        QWEN,
+        tools=[{"type": "function", "function": {"name": "a", "parameters": schema}}],
+        choice="required",
+    )
     with pytest.raises(InvalidRequestError, match="at most 256 KiB") as caught:
         made.constrain(None)
     assert caught.value.field == "tools"
@@ -262,7 +282,11 @@ def test_a_template_that_knows_no_tools_is_told_in_words() -> None:
             "role": "assistant",
             "content": None,
             "tool_calls": [
-                {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+                {
+                    "id": "1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
+                },
                 {"id": "2", "type": "function", "function": {"name": "now", "arguments": ""}},
             ],
         },
@@ -276,7 +300,10 @@ def test_a_template_that_knows_no_tools_is_told_in_words() -> None:
     assert prompt.index('"name": "weather"') < prompt.index("How is the weather?")
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>' in prompt
     assert '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>' in prompt
-    assert "<tool_response>\nsunny\n</tool_response>\n<tool_response>\nnoon\n</tool_response>" in prompt
+    assert (
+        "<tool_response>\nsunny\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
+        in prompt
+    )
     # Also when the tools are gone: the calls are part of the conversation.
     assert "sunny" in ChatTemplate.from_tokenizer(tokenizer).render(support.plan(messages).messages)
     with_system = support.plan([{"role": "system", "content": "Be kind."}, *ASK], [WEATHER])
@@ -288,11 +315,16 @@ def test_a_template_that_knows_no_tools_is_told_in_words() -> None:
     ("call", "field"),
     [
         ({"function": {"arguments": "{}"}}, "messages[0].tool_calls[0].function.name"),
-        ({"function": {"name": "a", "arguments": "{"}}, "messages[0].tool_calls[0].function.arguments"),
+        (
+            {"function": {"name": "a", "arguments": "{"}},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ("what", "messages[0].tool_calls[0].function.name"),
     ],
 )
 def test_calls_that_can_not_be_written_out_are_refused(call: Any, field: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        ToolSupport(make_tokenizer(PLAIN)).plan([{"role": "assistant", "content": "", "tool_calls": [call]}])
+        ToolSupport(make_tokenizer(PLAIN)).plan(
+            [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        )
     assert caught.value.field == field

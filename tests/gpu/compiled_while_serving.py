@@ -1,5 +1,6 @@
-"""Starts an engine, serves requests of many kinds, and prints as JSON which kernels were compiled or read from the disk
-after the start. A program of its own, so that no test before it has compiled them.
+"""Starts an engine, serves requests of many kinds, and prints as JSON which kernels were compiled
+or read from the disk after the start. A program of its own, so that no test before it has compiled
+them.
 
     python -m tests.gpu.compiled_while_serving auto
 """
@@ -17,7 +18,9 @@ from tests.gpu.support import GpuEngine, Job, decoder_of, shape_of
 
 
 def main(kv_cache_dtype: str) -> None:
-    """Lists of work of 1 to some dozens of entries, 1 to 64 requests, tables whose width no power of two divides."""
+    """Lists of work of 1 to some dozens of entries, 1 to 64 requests, tables whose width no power
+    of two divides.
+    """
     names: list[str] = []
     decoder = decoder_of(shape_of("qwen3-0.6b", 2))
     options = {"max_model_len": 1000, "max_num_seqs": 64, "max_batched_tokens": 2048}

@@ -39,7 +39,9 @@ def decoder_of(
 ) -> Decoder:
     """Random weights large enough that answers wander."""
     std = 2.0 / spec.hidden_size**0.5
-    return random_decoder(spec, select_kernels(DEVICE, dtype), dtype, DEVICE, std=std, seed=seed, formats=formats)
+    return random_decoder(
+        spec, select_kernels(DEVICE, dtype), dtype, DEVICE, std=std, seed=seed, formats=formats
+    )
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,12 @@ class Answers:
         """All that must be the same, of some of the jobs."""
         wanted = {str(job) for job in jobs}
         return {
-            name: (tokens, self.scores.get(name), self.prompt_scores.get(name.split("/")[0]), self.errors.get(name))
+            name: (
+                tokens,
+                self.scores.get(name),
+                self.prompt_scores.get(name.split("/")[0]),
+                self.errors.get(name),
+            )
             for name, tokens in self.tokens.items()
             if name.split("/")[0] in wanted
         }
@@ -78,14 +85,20 @@ class GpuEngine:
     """An engine with a cache full of NaN, so that whoever reads what nobody wrote is found out."""
 
     def __init__(
-        self, decoder: Decoder, depth: int | None = None, cache_tokens: int | None = None, **options: Any
+        self,
+        decoder: Decoder,
+        depth: int | None = None,
+        cache_tokens: int | None = None,
+        **options: Any,
     ) -> None:
         """`cache_tokens` is a cache size that is as small for one model as for another."""
         if cache_tokens is not None:
             options["kv_cache_memory"] = cache_tokens * token_bytes(decoder.spec, 1, decoder.dtype)
         options = {"max_model_len": MAX_MODEL_LEN, "kv_cache_memory": "12GiB", **options}
         config = EngineConfig(device=str(DEVICE), **options)
-        self.engine: Engine = assemble(decoder, config, name="test", eos_token_ids=(decoder.spec.vocab_size - 1,))
+        self.engine: Engine = assemble(
+            decoder, config, name="test", eos_token_ids=(decoder.spec.vocab_size - 1,)
+        )
         for layer in self.engine.runner._kv_cache.layers:
             layer.keys.fill_(NAN)
             layer.values.fill_(NAN)
@@ -100,8 +113,9 @@ class GpuEngine:
         arrivals_per_step: int = 10_000,
         preempt_every: int = 0,
     ) -> Answers:
-        """The jobs in `order` (all of them, in theirs, by default), a few at a time; a running request loses its
-        place every so many steps."""
+        """The jobs in `order` (all of them, in theirs, by default), a few at a time; a running
+        request loses its place every so many steps.
+        """
         core = self.engine.core
         answers = Answers()
         live: dict[str, Request] = {}
@@ -113,7 +127,9 @@ class GpuEngine:
                 number = waiting.pop()
                 job = jobs[number]
                 seed, ends = job.params.seed or 0, self.engine.eos_token_ids
-                for request in make_requests(str(number), job.prompt, job.params, seed, ends, job.resolved):
+                for request in make_requests(
+                    str(number), job.prompt, job.params, seed, ends, job.resolved
+                ):
                     live[request.request_id] = request
                     answers.tokens[request.request_id] = []
                     core.add_request(request, 0.0)
@@ -128,7 +144,9 @@ class GpuEngine:
                     answers.errors[update.request_id] = update.error
                 if update.prompt_scores is not None:
                     known = answers.prompt_scores.setdefault(update.request_id.split("/")[0], {})
-                    known.update(enumerate(update.prompt_scores.scores, start=update.prompt_scores.start))
+                    known.update(
+                        enumerate(update.prompt_scores.scores, start=update.prompt_scores.start)
+                    )
             if answers.steps % 8 == 0:
                 check_invariants(core.scheduler)
         for request in live.values():
@@ -150,7 +168,9 @@ def run_jobs(
 ) -> Answers:
     """In an engine of its own (made with the `options` of GpuEngine), whose memory is given back."""
     engine = GpuEngine(decoder, depth, **options)
-    answers = engine.run(jobs, order, arrivals_per_step=arrivals_per_step, preempt_every=preempt_every)
+    answers = engine.run(
+        jobs, order, arrivals_per_step=arrivals_per_step, preempt_every=preempt_every
+    )
     del engine
     gc.collect()
     torch.cuda.empty_cache()
@@ -158,12 +178,16 @@ def run_jobs(
 
 
 def plain_jobs(count: int, vocab_size: int, seed: int, longest: int = 700) -> list[Job]:
-    """Mixed lengths, some common beginnings, nothing but a temperature: what decode graphs sample by themselves."""
+    """Mixed lengths, some common beginnings, nothing but a temperature: what decode graphs sample
+    by themselves.
+    """
     source = random.Random(seed)
     shared = [source.randrange(vocab_size) for _ in range(longest)]
     jobs = []
     for _ in range(count):
-        length = source.choice([1, 2, 15, 16, 17, 63, 64, 65, 200, source.randint(1, longest), longest])
+        length = source.choice(
+            [1, 2, 15, 16, 17, 63, 64, 65, 200, source.randint(1, longest), longest]
+        )
         common = source.choice([0, 0, 16, 100]) % (length + 1)
         prompt = shared[:common] + [source.randrange(vocab_size) for _ in range(length - common)]
         params = SamplingParams(

@@ -57,7 +57,9 @@ def test_kernels_compiled_together_are_not_run_and_are_there_when_they_are(
     assert not module._may_miss
 
 
-def test_a_fault_in_what_is_to_be_compiled_leaves_launches_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_what_is_to_be_compiled_leaves_launches_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "_may_miss", {"kernels"})
 
     def fail() -> None:

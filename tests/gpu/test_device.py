@@ -29,7 +29,10 @@ def test_results_are_copied_when_they_are_computed_and_not_before() -> None:
     device = pick_device("auto")
     stream = device.copy_stream()
     assert stream is not None
-    tensors = [torch.zeros(1000, device=device.torch_device), torch.zeros((), device=device.torch_device)]
+    tensors = [
+        torch.zeros(1000, device=device.torch_device),
+        torch.zeros((), device=device.torch_device),
+    ]
     for tensor in tensors:
         tensor.add_(0)  # its kernel is loaded, which may wait
     torch.cuda._sleep(1)

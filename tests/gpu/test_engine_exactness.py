@@ -1,4 +1,6 @@
-"""The promise on a GPU: 256 requests give the same tokens and logprobs, bit for bit, whatever happens around them."""
+"""The promise on a GPU: 256 requests give the same tokens and logprobs, bit for bit, whatever
+happens around them.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def test_256_requests_of_every_kind_are_exact(decoder: Decoder) -> None:
     assert expected.cached_tokens > 0
     for number, job in enumerate(jobs):
         if job.params.prompt_logprobs is not None:
-            assert expected.prompt_scores.get(str(number), {}).keys() == set(range(1, len(job.prompt)))
+            assert expected.prompt_scores.get(str(number), {}).keys() == set(
+                range(1, len(job.prompt))
+            )
         if job.params.logprobs is not None and job.params.n == 1:
             assert len(expected.scores[str(number)]) == len(expected.tokens[str(number)])
 
@@ -106,21 +110,32 @@ def test_each_alone_equals_all_together(qwen: Decoder) -> None:
 def test_other_shapes_are_exact(shape: str) -> None:
     """Two layers each: other head dimensions, matrices and experts."""
     decoder = decoder_of(shape_of(shape, num_layers=2))
-    jobs = [*plain_jobs(100, decoder.spec.vocab_size, seed=5), *mixed_jobs(20, decoder.spec.vocab_size, seed=6)]
+    jobs = [
+        *plain_jobs(100, decoder.spec.vocab_size, seed=5),
+        *mixed_jobs(20, decoder.spec.vocab_size, seed=6),
+    ]
     everyone = range(len(jobs))
     expected = run_jobs(decoder, jobs)
     order = random.Random(1).sample(everyone, len(jobs))
-    got = run_jobs(decoder, jobs, order, arrivals_per_step=3, max_batched_tokens=300, preempt_every=4)
+    got = run_jobs(
+        decoder, jobs, order, arrivals_per_step=3, max_batched_tokens=300, preempt_every=4
+    )
     assert_same(got, expected, everyone)
     assert got.preemptions > 10
-    assert_same(run_jobs(decoder, jobs, cuda_graphs=False, depth=1, max_num_seqs=50), expected, everyone)
+    assert_same(
+        run_jobs(decoder, jobs, cuda_graphs=False, depth=1, max_num_seqs=50), expected, everyone
+    )
 
 
 def test_n_answers_equal_n_requests_with_their_seeds(qwen: Decoder) -> None:
     prompt = plain_jobs(1, qwen.spec.vocab_size, seed=7)[0].prompt * 3
-    together = run_jobs(qwen, [Job(prompt, SamplingParams(n=5, seed=2**64 - 2, max_tokens=40, logprobs=2))])
+    together = run_jobs(
+        qwen, [Job(prompt, SamplingParams(n=5, seed=2**64 - 2, max_tokens=40, logprobs=2))]
+    )
     seeds = [(2**64 - 2 + i) % 2**64 for i in range(5)]
-    apart = run_jobs(qwen, [Job(prompt, SamplingParams(seed=seed, max_tokens=40, logprobs=2)) for seed in seeds])
+    apart = run_jobs(
+        qwen, [Job(prompt, SamplingParams(seed=seed, max_tokens=40, logprobs=2)) for seed in seeds]
+    )
     for i in range(5):
         assert together.tokens[f"0/{i}"] == apart.tokens[str(i)]
         assert together.scores[f"0/{i}"] == apart.scores[str(i)]
@@ -135,13 +150,26 @@ def test_neighbours_full_of_nan_fail_alone(shape: str, cuda_graphs: bool) -> Non
     poison = decoder.spec.vocab_size - 1
     assert not decoder.spec.tie_embeddings  # else everybody's logits would hold a NaN
     decoder.weights["embedding"].tensor[poison] = float("nan")
-    jobs = [*plain_jobs(40, poison, seed=8, longest=200), *mixed_jobs(2 * len(MIXES), poison, seed=9, longest=200)]
-    bad = [Job([*job.prompt, poison, 1], job.params) for job in plain_jobs(40, poison, seed=10, longest=200)]
+    jobs = [
+        *plain_jobs(40, poison, seed=8, longest=200),
+        *mixed_jobs(2 * len(MIXES), poison, seed=9, longest=200),
+    ]
+    bad = [
+        Job([*job.prompt, poison, 1], job.params)
+        for job in plain_jobs(40, poison, seed=10, longest=200)
+    ]
     clean = run_jobs(decoder, jobs, cuda_graphs=cuda_graphs)
     assert not clean.errors
     everyone = [*jobs, *bad]
     order = random.Random(2).sample(range(len(everyone)), len(everyone))
-    got = run_jobs(decoder, everyone, order, arrivals_per_step=4, max_batched_tokens=300, cuda_graphs=cuda_graphs)
+    got = run_jobs(
+        decoder,
+        everyone,
+        order,
+        arrivals_per_step=4,
+        max_batched_tokens=300,
+        cuda_graphs=cuda_graphs,
+    )
     assert_same(got, clean, range(len(jobs)))
     assert got.errors.keys() == {str(number) for number in range(len(jobs), len(everyone))}
 
@@ -155,10 +183,15 @@ def test_constrained_answers_are_exact_and_keep_to_their_form(qwen: Decoder) -> 
     jobs[::2] = [Job(job.prompt, replace(job.params, **choices)) for job in jobs[::2]]
     everyone = range(len(jobs))
     engine = GpuEngine(qwen)
-    grammar = engine.engine.grammars.compile(form)  # held, so that it is there when requests are admitted
+    # held, so that it is there when requests are admitted
+    grammar = engine.engine.grammars.compile(form)
     expected = engine.run(jobs)
     for number in everyone[::2]:
-        answer = bytes(token for token in expected.tokens[str(number)] if token not in engine.engine.eos_token_ids)
+        answer = bytes(
+            token
+            for token in expected.tokens[str(number)]
+            if token not in engine.engine.eos_token_ids
+        )
         assert re.fullmatch(b"[ab]{5,20}c", answer)
     got = engine.run(jobs, everyone[::-1], arrivals_per_step=3, preempt_every=4)
     assert got.preemptions > 10

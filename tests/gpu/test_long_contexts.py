@@ -1,4 +1,6 @@
-"""Long contexts in an engine: the same tokens by graphs of either kind of attention, alone, together and in chunks."""
+"""Long contexts in an engine: the same tokens by graphs of either kind of attention, alone,
+together and in chunks.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,15 @@ def small() -> Decoder:
     """Two layers of Qwen3-0.6B for long contexts."""
     spec = replace(shape_of("qwen3-0.6b", num_layers=2), max_position=LONGEST)
     kernels = select_kernels(DEVICE, torch.bfloat16)
-    return random_decoder(spec, kernels, torch.bfloat16, DEVICE, std=2.0 / spec.hidden_size**0.5, max_position=LONGEST)
+    return random_decoder(
+        spec, kernels, torch.bfloat16, DEVICE, std=2.0 / spec.hidden_size**0.5, max_position=LONGEST
+    )
 
 
 def test_long_contexts_give_the_same_tokens_however_they_are_computed(small: Decoder) -> None:
-    """The first one grows from 16 splits to 17, where one sequence alone changes from one kernel to the other."""
+    """The first one grows from 16 splits to 17, where one sequence alone changes from one kernel to
+    the other.
+    """
     source = random.Random(0)
     jobs = [
         Job(

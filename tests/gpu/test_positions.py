@@ -1,4 +1,6 @@
-"""A token's hidden state has the same bits however it was computed, wherever its blocks lie, whoever is beside it."""
+"""A token's hidden state has the same bits however it was computed, wherever its blocks lie,
+whoever is beside it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ NUM_BLOCKS = 1 + -(-LENGTH // BLOCK_SIZE)
 class Sequences:
     """One sequence, or several with caches in common, computed piece by piece."""
 
-    def __init__(self, decoder: Decoder, tokens: Sequence[Tensor], placement: int | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, tokens: Sequence[Tensor], placement: int | None = None
+    ) -> None:
         """Blocks lie in order, or shuffled by a seed."""
         self._decoder = decoder
         self._tokens = tokens
@@ -40,7 +44,9 @@ class Sequences:
     def compute(self, pieces: Sequence[tuple[int, int, int]]) -> Tensor:
         """Hidden states of (sequence, start, end) pieces, one after the other, as one step."""
         batch = paged_batch(
-            [(start, end - start, self._tables[which]) for which, start, end in pieces], BLOCK_SIZE, DEVICE
+            [(start, end - start, self._tables[which]) for which, start, end in pieces],
+            BLOCK_SIZE,
+            DEVICE,
         )
         tokens = torch.cat([self._tokens[which][start:end] for which, start, end in pieces])
         positions = torch.cat([torch.arange(start, end) for _, start, end in pieces]).to(DEVICE)
@@ -48,7 +54,9 @@ class Sequences:
 
     def in_chunks(self, size: int) -> Tensor:
         """The first sequence, `size` tokens at a time."""
-        return torch.cat([self.compute([(0, i, min(i + size, LENGTH))]) for i in range(0, LENGTH, size)])
+        return torch.cat(
+            [self.compute([(0, i, min(i + size, LENGTH))]) for i in range(0, LENGTH, size)]
+        )
 
 
 def random_tokens(decoder: Decoder, seed: int) -> Tensor:
@@ -58,8 +66,9 @@ def random_tokens(decoder: Decoder, seed: int) -> Tensor:
 
 @pytest.fixture(scope="module", params=["qwen3-0.6b", "llama-3.2-1b", "qwen3-30b-a3b"])
 def small(request: pytest.FixtureRequest) -> Decoder:
-    """Two layers: the second sees what the first made of every position. The embedding is not the head, so that
-    nothing but a lookup sees its rows."""
+    """Two layers: the second sees what the first made of every position. The embedding is not the
+    head, so that nothing but a lookup sees its rows.
+    """
     return decoder_of(replace(shape_of(request.param, num_layers=2), tie_embeddings=False))
 
 
@@ -73,7 +82,9 @@ def whole(small: Decoder) -> Tensor:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 100, 512, 1025])
-def test_chunks_of_any_size_equal_the_whole_at_every_position(small: Decoder, whole: Tensor, chunk: int) -> None:
+def test_chunks_of_any_size_equal_the_whole_at_every_position(
+    small: Decoder, whole: Tensor, chunk: int
+) -> None:
     """A chunk of one token is a decode step."""
     assert torch.equal(Sequences(small, [random_tokens(small, 0)]).in_chunks(chunk), whole)
 
@@ -86,7 +97,9 @@ def test_blocks_may_lie_anywhere(small: Decoder, whole: Tensor, placement: int) 
 
 
 def test_neighbours_change_nothing(small: Decoder, whole: Tensor) -> None:
-    """Others decode, compute chunks and are full of NaN, at other lengths and on both sides, in the same steps."""
+    """Others decode, compute chunks and are full of NaN, at other lengths and on both sides, in the
+    same steps.
+    """
     tokens = [random_tokens(small, seed) for seed in range(4)]
     original = small.embedding
     poison = small.spec.vocab_size - 1  # random_tokens never draws it

@@ -1,4 +1,6 @@
-"""Short prompts are computed by CUDA graphs, as one decode for each token: with the bits of any other way."""
+"""Short prompts are computed by CUDA graphs, as one decode for each token: with the bits of any
+other way.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ import pytest
 from quire.models.decoder import Decoder
 from quire.runner.batch import StepShape
 from quire.runner.graphs import DecodeGraphs
-from tests.gpu.support import GpuEngine, assert_same, decoder_of, mixed_jobs, plain_jobs, run_jobs, shape_of
+from tests.gpu.support import (
+    GpuEngine,
+    assert_same,
+    decoder_of,
+    mixed_jobs,
+    plain_jobs,
+    run_jobs,
+    shape_of,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +33,9 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """How many steps with tokens that don't sample were computed by a graph, and how many tokens they had at most."""
+    """How many steps with tokens that don't sample were computed by a graph, and how many tokens
+    they had at most.
+    """
     counts = {"steps": 0, "tokens": 0, "undrawn": 0}
     run = DecodeGraphs.run
 
@@ -59,13 +71,17 @@ def test_prompts_in_graphs_change_no_bit(
     format = {name: options[name] for name in options if name == "kv_cache_dtype"}
     expected = run_jobs(decoder, jobs, cuda_graphs=False, **format)
     engine = GpuEngine(
-        decoder, options.get("depth"), **{k: v for k, v in options.items() if k not in ("depth", "preempt_every")}
+        decoder,
+        options.get("depth"),
+        **{k: v for k, v in options.items() if k not in ("depth", "preempt_every")},
     )
     plain = range(36, 72)
     for _ in range(3):  # graphs are captured on the way
         engine.run(jobs, plain, arrivals_per_step=3)
     with counted(monkeypatch) as counts:
-        got = engine.run(jobs, plain, arrivals_per_step=3, preempt_every=options.get("preempt_every", 0))
+        got = engine.run(
+            jobs, plain, arrivals_per_step=3, preempt_every=options.get("preempt_every", 0)
+        )
         assert_same(got, expected, plain)
         assert counts["steps"] >= 8
         assert counts["tokens"] > 40
@@ -78,8 +94,12 @@ def test_prompts_in_graphs_change_no_bit(
 
 def test_long_contexts_are_left_to_kernels_that_share_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(shape_of("qwen3-0.6b", num_layers=2))
-    job = next(job for job in plain_jobs(40, 10_000, seed=4, longest=3000) if len(job.prompt) == 3000)
-    engine = GpuEngine(decoder, max_model_len=4000, max_num_seqs=8, max_batched_tokens=128, prefix_caching=False)
+    job = next(
+        job for job in plain_jobs(40, 10_000, seed=4, longest=3000) if len(job.prompt) == 3000
+    )
+    engine = GpuEngine(
+        decoder, max_model_len=4000, max_num_seqs=8, max_batched_tokens=128, prefix_caching=False
+    )
     for _ in range(3):
         engine.run([job] * 2)
     with counted(monkeypatch) as counts:
@@ -92,7 +112,11 @@ def test_long_contexts_are_left_to_kernels_that_share_keys(monkeypatch: pytest.M
 def test_what_is_needed_is_captured_first() -> None:
     decoder = decoder_of(shape_of("qwen3-0.6b", num_layers=2))
     engine = GpuEngine(decoder)
-    job = next(job for job in plain_jobs(40, 10_000, seed=4) if job.params.max_tokens == 17 and len(job.prompt) < 100)
+    job = next(
+        job
+        for job in plain_jobs(40, 10_000, seed=4)
+        if job.params.max_tokens == 17 and len(job.prompt) < 100
+    )
     engine.run([job])
     graphs = engine.engine.runner._graphs
     assert isinstance(graphs, DecodeGraphs)

@@ -1,4 +1,6 @@
-"""Quantised weights on a GPU: products against float64 and themselves, engines under all that must not matter."""
+"""Quantised weights on a GPU: products against float64 and themselves, engines under all that must
+not matter.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.weight_plan import QUANTIZED
 from quire.runner.kv_cache import token_bytes
-from tests.gpu.support import DEVICE, assert_same, decoder_of, mixed_jobs, plain_jobs, run_jobs, shape_of
+from tests.gpu.support import (
+    DEVICE,
+    assert_same,
+    decoder_of,
+    mixed_jobs,
+    plain_jobs,
+    run_jobs,
+    shape_of,
+)
 from tests.kernels.triton.support import ROW_COUNTS, assert_rows_alone, in_graph
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +49,9 @@ def weight_of(name: str, out: int, inner: int, seed: int = 0) -> Weight:
 
 
 def expanded(weight: Weight) -> Tensor:
-    return torch.cat([part.format.expand(*part.tensors).reshape(part.rows, -1) for part in weight.parts]).double()
+    return torch.cat(
+        [part.format.expand(*part.tensors).reshape(part.rows, -1) for part in weight.parts]
+    ).double()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -63,7 +75,10 @@ def test_products_are_those_of_the_expanded_weight(name: str, dtype: torch.dtype
             gated = kernels.linear_gated(x, packed, bias, Activation.SILU).double()
             gate, up = kernels.linear(x, packed, bias).float().chunk(2, 1)
             wanted = torch.nn.functional.silu(gate).to(dtype).float() * up
-            assert torch.equal(gated.to(dtype), wanted.to(dtype)) or (gated - wanted).norm() <= 1e-2 * wanted.norm()
+            assert (
+                torch.equal(gated.to(dtype), wanted.to(dtype))
+                or (gated - wanted).norm() <= 1e-2 * wanted.norm()
+            )
 
 
 @pytest.mark.parametrize("name", FOUR_BITS + EIGHT_BITS + CODED)
@@ -74,7 +89,10 @@ def test_a_row_has_the_same_bits_in_any_batch(name: str) -> None:
         packed = kernels.pack(weight_of(name, out, inner))
         x = random(max(ROW_COUNTS), inner, dtype=torch.bfloat16, seed=1)
         assert_rows_alone(lambda rows, packed=packed: kernels.linear(rows, packed), [x])
-        assert_rows_alone(lambda rows, packed=packed: kernels.linear_gated(rows, packed, None, Activation.SILU), [x])
+        assert_rows_alone(
+            lambda rows, packed=packed: kernels.linear_gated(rows, packed, None, Activation.SILU),
+            [x],
+        )
         for rows in (1, 20, 256):
             some = x[:rows].clone()
             captured = in_graph(lambda some=some, packed=packed: kernels.linear(some, packed))
@@ -87,11 +105,15 @@ def test_an_output_has_the_same_bits_beside_any_others(name: str) -> None:
     kernels = select_kernels(DEVICE, torch.bfloat16)
     whole = weight_of(name, 576, 768)
     (part,) = whole.parts
-    half = Weight.of(part.format, (200, 768), *(tensor[:200].contiguous() for tensor in part.tensors))
+    half = Weight.of(
+        part.format, (200, 768), *(tensor[:200].contiguous() for tensor in part.tensors)
+    )
     packed = [kernels.pack(weight) for weight in (whole, half)]
     for rows in (1, 7, 30, 100, 300, 900):
         x = random(rows, 768, dtype=torch.bfloat16, seed=rows)
-        assert torch.equal(kernels.linear(x, packed[0])[:, :200], kernels.linear(x, packed[1])), rows
+        assert torch.equal(kernels.linear(x, packed[0])[:, :200], kernels.linear(x, packed[1])), (
+            rows
+        )
 
 
 @pytest.mark.parametrize("name", FOUR_BITS)
@@ -126,7 +148,11 @@ def test_codes_give_the_bits_of_the_expanded_weight(name: str) -> None:
 def test_a_weight_of_parts_in_different_formats() -> None:
     kernels = select_kernels(DEVICE, torch.bfloat16)
     weight = Weight.stacked(
-        [weight_of("Q4_K", 1024, 2048), weight_of("FP8", 512, 2048, 1), weight_of("INT8", 64, 2048, 2)]
+        [
+            weight_of("Q4_K", 1024, 2048),
+            weight_of("FP8", 512, 2048, 1),
+            weight_of("INT8", 64, 2048, 2),
+        ]
     )
     packed, x = kernels.pack(weight), random(9, 2048, dtype=torch.bfloat16, seed=5)
     parts = [kernels.linear(x, part) for part, _ in packed.split()]
@@ -143,15 +169,23 @@ def test_what_quantization_names_is_computed_here(quantization: str) -> None:
 
 @pytest.mark.parametrize(
     "formats",
-    [["FP8"], ["INT4_G128"], ["FP8_G128", "INT8", "BF16", "Q4_0", "INT4", "Q4_K", "INT4_G64", "Q6_K"]],
+    [
+        ["FP8"],
+        ["INT4_G128"],
+        ["FP8_G128", "INT8", "BF16", "Q4_0", "INT4", "Q4_K", "INT4_G64", "Q6_K"],
+    ],
     ids=" ".join,
 )
 def test_engines_are_exact(formats: list[str]) -> None:
-    """Graphs or none, chunks, preemption, a host tier, alone and together, with prompts scored on the way."""
+    """Graphs or none, chunks, preemption, a host tier, alone and together, with prompts scored on
+    the way.
+    """
     check_engine(decoder_of(shape_of("qwen3-0.6b", num_layers=4), formats=formats))
 
 
-@pytest.mark.parametrize("formats", [["FP8"], ["FP8_G128"], ["INT4_G128"], ["MXFP4"], ["Q4_K", "Q6_K"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "formats", [["FP8"], ["FP8_G128"], ["INT4_G128"], ["MXFP4"], ["Q4_K", "Q6_K"]], ids=" ".join
+)
 def test_engines_with_experts_are_exact(formats: list[str]) -> None:
     spec = replace(shape_of("qwen3-30b-a3b", num_layers=2), vocab_size=8192)
     spec = spec.with_layers(mlp=replace(spec.layers[0].mlp, num_experts=16))
@@ -166,12 +200,16 @@ def check_engine(decoder: Decoder) -> None:
     assert not expected.errors
     assert len({tuple(tokens) for tokens in expected.tokens.values()}) > 60
     order = sample(len(jobs))
-    got = run_jobs(decoder, jobs, order, arrivals_per_step=3, max_batched_tokens=300, preempt_every=4)
+    got = run_jobs(
+        decoder, jobs, order, arrivals_per_step=3, max_batched_tokens=300, preempt_every=4
+    )
     assert_same(got, expected, everyone)
     assert got.preemptions > 10
     options = {"cache_tokens": 6000, "host_cache_memory": "1GiB", "preempt_every": 5}
     assert_same(run_jobs(decoder, jobs, order, **options), expected, everyone)
-    assert_same(run_jobs(decoder, jobs, cuda_graphs=False, depth=1, max_num_seqs=50), expected, everyone)
+    assert_same(
+        run_jobs(decoder, jobs, cuda_graphs=False, depth=1, max_num_seqs=50), expected, everyone
+    )
     for number in everyone[::20]:
         assert_same(run_jobs(decoder, jobs, [number], prefix_caching=False), expected, [number])
 
@@ -180,19 +218,30 @@ def check_engine(decoder: Decoder) -> None:
 def test_a_cache_of_fp8_is_exact_and_holds_twice_the_tokens(scales: tuple[float, float]) -> None:
     stored = StoredCache("fp8", dict.fromkeys(range(3), scales))
     decoder = decoder_of(replace(shape_of("qwen3-0.6b", num_layers=3), cache=stored))
-    jobs = [*plain_jobs(60, decoder.spec.vocab_size, seed=1), *mixed_jobs(24, decoder.spec.vocab_size, seed=2)]
+    jobs = [
+        *plain_jobs(60, decoder.spec.vocab_size, seed=1),
+        *mixed_jobs(24, decoder.spec.vocab_size, seed=2),
+    ]
     everyone, order = range(len(jobs)), sample(len(jobs))
     fp8 = {"kv_cache_dtype": "fp8"}
     expected = run_jobs(decoder, jobs, **fp8)
     assert not expected.errors
-    got = run_jobs(decoder, jobs, order, arrivals_per_step=3, max_batched_tokens=300, preempt_every=4, **fp8)
+    got = run_jobs(
+        decoder, jobs, order, arrivals_per_step=3, max_batched_tokens=300, preempt_every=4, **fp8
+    )
     assert_same(got, expected, everyone)
     options = {"cache_tokens": 6000, "host_cache_memory": "1GiB", "preempt_every": 5} | fp8
     assert_same(run_jobs(decoder, jobs, order, **options), expected, everyone)
-    assert_same(run_jobs(decoder, jobs, cuda_graphs=False, depth=1, max_num_seqs=50, **fp8), expected, everyone)
+    assert_same(
+        run_jobs(decoder, jobs, cuda_graphs=False, depth=1, max_num_seqs=50, **fp8),
+        expected,
+        everyone,
+    )
     other = run_jobs(decoder, jobs, kv_cache_dtype="model")
     assert other.tokens != expected.tokens  # another model, if a close one
-    sizes = [token_bytes(decoder.spec, 16, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
+    sizes = [
+        token_bytes(decoder.spec, 16, dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    ]
     assert sizes[0] == 2 * sizes[1]
 
 

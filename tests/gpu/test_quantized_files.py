@@ -1,4 +1,6 @@
-"""Files with quantised weights, loaded onto a GPU: what is computed as stored means what the expanded file means."""
+"""Files with quantised weights, loaded onto a GPU: what is computed as stored means what the
+expanded file means.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +31,37 @@ pytestmark = pytest.mark.gpu
 BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 BY_64: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}
 FOLDERS = {
-    "fp8 by channel": (compressed("float-quantized", **FLOAT, strategy="channel"), by_channel("_scale")),
+    "fp8 by channel": (
+        compressed("float-quantized", **FLOAT, strategy="channel"),
+        by_channel("_scale"),
+    ),
     "fp8 by block": (BLOCK, by_block),
-    "awq": ({"quant_method": "awq", "version": "gemm", "zero_point": True, "bits": 4, "group_size": 64}, awq(64)),
+    "awq": (
+        {"quant_method": "awq", "version": "gemm", "zero_point": True, "bits": 4, "group_size": 64},
+        awq(64),
+    ),
     "gptq": (
-        {"quant_method": "gptq", "desc_act": False, "checkpoint_format": "gptq", "bits": 4, "group_size": 32},
+        {
+            "quant_method": "gptq",
+            "desc_act": False,
+            "checkpoint_format": "gptq",
+            "bits": 4,
+            "group_size": 32,
+        },
         gptq(32, 1, False),
     ),
-    "pack-quantized": (compressed("pack-quantized", symmetric=True, **BY_64), pack_quantized(64, True)),
+    "pack-quantized": (
+        compressed("pack-quantized", symmetric=True, **BY_64),
+        pack_quantized(64, True),
+    ),
 }
 
 
 def check(path: Path, equal: bool) -> None:
     kernels = select_kernels(DEVICE, torch.bfloat16)
     stored, expanded = (
-        load_decoder(open_model(path), kernels, torch.bfloat16, DEVICE, quantization=one) for one in ("auto", "none")
+        load_decoder(open_model(path), kernels, torch.bfloat16, DEVICE, quantization=one)
+        for one in ("auto", "none")
     )
     assert stored.nbytes < expanded.nbytes
     assert any(not weight.is_dense for weight in stored.weights.values())
@@ -60,7 +78,10 @@ def test_gguf(architecture: str, name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     config = LLAMA if architecture == "llama" else EXPERTS
     write_blocks(
-        path, config, lambda tensor: MIXED.get(tensor.split(".")[-2]) if name == "mixed" else name, architecture
+        path,
+        config,
+        lambda tensor: MIXED.get(tensor.split(".")[-2]) if name == "mixed" else name,
+        architecture,
     )
     check(path, equal=name in ("Q5_0", "Q8_0", "Q6_K"))
 

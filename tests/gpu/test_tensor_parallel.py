@@ -1,8 +1,8 @@
 """Several ranks on GPUs: the same bits as on one.
 
-Two ranks share the one GPU there may be, which NCCL refuses: what they gather goes through the host with gloo, and
-without graphs. NCCL and graphs with gathers in them are exercised by a group of one rank; and by two, where there are
-two GPUs.
+Two ranks share the one GPU there may be, which NCCL refuses: what they gather goes through the host
+with gloo, and without graphs. NCCL and graphs with gathers in them are exercised by a group of one
+rank; and by two, where there are two GPUs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,18 @@ from tests.parallel.ranks import whole_weights
 pytestmark = pytest.mark.gpu
 
 VOCABULARY = 8192
-FEWER = {"num_hidden_layers": 3, "vocab_size": VOCABULARY, "num_experts": 16, "eos_token_id": VOCABULARY - 1}
+FEWER = {
+    "num_hidden_layers": 3,
+    "vocab_size": VOCABULARY,
+    "num_experts": 16,
+    "eos_token_id": VOCABULARY - 1,
+}
 
 
 def write_model(shape: str, folder: Path, **changes: Any) -> Path:
-    config = CONFIGS[shape] | {name: value for name, value in FEWER.items() if name in CONFIGS[shape] or name[0] == "e"}
+    config = CONFIGS[shape] | {
+        name: value for name, value in FEWER.items() if name in CONFIGS[shape] or name[0] == "e"
+    }
     (folder / "config.json").write_text(json.dumps(config | changes))
     spec = read_config(folder / "config.json")
     generator = torch.Generator().manual_seed(0)
@@ -56,15 +63,23 @@ def write_model(shape: str, folder: Path, **changes: Any) -> Path:
 
 
 def answers(folder: Path, **options: Any) -> list[Any]:
-    prompts = [[(7 * i + j) % VOCABULARY for i in range(length)] for j, length in enumerate((5, 40, 300, 900))]
-    params = [
-        SamplingParams(max_tokens=40, temperature=j % 2, seed=j, logprobs=2 * j, ignore_eos=True) for j in range(4)
+    prompts = [
+        [(7 * i + j) % VOCABULARY for i in range(length)]
+        for j, length in enumerate((5, 40, 300, 900))
     ]
-    with LLM(folder, dtype="bfloat16", kv_cache_memory="1GiB", max_model_len=2048, **options) as llm:
+    params = [
+        SamplingParams(max_tokens=40, temperature=j % 2, seed=j, logprobs=2 * j, ignore_eos=True)
+        for j in range(4)
+    ]
+    with LLM(
+        folder, dtype="bfloat16", kv_cache_memory="1GiB", max_model_len=2048, **options
+    ) as llm:
         found: list[Any] = []
         for _ in range(3):  # graphs are captured on the way
             outputs = llm.generate(prompts, params)
-            assert all(output.error is None for output in outputs), [output.error for output in outputs]
+            assert all(output.error is None for output in outputs), [
+                output.error for output in outputs
+            ]
             found.append([(output.token_ids, output.completions[0].logprobs) for output in outputs])
         (alone,) = llm.generate([prompts[0]], params[0])
         return [*found, alone.token_ids]
@@ -73,7 +88,10 @@ def answers(folder: Path, **options: Any) -> list[Any]:
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3-0.6b", {}),
     "experts": ("qwen3-30b-a3b", {}),
-    "heads that do not come out even": ("qwen3-0.6b", {"num_attention_heads": 9, "num_key_value_heads": 3}),
+    "heads that do not come out even": (
+        "qwen3-0.6b",
+        {"num_attention_heads": 9, "num_key_value_heads": 3},
+    ),
 }
 
 
@@ -101,7 +119,10 @@ def test_gathers_of_nccl_in_graphs(shape: str) -> None:
     if shape == "qwen3-30b-a3b":
         spec = spec.with_layers(mlp=replace(spec.layers[0].mlp, num_experts=16))
     dtype = torch.bfloat16
-    weights = {name: Weight.dense(one.tensor.to(DEVICE)) for name, one in whole_weights(spec, dtype).items()}
+    weights = {
+        name: Weight.dense(one.tensor.to(DEVICE))
+        for name, one in whole_weights(spec, dtype).items()
+    }
     group = Group(c10d.HashStore(), 0, 1, pick_device("cuda:0"), False, 60.0)
     division = Division(spec, 0, 1)
     kernels = parallel_kernels(select_kernels(DEVICE, dtype), group, division)
@@ -112,7 +133,9 @@ def test_gathers_of_nccl_in_graphs(shape: str) -> None:
     )
     params = SamplingParams(max_tokens=60, temperature=0.5, seed=1, ignore_eos=True)
     jobs = [Job([(7 * i + j) % VOCABULARY for i in range(30)], params) for j in range(6)]
-    plain, gathered = (GpuEngine(one, kv_cache_memory="256MiB", max_num_seqs=8).run(jobs) for one in decoders)
+    plain, gathered = (
+        GpuEngine(one, kv_cache_memory="256MiB", max_num_seqs=8).run(jobs) for one in decoders
+    )
     assert group.num_gathers > 0
     assert gathered.errors == {}
     assert gathered.tokens == plain.tokens

@@ -1,4 +1,6 @@
-"""Logits against transformers on the same GPU: equal in float32, and in bfloat16 as close to float32 as its own are."""
+"""Logits against transformers on the same GPU: equal in float32, and in bfloat16 as close to
+float32 as its own are.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,23 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 pytestmark = pytest.mark.gpu
 
-LAYERS = {"qwen3-0.6b": 28, "llama-3.2-1b": 16, "qwen3-30b-a3b": 3, "smollm2-135m": 30, "gemma-3-4b": 6}
+LAYERS = {
+    "qwen3-0.6b": 28,
+    "llama-3.2-1b": 16,
+    "qwen3-30b-a3b": 3,
+    "smollm2-135m": 30,
+    "gemma-3-4b": 6,
+}
 """How many of each shape's layers are compared."""
 
 
 def make_model(shape: str) -> Any:
-    """Random weights that bfloat16 holds exactly, so that all computations start from the same ones; norms are not
-    all 1, and logits have the size of a real model's."""
-    options = {k: v for k, v in CONFIGS[shape].items() if k != "architectures"} | {"num_hidden_layers": LAYERS[shape]}
+    """Random weights that bfloat16 holds exactly, so that all computations start from the same
+    ones; norms are not all 1, and logits have the size of a real model's.
+    """
+    options = {k: v for k, v in CONFIGS[shape].items() if k != "architectures"} | {
+        "num_hidden_layers": LAYERS[shape]
+    }
     kind = CONFIGS[shape]["architectures"][0].replace("ForCausalLM", "Config")
     kind = {"Gemma3Config": "Gemma3TextConfig"}.get(kind, kind)  # the other one has images
     config = getattr(transformers, kind)(**options)
@@ -51,13 +62,16 @@ def decoder_of_model(model: Any, dtype: torch.dtype, folder: Path) -> Decoder:
     """Quire's decoder with the same weights."""
     model.config.save_pretrained(folder)
     spec = read_config(folder / "config.json")
-    weights = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    weights = {
+        name: value for name, value in model.state_dict().items() if name != "lm_head.weight"
+    }
     if not spec.tie_embeddings:
         weights["lm_head.weight"] = model.lm_head.weight
     parameters = spec.parameters()
     kinds = {name: torch.float32 if p.wide else dtype for name, p in parameters.items()}
     loaded = {
-        name: Weight.dense(torch.empty(p.shape, dtype=kinds[name], device=DEVICE)) for name, p in parameters.items()
+        name: Weight.dense(torch.empty(p.shape, dtype=kinds[name], device=DEVICE))
+        for name, p in parameters.items()
     }
     for piece in huggingface_pieces(spec, set(weights)):
         target = loaded[piece.parameter].tensor[piece.index(parameters[piece.parameter])]
@@ -86,5 +100,7 @@ def test_logits_are_those_of_transformers(shape: str, tmp_path: Path) -> None:
     torch.testing.assert_close(ours, truth, atol=1e-3, rtol=0)
     rounded = all_logits(decoder_of_model(model, torch.bfloat16, tmp_path), tokens)
     theirs = reference_logits(model.to(torch.bfloat16), tokens)
-    our_error, their_error = ((logits - truth).square().mean().sqrt().item() for logits in (rounded, theirs))
+    our_error, their_error = (
+        (logits - truth).square().mean().sqrt().item() for logits in (rounded, theirs)
+    )
     assert our_error <= 1.5 * their_error, f"{our_error} against transformers' {their_error}"

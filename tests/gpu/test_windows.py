@@ -16,5 +16,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss"])
 def test_long_answers_are_exact_and_hold_less(family: str, dtype: torch.dtype) -> None:
-    decoder = random_decoder(gpu_spec(family), make_kernels("triton", dtype), dtype, device=str(DEVICE))
+    decoder = random_decoder(
+        gpu_spec(family), make_kernels("triton", dtype), dtype, device=str(DEVICE)
+    )
     check_long_answers(decoder, num_prompt=900, num_new=60)

@@ -15,7 +15,8 @@ from quire.kernels.ops import LayerCache, PagedBatch
 from quire.kernels.reference import ReferenceKernels
 
 REFERENCE = ReferenceKernels()
-# All ways through the code this machine can run: its best one, plain vectors, and those of lesser CPUs.
+# All ways through the code this machine can run: its best one, plain vectors, and those of lesser
+# CPUs.
 VARIANTS: dict[str, tuple[str, bool]] = {"best": ("native", True), "vectors": ("native", False)}
 if platform.machine() == "x86_64":
     VARIANTS |= {"avx2": ("x86-64-v3", False), "sse": ("x86-64", False)}
@@ -26,7 +27,9 @@ FP8_SCALES = (0.037, 1.9)
 
 
 def is_best_again(variant: str) -> bool:
-    """Whether a variant runs exactly what "best" does: without AMX, plain vectors are the best there is."""
+    """Whether a variant runs exactly what "best" does: without AMX, plain vectors are the best
+    there is.
+    """
     return variant == "vectors" and not CpuKernels(*VARIANTS["best"]).has_amx
 
 
@@ -34,7 +37,9 @@ few_examples = settings(deadline=None, max_examples=12)
 
 
 def assert_close(got: Tensor, truth: Tensor, reference: Tensor) -> None:
-    """float32: 1e-5 of the truth's magnitude. bfloat16: hardly farther from it than the reference is."""
+    """float32: 1e-5 of the truth's magnitude. bfloat16: hardly farther from it than the reference
+    is.
+    """
     magnitude = truth.abs().max().item() + 1e-6
     error = (got.double() - truth).abs().max().item()
     if got.dtype == torch.float32:
@@ -55,8 +60,10 @@ def make_cache(
     unowned: float = NAN,
     stored: torch.dtype | None = None,
 ) -> tuple[LayerCache, Tensor]:
-    """Keys and values [tokens, kv_heads, head_dim] of some sequences, in blocks placed at random; every slot
-    that no token owns holds `unowned`, or has it for its scale. They are stored as they are, or in 8 bits."""
+    """Keys and values [tokens, kv_heads, head_dim] of some sequences, in blocks placed at random;
+    every slot that no token owns holds `unowned`, or has it for its scale. They are stored as they
+    are, or in 8 bits.
+    """
     counts = [-(-keys.shape[0] // block_size) for keys, _ in contexts]
     num_blocks = sum(counts) + 3
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).int()

@@ -1,4 +1,6 @@
-"""Arguments of C++ functions: both sides' lists are compared when a library is loaded, and calls are made by name."""
+"""Arguments of C++ functions: both sides' lists are compared when a library is loaded, and calls
+are made by name.
+"""
 
 from __future__ import annotations
 
@@ -71,21 +73,34 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / "add.so"))
 
 
-def add(*, x: Tensor, bias: Tensor | None, out: Tensor, size: int, scale: float, num_threads: int) -> None:
+def add(
+    *, x: Tensor, bias: Tensor | None, out: Tensor, size: int, scale: float, num_threads: int
+) -> None:
     """As the library has it."""
 
 
-def swapped(*, x: Tensor, out: Tensor, bias: Tensor | None, size: int, scale: float, num_threads: int) -> None: ...
+def swapped(
+    *, x: Tensor, out: Tensor, bias: Tensor | None, size: int, scale: float, num_threads: int
+) -> None: ...
 
 
-def mistyped(*, x: Tensor, bias: Tensor | None, out: Tensor, size: float, scale: float, num_threads: int) -> None: ...
+def mistyped(
+    *, x: Tensor, bias: Tensor | None, out: Tensor, size: float, scale: float, num_threads: int
+) -> None: ...
 
 
 def too_short(*, x: Tensor, bias: Tensor | None, out: Tensor, size: int, scale: float) -> None: ...
 
 
 def too_long(
-    *, x: Tensor, bias: Tensor | None, out: Tensor, size: int, scale: float, num_threads: int, depth: int
+    *,
+    x: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    size: int,
+    scale: float,
+    num_threads: int,
+    depth: int,
 ) -> None: ...
 
 
@@ -109,7 +124,9 @@ def test_a_call_by_names_in_any_order_computes(library: ctypes.CDLL) -> None:
 
 def test_a_call_without_one_of_its_arguments_names_it(library: ctypes.CDLL) -> None:
     call: Callable[..., None] = caller(library, "add", add, Recorder())
-    with pytest.raises(TypeError, match=r"add\(\) missing 1 required keyword-only argument: 'size'"):
+    with pytest.raises(
+        TypeError, match=r"add\(\) missing 1 required keyword-only argument: 'size'"
+    ):
         call(x=torch.ones(1), bias=None, out=torch.ones(1), scale=1.0, num_threads=1)
 
 

@@ -1,4 +1,6 @@
-"""Paged attention in C++: close to float64, and the same bits whole, in chunks, one by one, alone or among many."""
+"""Paged attention in C++: close to float64, and the same bits whole, in chunks, one by one, alone
+or among many.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def dequantized(x: Tensor, stored: torch.dtype, fp8_scale: float) -> Tensor:
     return (x.float() / scale).round().clamp(-127, 127).double() * scale.double()
 
 
-def float64_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+def float64_attention(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+) -> Tensor:
     """The last queries of one sequence over its keys and values, with nothing clever."""
     rows, num_heads, _ = query.shape
     context, kv_heads, _ = keys.shape
@@ -48,7 +52,9 @@ def float64_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float,
     hidden = key_position > query_position
     if window is not None:
         hidden = hidden | (key_position <= query_position - window)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), wide_values)
+    return torch.einsum(
+        "hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), wide_values
+    )
 
 
 @given(
@@ -81,7 +87,10 @@ def test_attention_is_close_to_float64(
     context_lens = [max(length) for length in lengths]
     query_lens = [min(length) for length in lengths]
     contexts = [
-        (random(n, kv_heads, head_dim, dtype=dtype, seed=seed + i), random(n, kv_heads, head_dim, dtype=dtype, seed=i))
+        (
+            random(n, kv_heads, head_dim, dtype=dtype, seed=seed + i),
+            random(n, kv_heads, head_dim, dtype=dtype, seed=i),
+        )
         for i, n in enumerate(context_lens)
     ]
     cache, tables = make_cache(contexts, block_size, seed, stored=stored)
@@ -94,7 +103,9 @@ def test_attention_is_close_to_float64(
             for keys, values in contexts
         ]
     batch = make_batch(tables, context_lens, query_lens)
-    query = random(sum(query_lens), kv_heads * group, head_dim, dtype=dtype, seed=seed + 50) * spread
+    query = (
+        random(sum(query_lens), kv_heads * group, head_dim, dtype=dtype, seed=seed + 50) * spread
+    )
     scale = head_dim**-0.5
     got = attend(kernels, query, cache, batch, scale, window)
     reference = attend(REFERENCE, query, cache, batch, scale, window)
@@ -113,7 +124,12 @@ def test_attention_is_close_to_float64(
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
     ("head_dim", "group", "block_size", "stored"),
-    [(64, 3, 16, None), (40, 2, 7, None), (64, 3, 48, torch.int8), (64, 3, 16, torch.float8_e4m3fn)],
+    [
+        (64, 3, 16, None),
+        (40, 2, 7, None),
+        (64, 3, 48, torch.int8),
+        (64, 3, 16, torch.float8_e4m3fn),
+    ],
 )
 def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
     kernels: CpuKernels,
@@ -125,9 +141,10 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
     stored: torch.dtype | None,
     is_slow: bool,
 ) -> None:
-    """Every position of a sequence of 600 tokens (300), in three settings: the whole prompt at once; chunks among other
-    sequences, other blocks; and single steps, sixty at a time in one batch as if they were so many requests. Where
-    keys may lie in the other order, they sometimes do."""
+    """Every position of a sequence of 600 tokens (300), in three settings: the whole prompt at
+    once; chunks among other sequences, other blocks; and single steps, sixty at a time in one batch
+    as if they were so many requests. Where keys may lie in the other order, they sometimes do.
+    """
     length, kv_heads, scale = 300 if is_slow else 600, 2, head_dim**-0.5
     keys, values = (
         random(length, kv_heads, head_dim, dtype=dtype),
@@ -138,7 +155,10 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
     whole = attend(kernels, query, cache, make_batch(table, [length], [length]), scale, window)
     assert not whole.isnan().any()
 
-    other = (random(90, kv_heads, head_dim, dtype=dtype, seed=3), random(90, kv_heads, head_dim, dtype=dtype, seed=4))
+    other = (
+        random(90, kv_heads, head_dim, dtype=dtype, seed=3),
+        random(90, kv_heads, head_dim, dtype=dtype, seed=4),
+    )
     done = 0
     for chunk in itertools.cycle((1, 7, 64, 130, 16)):
         end = min(done + chunk, length)
@@ -163,7 +183,8 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
         context_lens = [position + 1 for position in range(first, first + 60)]
         batch = make_batch(table.expand(60, -1), context_lens, [1] * 60)
         assert torch.equal(
-            attend(kernels, query[first : first + 60], cache, batch, scale, window), whole[first : first + 60]
+            attend(kernels, query[first : first + 60], cache, batch, scale, window),
+            whole[first : first + 60],
         )
 
 
@@ -171,8 +192,9 @@ def test_attention_has_the_same_bits_whole_in_chunks_and_one_by_one(
 def test_attention_of_one_long_sequence_equals_the_same_among_many(
     kernels: CpuKernels, dtype: torch.dtype, kv_heads: int, group: int, threads: None
 ) -> None:
-    """Alone, its splits are shared among threads, and the heads of those that are left over; among many, one thread
-    walks them all, with all heads at once (up to 16) where they lie by dimension."""
+    """Alone, its splits are shared among threads, and the heads of those that are left over; among
+    many, one thread walks them all, with all heads at once (up to 16) where they lie by dimension.
+    """
     length, head_dim = 1700, 32
     keys, values = (
         random(length, kv_heads, head_dim, dtype=dtype),
@@ -183,7 +205,9 @@ def test_attention_of_one_long_sequence_equals_the_same_among_many(
     caches = [cache, by_dimension(cache)] if kernels.keys_by_dimension(dtype, 16) else [cache]
     for window in (None, 1100):
         results = []
-        for one, (num_threads, copies) in itertools.product(caches, ((2, 1), (3, 1), (2, 9), (1, 1))):
+        for one, (num_threads, copies) in itertools.product(
+            caches, ((2, 1), (3, 1), (2, 9), (1, 1))
+        ):
             torch.set_num_threads(num_threads)
             batch = make_batch(table.expand(copies, -1), [length] * copies, [1] * copies)
             got = attend(kernels, query.expand(copies, -1, -1), one, batch, head_dim**-0.5, window)
@@ -197,12 +221,19 @@ def test_scales_and_sinks_meet_as_in_the_reference(kernels: CpuKernels, dtype: t
     query, batch = random(9, 4, 32, dtype=dtype, seed=2), make_batch(table, [90], [9])
     spec = AttentionSpec(HeadShape(4, 2, 32), 0.2, None, soft_cap=2.0)
     sinks = torch.tensor([-50.0, 0.5, 3.0, 60.0])
-    got, expected = (one.attention(query, cache, batch, spec, sinks) for one in (kernels, REFERENCE))
-    torch.testing.assert_close(got, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-5)
+    got, expected = (
+        one.attention(query, cache, batch, spec, sinks) for one in (kernels, REFERENCE)
+    )
+    torch.testing.assert_close(
+        got, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-5
+    )
 
 
 def test_attention_is_stable_at_huge_scores(kernels: CpuKernels) -> None:
-    keys, values = random(70, 1, 16, dtype=torch.float32) * 1e4, random(70, 1, 16, dtype=torch.float32, seed=1)
+    keys, values = (
+        random(70, 1, 16, dtype=torch.float32) * 1e4,
+        random(70, 1, 16, dtype=torch.float32, seed=1),
+    )
     cache, table = make_cache([(keys, values)], 16, seed=0)
     query = random(70, 1, 16, dtype=torch.float32, seed=2)
     got = attend(kernels, query, cache, make_batch(table, [70], [70]), 1.0, None)
@@ -210,7 +241,9 @@ def test_attention_is_stable_at_huge_scores(kernels: CpuKernels) -> None:
     torch.testing.assert_close(got.double(), truth, rtol=0, atol=0.05)
 
 
-def test_attention_with_a_window_needs_no_blocks_before_it(kernels: CpuKernels, dtype: torch.dtype) -> None:
+def test_attention_with_a_window_needs_no_blocks_before_it(
+    kernels: CpuKernels, dtype: torch.dtype
+) -> None:
     keys, values = random(200, 1, 32, dtype=dtype), random(200, 1, 32, dtype=dtype, seed=1)
     cache, table = make_cache([(keys, values)], 16, seed=0)
     query = random(3, 2, 32, dtype=dtype, seed=2)
@@ -222,17 +255,26 @@ def test_attention_with_a_window_needs_no_blocks_before_it(kernels: CpuKernels, 
 
 def test_attention_refuses_head_sizes_it_was_not_made_for(kernels: CpuKernels) -> None:
     for head_dim in (12, 264):
-        cache, table = make_cache([(torch.ones(2, 1, head_dim), torch.ones(2, 1, head_dim))], 16, seed=0)
+        cache, table = make_cache(
+            [(torch.ones(2, 1, head_dim), torch.ones(2, 1, head_dim))], 16, seed=0
+        )
         with pytest.raises(UnsupportedModelError, match=str(head_dim)):
-            attend(kernels, torch.ones(1, 1, head_dim), cache, make_batch(table, [2], [1]), 1.0, None)
+            attend(
+                kernels, torch.ones(1, 1, head_dim), cache, make_batch(table, [2], [1]), 1.0, None
+            )
 
 
-@pytest.mark.parametrize(("stored", "bad"), [(torch.int8, NAN), (torch.int8, math.inf), (torch.float8_e4m3fn, NAN)])
+@pytest.mark.parametrize(
+    ("stored", "bad"), [(torch.int8, NAN), (torch.int8, math.inf), (torch.float8_e4m3fn, NAN)]
+)
 @pytest.mark.parametrize("is_key", [True, False])
 def test_numbers_of_8_bits_that_are_not_finite_reach_those_who_see_them_and_nobody_else(
     kernels: CpuKernels, dtype: torch.dtype, is_key: bool, stored: torch.dtype, bad: float
 ) -> None:
-    sequences = [(random(80, 1, 32, dtype=dtype, seed=i), random(80, 1, 32, dtype=dtype, seed=9 + i)) for i in range(2)]
+    sequences = [
+        (random(80, 1, 32, dtype=dtype, seed=i), random(80, 1, 32, dtype=dtype, seed=9 + i))
+        for i in range(2)
+    ]
     query = random(160, 2, 32, dtype=dtype, seed=5)
     cache, tables = make_cache(sequences, 16, seed=0, stored=stored)
     expected = attend(kernels, query, cache, make_batch(tables, [80, 80], [80, 80]), 0.2, None)

@@ -25,12 +25,19 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of loaded libraries")
+@pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(), reason="needs Linux's list of loaded libraries"
+)
 def test_kernels_bring_no_second_openmp(kernels: CpuKernels) -> None:
     kernels.gate(torch.ones(600, 600), Activation.SILU)
-    loaded = set(re.findall(r"\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*", Path("/proc/self/maps").read_text()))
-    # Packages that other tests import may have one of their own (sentencepiece does): in a folder "name.libs".
-    assert len([path for path in loaded if not re.search(r"/(?!torch)[^/]+\.libs/", path)]) == 1, loaded
+    loaded = set(
+        re.findall(r"\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*", Path("/proc/self/maps").read_text())
+    )
+    # Packages that other tests import may have one of their own (sentencepiece does): in a folder
+    # "name.libs".
+    assert len([path for path in loaded if not re.search(r"/(?!torch)[^/]+\.libs/", path)]) == 1, (
+        loaded
+    )
 
 
 def test_without_a_compiler_the_reference_takes_over_with_a_warning(
@@ -48,7 +55,9 @@ def test_without_a_compiler_the_reference_takes_over_with_a_warning(
         select_kernels(torch.device("cpu"), torch.float32, "cpu")
 
 
-def test_a_failing_compiler_is_reported_with_its_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failing_compiler_is_reported_with_its_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\necho 'out of luck' >&2\nexit 1\n")
     compiler.chmod(0o755)
@@ -60,7 +69,9 @@ def test_a_failing_compiler_is_reported_with_its_words(monkeypatch: pytest.Monke
     assert list((tmp_path / "home" / "kernels").iterdir()) == []
 
 
-def test_another_compiler_of_the_same_name_builds_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_compiler_of_the_same_name_builds_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def fingerprint(*command: str) -> str:
         return native_library.fingerprint(Path(build.__file__).parent, list(command), ["-O3"])
 
@@ -78,9 +89,12 @@ def test_another_compiler_of_the_same_name_builds_anew(monkeypatch: pytest.Monke
 
 
 @needs_compiler
-def test_builds_at_the_same_time_do_not_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two processes want kernels in one empty folder: one builds, both can use the result and only one file is left.
-    Their compiler remembers the library from an earlier time, as ccache would."""
+def test_builds_at_the_same_time_do_not_meet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two processes want kernels in one empty folder: one builds, both can use the result and only
+    one file is left. Their compiler remembers the library from an earlier time, as ccache would.
+    """
     quick = tmp_path / "quick"
     library = build.load_library()._name
     quick.write_text(f"""#!/bin/sh
@@ -96,15 +110,21 @@ case " $* " in *" -shared "*) echo linked >> {tmp_path}/log; cp {library} "$last
     monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "home"))
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", code]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) for _ in range(2)]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) for _ in range(2)
+    ]
     assert [process.communicate()[0].strip() for process in running] == ["[[0.0, 0.0]]"] * 2
     assert len(list((tmp_path / "home" / "kernels").iterdir())) == 1
     assert (tmp_path / "log").read_text() == "linked\n"
 
 
 @needs_compiler
-def test_a_library_that_is_not_whole_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Truncated (the process would end with SIGBUS), empty, changed, and what a killed build left behind."""
+def test_a_library_that_is_not_whole_is_built_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Truncated (the process would end with SIGBUS), empty, changed, and what a killed build left
+    behind.
+    """
     source = tmp_path / "source.cpp"
     source.write_text('extern "C" int number() { return 7; }\n')
     monkeypatch.setattr(build, "_SOURCE_FOLDER", tmp_path)
@@ -115,7 +135,13 @@ def test_a_library_that_is_not_whole_is_built_again(monkeypatch: pytest.MonkeyPa
     whole = library.read_bytes()
     (library.parent / "build-left").mkdir()
     (library.parent / "build-left" / ".quire-temporary-folder").touch()
-    for broken in (whole[:4096], whole[: len(whole) // 2], b"", whole[:-1], whole[:100] + b"x" + whole[101:]):
+    for broken in (
+        whole[:4096],
+        whole[: len(whole) // 2],
+        b"",
+        whole[:-1],
+        whole[:100] + b"x" + whole[101:],
+    ):
         library.unlink()  # the old one is in use
         library.write_bytes(broken)
         assert load().number() == 7
@@ -135,7 +161,12 @@ def test_a_build_without_room_says_what_to_do(tmp_path: Path) -> None:
     environment = {**os.environ, "QUIRE_HOME": str(tmp_path)}
     command = [sys.executable, "-c", code, str(source.parent)]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[2], check=True
+        command,
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        check=True,
     )
     assert done.stdout == "reference\n"
     assert "QUIRE_HOME" in done.stderr
@@ -160,7 +191,8 @@ def test_select_kernels(device: str, dtype: torch.dtype, name: str, expected: st
 def test_a_gpu_gets_triton_or_the_reference_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "quire.backends.triton.kernels", None)  # as if triton were not installed
+    # as if triton were not installed
+    monkeypatch.setitem(sys.modules, "quire.backends.triton.kernels", None)
     assert select_kernels(torch.device("cuda"), torch.bfloat16).name == "reference"
     assert "pip install triton" in caplog.text
     with pytest.raises(DeviceError, match="pip install triton"):

@@ -1,4 +1,6 @@
-"""The C++ kernels but attention: as accurate as the reference, and the same bits whatever the batch looks like."""
+"""The C++ kernels but attention: as accurate as the reference, and the same bits whatever the batch
+looks like.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,19 @@ def packed_weight(kernels: Kernels, weight: torch.Tensor) -> Weight:
 )
 @few_examples
 def test_linear_is_close_to_float64(
-    kernels: CpuKernels, dtype: torch.dtype, rows: int, columns: int, half_depth: int, bias: bool, seed: int
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    half_depth: int,
+    bias: bool,
+    seed: int,
 ) -> None:
     depth = 2 * half_depth
-    x, weight = random(rows, depth, dtype=dtype, seed=seed), random(columns, depth, dtype=dtype, seed=seed + 1)
+    x, weight = (
+        random(rows, depth, dtype=dtype, seed=seed),
+        random(columns, depth, dtype=dtype, seed=seed + 1),
+    )
     added = random(columns, dtype=dtype, seed=seed + 2) if bias else None
     got = kernels.linear(x, packed_weight(kernels, weight), added)
     assert got.shape == (rows, columns)
@@ -62,7 +73,10 @@ def test_linear_is_close_to_float64(
 def test_linear_rows_have_the_same_bits_in_any_number(
     kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int], is_slow: bool
 ) -> None:
-    weight, bias = packed_weight(kernels, random(*shape, dtype=dtype)), random(shape[0], dtype=dtype, seed=1)
+    weight, bias = (
+        packed_weight(kernels, random(*shape, dtype=dtype)),
+        random(shape[0], dtype=dtype, seed=1),
+    )
     count = 133 if is_slow else 512
     x = random(count, shape[1], dtype=dtype, seed=2)
     whole = kernels.linear(x, weight, bias)
@@ -72,14 +86,20 @@ def test_linear_rows_have_the_same_bits_in_any_number(
 
 
 def test_linear_rows_do_not_meet(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    weight, x = packed_weight(kernels, random(70, 98, dtype=dtype)), random(50, 98, dtype=dtype, seed=1)
+    weight, x = (
+        packed_weight(kernels, random(70, 98, dtype=dtype)),
+        random(50, 98, dtype=dtype, seed=1),
+    )
     clean = kernels.linear(x, weight)
     x[::2] = NAN
     assert torch.equal(kernels.linear(x, weight)[1::2], clean[1::2])
 
 
 def test_linear_takes_strided_rows(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    weight, wide = packed_weight(kernels, random(70, 96, dtype=dtype)), random(20, 300, dtype=dtype, seed=1)
+    weight, wide = (
+        packed_weight(kernels, random(70, 96, dtype=dtype)),
+        random(20, 300, dtype=dtype, seed=1),
+    )
     wide[:, 196:] = NAN
     view = wide[:, 100:196]
     assert torch.equal(kernels.linear(view, weight), kernels.linear(view.contiguous(), weight))
@@ -100,7 +120,9 @@ def test_embedding_reads_plain_and_packed_tables(
     kernels: CpuKernels, dtype: torch.dtype, columns: int, half_depth: int, data: st.DataObject
 ) -> None:
     table = random(columns, 2 * half_depth, dtype=dtype)
-    ids = torch.tensor(data.draw(st.lists(st.integers(0, columns - 1), max_size=20)), dtype=torch.int64)
+    ids = torch.tensor(
+        data.draw(st.lists(st.integers(0, columns - 1), max_size=20)), dtype=torch.int64
+    )
     assert torch.equal(kernels.embedding(ids, Weight.dense(table)), table[ids])
     assert torch.equal(kernels.embedding(ids, packed_weight(kernels, table)), table[ids])
 
@@ -116,14 +138,20 @@ def test_embedding_refuses_ids_outside_the_table(kernels: CpuKernels) -> None:
 
 
 @given(
-    rows=st.integers(1, 40), size=st.integers(1, 300), scale=st.sampled_from([1e-3, 1.0, 1e4]), seed=st.integers(0, 99)
+    rows=st.integers(1, 40),
+    size=st.integers(1, 300),
+    scale=st.sampled_from([1e-3, 1.0, 1e4]),
+    seed=st.integers(0, 99),
 )
 @few_examples
 def test_norms_are_close_to_float64_and_rows_do_not_meet(
     kernels: CpuKernels, dtype: torch.dtype, rows: int, size: int, scale: float, seed: int
 ) -> None:
     x = random(rows, size, dtype=dtype, seed=seed) * scale
-    residual, weight = random(rows, size, dtype=dtype, seed=seed + 1), random(size, dtype=dtype, seed=seed + 2)
+    residual, weight = (
+        random(rows, size, dtype=dtype, seed=seed + 1),
+        random(size, dtype=dtype, seed=seed + 2),
+    )
     total = x + residual
     wide = total.double()
     truth = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
@@ -142,7 +170,12 @@ def test_rms_norm_of_heads_in_a_packed_projection(kernels: CpuKernels, dtype: to
     assert torch.equal(got.view(21, 24), kernels.rms_norm(heads.reshape(21, 24), weight, 1e-6))
 
 
-@given(rows=st.integers(0, 40), heads=st.integers(1, 5), half=st.integers(1, 64), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(0, 40),
+    heads=st.integers(1, 5),
+    half=st.integers(1, 64),
+    seed=st.integers(0, 99),
+)
 @few_examples
 def test_rope_has_the_reference_bits(
     kernels: CpuKernels, dtype: torch.dtype, rows: int, heads: int, half: int, seed: int
@@ -174,12 +207,16 @@ def test_silu_mul_is_close_to_float64(
     assert torch.equal(kernels.gate(gate_up[-1:], SILU), got[-1:])
 
 
-def test_sigmoid_mul_is_close_to_float64_and_rows_do_not_meet(kernels: CpuKernels, dtype: torch.dtype) -> None:
+def test_sigmoid_mul_is_close_to_float64_and_rows_do_not_meet(
+    kernels: CpuKernels, dtype: torch.dtype
+) -> None:
     gate, x = random(37, 1, dtype=dtype) * 20, random(37, 50, dtype=dtype, seed=1)
     got = kernels.sigmoid_mul(gate, x)
     assert_close(got, gate.double().sigmoid() * x.double(), REFERENCE.sigmoid_mul(gate, x))
     for row in range(37):
-        assert torch.equal(kernels.sigmoid_mul(gate[row : row + 1], x[row : row + 1]), got[row : row + 1])
+        assert torch.equal(
+            kernels.sigmoid_mul(gate[row : row + 1], x[row : row + 1]), got[row : row + 1]
+        )
 
 
 def test_silu_is_within_a_few_units_in_the_last_place(kernels: CpuKernels) -> None:
@@ -195,11 +232,16 @@ def test_silu_is_within_a_few_units_in_the_last_place(kernels: CpuKernels) -> No
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_write_kv_takes_slices_of_a_packed_projection(kernels: CpuKernels, dtype: torch.dtype, turned: bool) -> None:
+def test_write_kv_takes_slices_of_a_packed_projection(
+    kernels: CpuKernels, dtype: torch.dtype, turned: bool
+) -> None:
     packed = random(9, 3 * 2 * 24, dtype=dtype)
     keys, values = packed[:, 48:96].view(9, 2, 24), packed[:, 96:].view(9, 2, 24)
     slots = torch.randperm(35, generator=torch.Generator().manual_seed(0))[:9]
-    caches = [LayerCache(torch.zeros(5, 2, 7, 24, dtype=dtype), torch.zeros(5, 2, 7, 24, dtype=dtype)) for _ in "ab"]
+    caches = [
+        LayerCache(torch.zeros(5, 2, 7, 24, dtype=dtype), torch.zeros(5, 2, 7, 24, dtype=dtype))
+        for _ in "ab"
+    ]
     caches[0] = by_dimension(caches[0]) if turned else caches[0]
     writers: list[Kernels] = [kernels, REFERENCE]
     for writer, cache in zip(writers, caches, strict=True):
@@ -234,11 +276,17 @@ def test_write_kv_in_int8_stores_what_the_reference_stores(
     assert got.key_scales.isnan().sum() == 3
 
 
-def test_write_kv_in_fp8_stores_what_the_reference_stores(kernels: CpuKernels, dtype: torch.dtype) -> None:
-    """Every number of FP8 and what lies between two of them, large and small ones, and what is no number."""
+def test_write_kv_in_fp8_stores_what_the_reference_stores(
+    kernels: CpuKernels, dtype: torch.dtype
+) -> None:
+    """Every number of FP8 and what lies between two of them, large and small ones, and what is no
+    number.
+    """
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ends = torch.tensor([0.0, 2**-11, 460.0, 1e30, float("inf"), NAN])
-    numbers = torch.cat((codes, (codes[1:] + codes[:-1]) / 2, ends, random(113, dtype=torch.float32) * 0.1))
+    numbers = torch.cat(
+        (codes, (codes[1:] + codes[:-1]) / 2, ends, random(113, dtype=torch.float32) * 0.1)
+    )
     keys = torch.cat((numbers, -numbers)).view(31, 1, 24).to(dtype)
     slots = torch.randperm(70, generator=torch.Generator().manual_seed(0))[:31]
     slots[7] = -1
@@ -247,7 +295,9 @@ def test_write_kv_in_fp8_stores_what_the_reference_stores(kernels: CpuKernels, d
         sides = (torch.zeros(11, 1, 7, 24).to(torch.float8_e4m3fn) for _ in "kv")
         caches.append(LayerCache(*sides, fp8_scales=(1.0, 0.37)))
         writer.write_kv_(keys, keys, caches[-1], slots + 7 * (slots >= 0))
-    for mine, theirs in zip(*((cache.keys[1:].float(), cache.values[1:].float()) for cache in caches), strict=True):
+    for mine, theirs in zip(
+        *((cache.keys[1:].float(), cache.values[1:].float()) for cache in caches), strict=True
+    ):
         assert mine.isnan().sum() == 2
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
 
@@ -255,10 +305,17 @@ def test_write_kv_in_fp8_stores_what_the_reference_stores(kernels: CpuKernels, d
 # mixture of experts, threads
 
 
-@given(rows=st.integers(1, 20), num_experts=st.integers(1, 8), normalize=st.booleans(), data=st.data())
+@given(
+    rows=st.integers(1, 20), num_experts=st.integers(1, 8), normalize=st.booleans(), data=st.data()
+)
 @few_examples
 def test_moe_is_close_to_the_reference_and_rows_do_not_meet(
-    kernels: CpuKernels, dtype: torch.dtype, rows: int, num_experts: int, normalize: bool, data: st.DataObject
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    rows: int,
+    num_experts: int,
+    normalize: bool,
+    data: st.DataObject,
 ) -> None:
     top_k = data.draw(st.integers(1, num_experts))
     hidden, inner = 34, 46
@@ -278,9 +335,14 @@ def test_moe_is_close_to_the_reference_and_rows_do_not_meet(
         assert torch.equal(alone[0], got[row])
 
 
-def test_one_thread_and_two_give_the_same_bits(kernels: CpuKernels, dtype: torch.dtype, threads: None) -> None:
+def test_one_thread_and_two_give_the_same_bits(
+    kernels: CpuKernels, dtype: torch.dtype, threads: None
+) -> None:
     x, gate_up = random(200, 576, dtype=dtype), random(200, 1152, dtype=dtype, seed=1)
-    weight, norm = packed_weight(kernels, random(960, 576, dtype=dtype, seed=2)), random(576, dtype=dtype, seed=3)
+    weight, norm = (
+        packed_weight(kernels, random(960, 576, dtype=dtype, seed=2)),
+        random(576, dtype=dtype, seed=3),
+    )
     cos_sin = random(200, 64, dtype=torch.float32, seed=4)
     side = random(200, 3, 64, dtype=dtype, seed=5)
     cache, table = make_cache([(side, side)], 16, seed=0)

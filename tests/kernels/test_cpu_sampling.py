@@ -1,4 +1,6 @@
-"""The choice of a token and the largest values by the C++ kernels: against their definitions, in any company."""
+"""The choice of a token and the largest values by the C++ kernels: against their definitions, in
+any company.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ VOCABULARIES = [1, 7, 16, 17, 8191, 8193, 49152, 151936]
 
 
 def keys_for(rows: int) -> Tensor:
-    return torch.from_numpy(noise_keys(np.arange(rows, dtype=np.uint64) * 7919, np.arange(rows) + 3))
+    return torch.from_numpy(
+        noise_keys(np.arange(rows, dtype=np.uint64) * 7919, np.arange(rows) + 3)
+    )
 
 
 def temperatures(rows: int) -> Tensor:
@@ -69,9 +73,14 @@ def test_rising_scores_make_every_token_a_candidate(kernels: CpuKernels) -> None
 @pytest.mark.usefixtures("threads")
 def test_a_row_has_the_same_token_in_any_company(kernels: CpuKernels) -> None:
     rows, vocab_size = 40, 3001
-    logits, keys, temperature = random(rows, vocab_size, dtype=torch.float32), keys_for(rows), temperatures(rows)
+    logits, keys, temperature = (
+        random(rows, vocab_size, dtype=torch.float32),
+        keys_for(rows),
+        temperatures(rows),
+    )
     alone = [
-        kernels.gumbel_argmax(logits[i : i + 1], temperature[i : i + 1], keys[i : i + 1])[0].item() for i in range(rows)
+        kernels.gumbel_argmax(logits[i : i + 1], temperature[i : i + 1], keys[i : i + 1])[0].item()
+        for i in range(rows)
     ]
     wide = torch.full((rows, vocab_size + 5), float("nan"))
     wide[:, :vocab_size] = logits
@@ -86,7 +95,9 @@ def test_a_row_has_the_same_token_in_any_company(kernels: CpuKernels) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_sample_with_their_own_seeds_and_write_their_tokens(kernels: CpuKernels, dtype: torch.dtype) -> None:
+def test_rows_sample_with_their_own_seeds_and_write_their_tokens(
+    kernels: CpuKernels, dtype: torch.dtype
+) -> None:
     max_rows, longest = 10, 40
     seeds = np.array([2**64 - 1, 0, 5, 2**63, 123456789, 7, 8, 9, 10, 11], dtype=np.uint64)
     row_index, position = [7, 0, -1, 3, 4, 9], [3, 39, 5, 1, 17, 0]
@@ -97,7 +108,9 @@ def test_rows_sample_with_their_own_seeds_and_write_their_tokens(kernels: CpuKer
     out = torch.full((2, len(row_index)), -7, dtype=torch.int64)
     rows, places = (torch.tensor(values, dtype=torch.int32) for values in (row_index, position))
     every = temperatures(max_rows)
-    found = kernels.sample_rows(logits, rows, torch.from_numpy(seeds.view(np.int64)), every, places, token_ids, out)
+    found = kernels.sample_rows(
+        logits, rows, torch.from_numpy(seeds.view(np.int64)), every, places, token_ids, out
+    )
     assert found is out
     keys = torch.from_numpy(noise_keys(seeds[row_index], np.array(position)))
     expected = torch.stack(kernels.gumbel_argmax(logits.float(), every[row_index], keys)).long()

@@ -1,4 +1,6 @@
-"""Devices: which there are, what they have, and what a GPU is told, seen by a torch.cuda that only takes notes."""
+"""Devices: which there are, what they have, and what a GPU is told, seen by a torch.cuda that only
+takes notes.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ def test_a_gpu_that_is_not_there_is_said_to_be_missing(monkeypatch: pytest.Monke
         pick_device("cuda:2")
     have_gpus(monkeypatch, 0)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    with pytest.raises(DeviceError, match=r"^device cuda: torch sees no GPU here \(it is built for CUDA 12\.8\)\. Use"):
+    with pytest.raises(
+        DeviceError,
+        match=r"^device cuda: torch sees no GPU here \(it is built for CUDA 12\.8\)\. Use",
+    ):
         pick_device("cuda")
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(DeviceError, match="built without CUDA"):
@@ -60,14 +65,19 @@ def test_a_place_without_a_device_is_refused() -> None:
 
 
 def test_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DeviceError, match=r"^dtype float16 is not supported on the CPU\. Use bfloat16 or float32\.$"):
+    with pytest.raises(
+        DeviceError,
+        match=r"^dtype float16 is not supported on the CPU\. Use bfloat16 or float32\.$",
+    ):
         pick_dtype("float16", CPU)
     assert pick_dtype("float16", GPU) == torch.float16
     for has_it, dtype in ((True, torch.bfloat16), (False, torch.float16)):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has_it=has_it: has_it)
         assert pick_dtype("auto", GPU, is_quantized=True) == pick_dtype("auto", GPU) == dtype
     for has_it, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("quire.backends.cpu.device._multiplies_bfloat16", lambda has_it=has_it: has_it)
+        monkeypatch.setattr(
+            "quire.backends.cpu.device._multiplies_bfloat16", lambda has_it=has_it: has_it
+        )
         assert pick_dtype("auto", CPU) == dtype
         assert pick_dtype("auto", CPU, is_quantized=True) == torch.float32
 
@@ -81,7 +91,11 @@ def test_on_a_cpu_nothing_is_in_flight() -> None:
     event = CPU.event()
     event.record()
     assert event.query()
-    assert [CPU.pinned(shape, torch.int16).shape for shape in ((), (0, 3), (2, 5))] == [(), (0, 3), (2, 5)]
+    assert [CPU.pinned(shape, torch.int16).shape for shape in ((), (0, 3), (2, 5))] == [
+        (),
+        (0, 3),
+        (2, 5),
+    ]
     assert CPU.name == f"cpu ({torch.get_num_threads()} threads)"
 
 
@@ -129,19 +143,30 @@ class Notes(list[Any]):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: notes.on)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "one pool")
         for name in ("synchronize", "reset_peak_memory_stats", "set_device"):
-            monkeypatch.setattr(torch.cuda, name, lambda device, name=name: notes.append((name, str(device))))
+            monkeypatch.setattr(
+                torch.cuda, name, lambda device, name=name: notes.append((name, str(device)))
+            )
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: notes.append(("empty_cache",)))
-        monkeypatch.setattr(CudaDevice, "pinned", lambda _, shape, dtype: torch.empty(shape, dtype=dtype))
+        monkeypatch.setattr(
+            CudaDevice, "pinned", lambda _, shape, dtype: torch.empty(shape, dtype=dtype)
+        )
 
 
-def test_results_are_copied_after_what_computes_them_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_copied_after_what_computes_them_on_a_stream_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     notes = Notes(monkeypatch)
     stream = GPU.copy_stream()
     tensors = [torch.arange(3), torch.tensor(2.5)]
     copies, _ = stream.to_host(tensors)
     assert [copy.tolist() for copy in copies] == [[0, 1, 2], 2.5]
-    assert all(copy.data_ptr() != tensor.data_ptr() for copy, tensor in zip(copies, tensors, strict=True))
-    assert notes == [("stream 1 of cuda:1", "waits for", "main"), ("stream 1 of cuda:1", "records an event")]
+    assert all(
+        copy.data_ptr() != tensor.data_ptr() for copy, tensor in zip(copies, tensors, strict=True)
+    )
+    assert notes == [
+        ("stream 1 of cuda:1", "waits for", "main"),
+        ("stream 1 of cuda:1", "records an event"),
+    ]
     assert notes.on == "main"
 
 
@@ -161,7 +186,9 @@ def test_graphs_are_captured_on_one_stream_into_one_pool(monkeypatch: pytest.Mon
     assert notes == [("main", "replays")]
 
 
-def test_a_capture_that_fails_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_fails_leaves_the_collector_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Notes(monkeypatch)
 
     def fail() -> None:

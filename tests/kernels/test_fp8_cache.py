@@ -1,4 +1,6 @@
-"""Keys and values in FP8: what is stored, and what attention makes of it, by the definition of both."""
+"""Keys and values in FP8: what is stored, and what attention makes of it, by the definition of
+both.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ def cache_of(dtype: torch.dtype, scales: tuple[float, float] = (1.0, 1.0)) -> La
 def test_attention_is_that_of_the_rounded_keys_and_values(scales: tuple[float, float]) -> None:
     kernels = ReferenceKernels()
     torch.manual_seed(0)
-    keys, values, query = torch.randn(LENGTH, 2, 32), torch.randn(LENGTH, 2, 32), torch.randn(LENGTH, 4, 32)
+    keys, values, query = (
+        torch.randn(LENGTH, 2, 32),
+        torch.randn(LENGTH, 2, 32),
+        torch.randn(LENGTH, 4, 32),
+    )
     keys[3, 0, :2] = torch.tensor([1000.0, -1000.0])  # more than FP8 has
     rounded = [
         (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
@@ -55,6 +61,12 @@ def test_what_is_no_number_stays_none() -> None:
 
 def test_a_gpu_without_fp8_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(DeviceError, match=r"kv_cache_dtype fp8 is for CPUs and for NVIDIA GPUs from Ada .* Use auto"):
+    with pytest.raises(
+        DeviceError,
+        match=r"kv_cache_dtype fp8 is for CPUs and for NVIDIA GPUs from Ada .* Use auto",
+    ):
         pick_cache_dtype("fp8", torch.bfloat16, device_of(torch.device("cuda")))
-    assert pick_cache_dtype("fp8", torch.float32, device_of(torch.device("cpu"))) == torch.float8_e4m3fn
+    assert (
+        pick_cache_dtype("fp8", torch.float32, device_of(torch.device("cpu")))
+        == torch.float8_e4m3fn
+    )

@@ -1,5 +1,6 @@
-"""Launches of Triton kernels, read from the sources: most can't run without a GPU, and a launch has up to thirty
-arguments, of which Triton would take one for another without a word."""
+"""Launches of Triton kernels, read from the sources: most can't run without a GPU, and a launch has
+up to thirty arguments, of which Triton would take one for another without a word.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +21,16 @@ FILES = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in BY_
 def kernels_and_launches(source: str) -> tuple[dict[str, set[str]], list[ast.Call]]:
     """The parameters of each function, and the calls of what is named `..._kernel[grid]`."""
     nodes = list(ast.walk(ast.parse(source)))
-    parameters = {node.name: {arg.arg for arg in node.args.args} for node in nodes if isinstance(node, ast.FunctionDef)}
-    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)]
+    parameters = {
+        node.name: {arg.arg for arg in node.args.args}
+        for node in nodes
+        if isinstance(node, ast.FunctionDef)
+    }
+    calls = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+    ]
     return parameters, [call for call in calls if _name(call).endswith("_kernel")]
 
 

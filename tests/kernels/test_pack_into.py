@@ -1,4 +1,6 @@
-"""Weights replaced where they lie: the products of a fresh `pack`, bit for bit, at the same addresses."""
+"""Weights replaced where they lie: the products of a fresh `pack`, bit for bit, at the same
+addresses.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ ROWS = (1, 7, 40)
 CPU_PLAIN = ("F32", "BF16")
 CASES = [
     *((ReferenceKernels, name) for name in FORMATS),
-    *((CpuKernels, name) for name, format in FORMATS.items() if format.dtype is None or name in CPU_PLAIN),
+    *(
+        (CpuKernels, name)
+        for name, format in FORMATS.items()
+        if format.dtype is None or name in CPU_PLAIN
+    ),
 ]
 
 
@@ -39,7 +45,9 @@ def random_weight(name: str, *shape: int, seed: int) -> Weight:
         if tensor.dtype.is_floating_point:
             tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.01)
         else:
-            tensor.copy_(torch.randint(0, 15 if format.has_zeros else 50, tensor.shape, generator=generator))
+            tensor.copy_(
+                torch.randint(0, 15 if format.has_zeros else 50, tensor.shape, generator=generator)
+            )
     if name == "MXFP4":  # the first byte of a block is the exponent of its scale
         exponents = tensors[0][..., :: format.num_bytes]
         exponents.remainder_(4).add_(118)
@@ -86,8 +94,12 @@ def test_bfloat16_is_replaced_with_and_without_amx(use_amx: bool) -> None:
     assert_replaced(CpuKernels(use_amx=use_amx), old, new, torch.bfloat16)
 
 
-@pytest.mark.skipif(ON_GPU, reason="the interpreter's; tests/gpu/test_weights_replaced.py has the GPU's layouts")
-@pytest.mark.parametrize("name", ["F16", "INT8", "Q4_0", "Q4_K", "Q5_1", "Q6_K", "Q8_0", "MXFP4", "INT4_G32"])
+@pytest.mark.skipif(
+    ON_GPU, reason="the interpreter's; tests/gpu/test_weights_replaced.py has the GPU's layouts"
+)
+@pytest.mark.parametrize(
+    "name", ["F16", "INT8", "Q4_0", "Q4_K", "Q5_1", "Q6_K", "Q8_0", "MXFP4", "INT4_G32"]
+)
 def test_tritons_layouts_are_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "capability", lambda: (8, 0))
     monkeypatch.setattr(quantized, "HAS_GLUON", False)
@@ -108,7 +120,9 @@ def test_tritons_layouts_are_replaced(name: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("backend", [ReferenceKernels, CpuKernels])
 def test_parts_in_several_formats_are_replaced_together(backend: type[Kernels]) -> None:
     def stacked(seed: int) -> Weight:
-        return Weight.stacked(random_weight(name, rows, IN, seed=seed) for name, rows in (("Q4_0", 32), ("Q8_0", 16)))
+        return Weight.stacked(
+            random_weight(name, rows, IN, seed=seed) for name, rows in (("Q4_0", 32), ("Q8_0", 16))
+        )
 
     assert_replaced(backend(), stacked(1), stacked(2), torch.float32)
 
@@ -116,11 +130,16 @@ def test_parts_in_several_formats_are_replaced_together(backend: type[Kernels]) 
 @pytest.mark.parametrize("name", ["F32", "Q4_0", "MXFP4"])
 @pytest.mark.parametrize("backend", [ReferenceKernels, CpuKernels])
 def test_stacked_experts_are_replaced(backend: type[Kernels], name: str) -> None:
-    kernels, spec = backend(), MoeSpec(num_experts=3, top_k=2, intermediate_size=32, normalize_weights=True)
+    kernels, spec = (
+        backend(),
+        MoeSpec(num_experts=3, top_k=2, intermediate_size=32, normalize_weights=True),
+    )
     x, router = random(7, 64, dtype=torch.float32), random(7, 3, dtype=torch.float32, seed=2)
 
     def experts(seed: int) -> tuple[Weight, Weight]:
-        return random_weight(name, 3, 64, 64, seed=seed), random_weight(name, 3, 64, 32, seed=seed + 1)
+        return random_weight(name, 3, 64, 64, seed=seed), random_weight(
+            name, 3, 64, 32, seed=seed + 1
+        )
 
     packed, fresh = (ExpertWeights(*map(kernels.pack, experts(seed))) for seed in (1, 5))
     stale = kernels.moe(x, router, packed, spec)  # which also makes the views of single experts

@@ -1,4 +1,6 @@
-"""INT8 and Q4_0 made from plain numbers, against definitions written down in numpy and the gguf package's own."""
+"""INT8 and Q4_0 made from plain numbers, against definitions written down in numpy and the gguf
+package's own.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def awkward_numbers(*shape: int) -> Tensor:
     numbers[..., 3, :] = 0
     numbers[..., 4, :] = -0.0
     numbers[..., 5, 1], numbers[..., 5, 2] = 9, -9
-    numbers[..., 6, :] = torch.arange(shape[-1]) % 255 - 127.0  # a scale of one: every code, without rounding
+    # a scale of one: every code, without rounding
+    numbers[..., 6, :] = torch.arange(shape[-1]) % 255 - 127.0
     numbers[..., 7, :] = torch.arange(shape[-1]) % 254 - 126.5  # halves, to the even neighbour
     numbers[..., 8, :] = 1e-44
     return numbers
@@ -37,12 +40,23 @@ def naive_int8(row: np.ndarray) -> tuple[list[int], np.float32]:
 def test_int8_is_absmax_row_by_row(dtype: torch.dtype) -> None:
     numbers = awkward_numbers(2, 12, 96).to(dtype)
     codes, scales = to_codes(INT8, numbers)
-    assert (codes.shape, codes.dtype, scales.shape, scales.dtype) == ((2, 12, 96), torch.int8, (2, 12), torch.float32)
-    rows = numbers.float().view(-1, 96).numpy(), codes.view(-1, 96).tolist(), scales.flatten().tolist()
+    assert (codes.shape, codes.dtype, scales.shape, scales.dtype) == (
+        (2, 12, 96),
+        torch.int8,
+        (2, 12),
+        torch.float32,
+    )
+    rows = (
+        numbers.float().view(-1, 96).numpy(),
+        codes.view(-1, 96).tolist(),
+        scales.flatten().tolist(),
+    )
     for row, got, scale in zip(*rows, strict=True):
         assert (got, scale) == naive_int8(row)
     expanded = INT8.expand(codes, scales)
-    torch.testing.assert_close(expanded, numbers.float(), rtol=0, atol=float(numbers.abs().max()) / 254 * 1.001)
+    torch.testing.assert_close(
+        expanded, numbers.float(), rtol=0, atol=float(numbers.abs().max()) / 254 * 1.001
+    )
     assert INT8.nbytes(tuple(codes.shape)) == codes.nbytes + scales.nbytes
 
 

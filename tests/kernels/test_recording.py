@@ -1,4 +1,6 @@
-"""Calls that are recorded and made again: the same results in the same memory, which stays within bounds."""
+"""Calls that are recorded and made again: the same results in the same memory, which stays within
+bounds.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ def test_a_recording_computes_what_its_inputs_hold_now() -> None:
 
 
 def test_recordings_of_growing_steps_share_their_memory() -> None:
-    """A server's batches grow one by one: a memory of its own for each would take half the square of the largest. To
-    record one, it is computed once."""
+    """A server's batches grow one by one: a memory of its own for each would take half the square
+    of the largest. To record one, it is computed once.
+    """
     kernels = CpuKernels()
     outputs = [recorded_gate(kernels, torch.randn(rows, 512))[0] for rows in range(1, 65)]
     assert len({out.untyped_storage().data_ptr() for out in outputs}) == 1
@@ -40,8 +43,12 @@ def test_recordings_of_growing_steps_share_their_memory() -> None:
     assert counted == [1]
 
 
-def test_results_that_nobody_holds_give_their_memory_to_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 50 results of 16 KiB one after the other, a recording has room for five; the first one is held all along."""
+def test_results_that_nobody_holds_give_their_memory_to_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 50 results of 16 KiB one after the other, a recording has room for five; the first one is
+    held all along.
+    """
     monkeypatch.setattr(recording, "_MAX_BYTES", 5 * (2**14 + 64))
     kernels, weight, x = CpuKernels(), torch.rand(64) + 0.5, torch.randn(64, 128)
 

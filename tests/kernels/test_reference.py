@@ -41,21 +41,36 @@ def attention_float64(
     return output
 
 
-def fill_cache(keys: Tensor, values: Tensor, table: list[int], block_size: int, num_blocks: int) -> LayerCache:
+def fill_cache(
+    keys: Tensor, values: Tensor, table: list[int], block_size: int, num_blocks: int
+) -> LayerCache:
     """A cache of NaN but for this sequence's tokens."""
     shape = (num_blocks, keys.shape[1], block_size, keys.shape[2])
     cache = LayerCache(torch.full(shape, math.nan), torch.full(shape, math.nan))
-    slots = torch.tensor([table[t // block_size] * block_size + t % block_size for t in range(len(keys))])
+    slots = torch.tensor(
+        [table[t // block_size] * block_size + t % block_size for t in range(len(keys))]
+    )
     kernels.write_kv_(keys, values, cache, slots)
     return cache
 
 
 @settings(max_examples=40)
-@given(rows=st.integers(1, 70), size=st.sampled_from([1, 8, 33]), out=st.sampled_from([1, 16, 50]), seed=SEEDS)
+@given(
+    rows=st.integers(1, 70),
+    size=st.sampled_from([1, 8, 33]),
+    out=st.sampled_from([1, 16, 50]),
+    seed=SEEDS,
+)
 def test_linear_matches_float64(rows: int, size: int, out: int, seed: int) -> None:
-    x, weight, bias = random(rows, size, seed=seed), random(out, size, seed=seed + 1), random(out, seed=seed + 2)
+    x, weight, bias = (
+        random(rows, size, seed=seed),
+        random(out, size, seed=seed + 1),
+        random(out, seed=seed + 2),
+    )
     expected = x.double() @ weight.double().T + bias.double()
-    torch.testing.assert_close(kernels.linear(x, Weight.dense(weight), bias).double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        kernels.linear(x, Weight.dense(weight), bias).double(), expected, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_linear_of_no_rows_is_empty() -> None:
@@ -64,8 +79,11 @@ def test_linear_of_no_rows_is_empty() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("size", "out"), [(576, 960), (1536, 576), (33, 50), (96, 7)])
-def test_linear_rows_do_not_depend_on_their_company(dtype: torch.dtype, size: int, out: int) -> None:
-    if dtype == torch.bfloat16:  # slow where a CPU has no instructions for it, and the same for any number of columns
+def test_linear_rows_do_not_depend_on_their_company(
+    dtype: torch.dtype, size: int, out: int
+) -> None:
+    # slow where a CPU has no instructions for it, and the same for any number of columns
+    if dtype == torch.bfloat16:
         out = min(out, 40)
     x, weight = random(100, size).to(dtype), Weight.dense(random(out, size, seed=1).to(dtype))
     whole = kernels.linear(x, weight)
@@ -75,12 +93,19 @@ def test_linear_rows_do_not_depend_on_their_company(dtype: torch.dtype, size: in
 
 
 @settings(max_examples=30)
-@given(rows=st.integers(1, 9), size=st.sampled_from([2, 64, 577]), scale=st.sampled_from([1e-3, 1.0, 1e4]), seed=SEEDS)
+@given(
+    rows=st.integers(1, 9),
+    size=st.sampled_from([2, 64, 577]),
+    scale=st.sampled_from([1e-3, 1.0, 1e4]),
+    seed=SEEDS,
+)
 def test_rms_norm_matches_float64(rows: int, size: int, scale: float, seed: int) -> None:
     x, weight = random(rows, size, seed=seed, scale=scale), random(size, seed=seed + 1)
     wide = x.double()
     expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-5).double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        kernels.rms_norm(x, weight, 1e-5).double(), expected, atol=1e-5, rtol=1e-5
+    )
     residual = random(rows, size, seed=seed + 2, scale=scale)
     normed, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, x + residual)
@@ -111,7 +136,9 @@ def test_rope_turns_by_known_angles() -> None:
 
 
 @settings(max_examples=20)
-@given(rows=st.integers(1, 5), size=st.integers(1, 70), scale=st.sampled_from([1.0, 100.0]), seed=SEEDS)
+@given(
+    rows=st.integers(1, 5), size=st.integers(1, 70), scale=st.sampled_from([1.0, 100.0]), seed=SEEDS
+)
 def test_silu_mul_matches_float64(rows: int, size: int, scale: float, seed: int) -> None:
     x = random(rows, 2 * size, seed=seed, scale=scale)
     gate, up = x.double().chunk(2, -1)
@@ -126,7 +153,9 @@ def test_elementwise_rows_do_not_depend_on_their_company(dtype: torch.dtype) -> 
     for start in range(0, 200, 3):
         for stop in (start + 1, start + 2, start + 7):
             assert torch.equal(kernels.gate(x[start:stop], SILU), silu[start:stop])
-            assert torch.equal(kernels.sigmoid_mul(gate[start:stop], x[start:stop]), gated[start:stop])
+            assert torch.equal(
+                kernels.sigmoid_mul(gate[start:stop], x[start:stop]), gated[start:stop]
+            )
 
 
 @settings(max_examples=40)
@@ -179,10 +208,14 @@ def test_softmax_in_attention_is_stable_at_scores_of_ten_thousand(sign: int) -> 
 
 def test_what_lies_before_a_window_may_be_anything() -> None:
     kernels, context, window = ReferenceKernels(), 300, 40
-    sides = torch.randn(2, 1 + context // 16 + 1, 2, 16, 32, generator=torch.Generator().manual_seed(0))
+    sides = torch.randn(
+        2, 1 + context // 16 + 1, 2, 16, 32, generator=torch.Generator().manual_seed(0)
+    )
     cache, table = LayerCache(sides[0], sides[1]), list(range(1, 1 + -(-context // 16)))
     query = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(1))
-    expected = attend(kernels, query, cache, paged_batch([(context - 3, 3, table)], 16), 0.3, window)
+    expected = attend(
+        kernels, query, cache, paged_batch([(context - 3, 3, table)], 16), 0.3, window
+    )
     first = context - 3 - window + 1
     sides[:, table[: first // 16]] = float("nan")  # another's, or nobody's by now
     sides[:, 0] = float("inf")
@@ -193,7 +226,9 @@ def test_what_lies_before_a_window_may_be_anything() -> None:
 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_has_the_same_bits_for_decode_chunk_and_whole_prompt(dtype: torch.dtype, window: int | None) -> None:
+def test_attention_has_the_same_bits_for_decode_chunk_and_whole_prompt(
+    dtype: torch.dtype, window: int | None
+) -> None:
     context, table = 150, list(range(3, 13))
     query, keys, values = (random(context, 2 * g, 16, seed=g).to(dtype) for g in (3, 1, 1))
     values = values.flip(0)
@@ -217,11 +252,16 @@ def test_attention_has_the_same_bits_for_decode_chunk_and_whole_prompt(dtype: to
     seed=SEEDS,
     data=st.data(),
 )
-def test_moe_matches_float64(rows: int, experts: int, normalize: bool, seed: int, data: st.DataObject) -> None:
+def test_moe_matches_float64(
+    rows: int, experts: int, normalize: bool, seed: int, data: st.DataObject
+) -> None:
     top_k = data.draw(st.integers(1, experts))
     x, logits = random(rows, 8, seed=seed), random(rows, experts, seed=seed + 1)
     gate_up, down = random(experts, 12, 8, seed=seed + 2), random(experts, 8, 6, seed=seed + 3)
-    weights, spec = ExpertWeights(Weight.dense(gate_up), Weight.dense(down)), MoeSpec(experts, top_k, 6, normalize)
+    weights, spec = (
+        ExpertWeights(Weight.dense(gate_up), Weight.dense(down)),
+        MoeSpec(experts, top_k, 6, normalize),
+    )
     expected = torch.zeros(rows, 8, dtype=torch.float64)
     for row in range(rows):
         probabilities = logits[row].double().softmax(0)

@@ -1,4 +1,6 @@
-"""Memory that is used again: nobody's numbers change while a tensor on them lives, and nothing is lost."""
+"""Memory that is used again: nobody's numbers change while a tensor on them lives, and nothing is
+lost.
+"""
 
 from __future__ import annotations
 

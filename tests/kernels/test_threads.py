@@ -28,7 +28,11 @@ def kernels() -> CpuKernels:
 def work(kernels: CpuKernels, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
     """Several kinds of sharing out: tasks, and shares of rows."""
     packed = kernels.pack(Weight.dense(weight))
-    return [kernels.linear(x, packed), kernels.gate(x, Activation.SILU), kernels.rms_norm(x, x[0], 1e-6)]
+    return [
+        kernels.linear(x, packed),
+        kernels.gate(x, Activation.SILU),
+        kernels.rms_norm(x, x[0], 1e-6),
+    ]
 
 
 @pytest.mark.usefixtures("threads")
@@ -51,7 +55,9 @@ def test_calls_from_several_threads_at_once(kernels: CpuKernels) -> None:
 
     def run() -> None:
         found = (work(kernels, x, weight) for _ in range(50))
-        wrong.extend(number for number, one in enumerate(found) if not all(map(torch.equal, one, expected)))
+        wrong.extend(
+            number for number, one in enumerate(found) if not all(map(torch.equal, one, expected))
+        )
 
     callers = [threading.Thread(target=run) for _ in range(4)]
     for one in callers:
@@ -93,8 +99,20 @@ def test_a_fork_computes_alone(kernels: CpuKernels) -> None:
             },
             4,
         ),
-        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "250000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 2),
-        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 2**31),
+        (
+            {
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "250000",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            2,
+        ),
+        (
+            {
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            2**31,
+        ),
     ],
 )
 def test_a_containers_share_of_the_cores(tmp_path: Path, files: dict[str, str], cores: int) -> None:

@@ -1,4 +1,6 @@
-"""Weights in formats of their own: every kernel computes with them as with the numbers they stand for."""
+"""Weights in formats of their own: every kernel computes with them as with the numbers they stand
+for.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,17 @@ def in_blocks(name: str, *shape: int, seed: int = 0) -> tuple[Weight, Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [(name, backend) for name in BLOCKS for backend in BACKENDS if backend is ReferenceKernels or name in EXPANDED],
+    [
+        (name, backend)
+        for name in BLOCKS
+        for backend in BACKENDS
+        if backend is ReferenceKernels or name in EXPANDED
+    ],
 )
 def test_products_and_rows_are_those_of_the_numbers(name: str, backend: type[Kernels]) -> None:
-    """What the C++ kernels compute with as it is stored, with x in 8 bits, is tested in test_cpu_quantized.py."""
+    """What the C++ kernels compute with as it is stored, with x in 8 bits, is tested in
+    test_cpu_quantized.py.
+    """
     kernels = backend()
     weight, numbers = in_blocks(name, 7, 512)
     assert numbers.shape == weight.shape
@@ -56,7 +65,11 @@ def test_parts_may_have_formats_of_their_own(backend: type[Kernels]) -> None:
     """As query, key and value do in many GGUF files."""
     kernels = backend()
     plain = random(6, 64, dtype=torch.float32, seed=3)
-    parts = [in_blocks("Q4_0", 8, 64), (Weight.dense(plain), plain), in_blocks("Q8_0", 4, 64, seed=1)]
+    parts = [
+        in_blocks("Q4_0", 8, 64),
+        (Weight.dense(plain), plain),
+        in_blocks("Q8_0", 4, 64, seed=1),
+    ]
     weight = Weight.stacked(part for part, _ in parts)
     assert weight.shape == (18, 64)
     assert weight.format is None
@@ -86,7 +99,9 @@ def test_experts_may_be_in_blocks() -> None:
     down, down_numbers = in_blocks("Q4_0", 3, 32, 32, seed=1)
     spec = MoeSpec(num_experts=3, top_k=2, intermediate_size=32, normalize_weights=True)
     x, router = random(5, 32, dtype=torch.float32), random(5, 3, dtype=torch.float32, seed=2)
-    expected = kernels.moe(x, router, ExpertWeights(Weight.dense(gate_up_numbers), Weight.dense(down_numbers)), spec)
+    expected = kernels.moe(
+        x, router, ExpertWeights(Weight.dense(gate_up_numbers), Weight.dense(down_numbers)), spec
+    )
     assert torch.equal(kernels.moe(x, router, ExpertWeights(gate_up, down), spec), expected)
     assert [expert.shape for expert in gate_up.experts] == [(64, 32)] * 3
 
@@ -99,9 +114,13 @@ def test_a_model_computes_with_blocks_as_with_their_numbers(family: str) -> None
     blocks, numbers = dict(plain), dict(plain)
     for i, (name, weight) in enumerate(plain.items()):
         if len(weight.shape) == 2 and weight.shape[1] % 32 == 0:
-            blocks[name], expanded = in_blocks(("Q8_0", "Q4_0", "Q4_1")[i % 3], *weight.shape, seed=i)
+            blocks[name], expanded = in_blocks(
+                ("Q8_0", "Q4_0", "Q4_1")[i % 3], *weight.shape, seed=i
+            )
             numbers[name] = Weight.dense(expanded)
-    quantised, expected = (Decoder(spec, kernels, loaded, torch.float32) for loaded in (blocks, numbers))
+    quantised, expected = (
+        Decoder(spec, kernels, loaded, torch.float32) for loaded in (blocks, numbers)
+    )
     assert quantised.nbytes < expected.nbytes
     tokens = list(range(40))
     assert torch.equal(all_logits(quantised, tokens), all_logits(expected, tokens))
@@ -109,7 +128,9 @@ def test_a_model_computes_with_blocks_as_with_their_numbers(family: str) -> None
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_is_what_the_weights_take_until_they_are_released(dtype: torch.dtype, backend: type[Kernels]) -> None:
+def test_memory_is_what_the_weights_take_until_they_are_released(
+    dtype: torch.dtype, backend: type[Kernels]
+) -> None:
     spec = SPECS["qwen2_moe"]
     decoder = random_decoder(spec, backend(), dtype)
     assert decoder.nbytes == spec.num_parameters * dtype.itemsize

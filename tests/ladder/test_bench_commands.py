@@ -36,11 +36,29 @@ from quire.tools.bench.spread import Spread
 from tests.cli.in_process import quire_here
 
 CPU = torch.device("cpu")
-SMALL = ("--requests", "3", "--prompt-tokens", "4-8", "--new-tokens", "2-5", "--repeats", "2", "--device", "cpu")
+SMALL = (
+    "--requests",
+    "3",
+    "--prompt-tokens",
+    "4-8",
+    "--new-tokens",
+    "2-5",
+    "--repeats",
+    "2",
+    "--device",
+    "cpu",
+)
 
 
 def setting(model: Path, **options: Any) -> PeerSetting:
-    known = {"model": "it", "path": str(model), "device": "cpu", "dtype": "float32", "threads": 1, "batch_size": 3}
+    known = {
+        "model": "it",
+        "path": str(model),
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 1,
+        "batch_size": 3,
+    }
     return PeerSetting(**(known | {"max_model_len": 64} | options))
 
 
@@ -49,7 +67,9 @@ OWN_OPTIONS = {"kv_cache_memory": "16MiB"}
 
 @pytest.fixture
 def llm(tiny_model: Path) -> Iterator[LLM]:
-    with LLM(tiny_model, device="cpu", dtype="float32", kv_cache_memory="16MiB", max_model_len=64) as llm:
+    with LLM(
+        tiny_model, device="cpu", dtype="float32", kv_cache_memory="16MiB", max_model_len=64
+    ) as llm:
         yield llm
 
 
@@ -71,18 +91,32 @@ def test_the_engine_alone(tiny_model: Path, tmp_path: Path, command: str, rows: 
         assert f"| {name['text']} | {cell['text']} |" in (tmp_path / "a.md").read_text()
         assert cell["text"] in done.stdout
         assert min(cell["values"]) > 0
-    assert raw["facts"]["command"] == shlex.join(["quire", "bench", command, "--model", str(tiny_model), *SMALL])
+    assert raw["facts"]["command"] == shlex.join(
+        ["quire", "bench", command, "--model", str(tiny_model), *SMALL]
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        ("bench ladder --quick --output /a/b --device cuda", "quire bench ladder --quick --device cuda"),
+        (
+            "bench ladder --quick --output /a/b --device cuda",
+            "quire bench ladder --quick --device cuda",
+        ),
         ("bench ladder --output=/a/b", "quire bench ladder"),
-        ("bench latency --markdown a.md --requests 2 --json=b.json", "quire bench latency --requests 2"),
+        (
+            "bench latency --markdown a.md --requests 2 --json=b.json",
+            "quire bench latency --requests 2",
+        ),
         ("bench ladder --output", "quire bench ladder"),
-        ("bench compare --peer vllm=/a/bin/python --device cuda", "quire bench compare --peer vllm --device cuda"),
-        ("bench serve --api-key k --result-file a.json --plot=a.png --seed 2", "quire bench serve --seed 2"),
+        (
+            "bench compare --peer vllm=/a/bin/python --device cuda",
+            "quire bench compare --peer vllm --device cuda",
+        ),
+        (
+            "bench serve --api-key k --result-file a.json --plot=a.png --seed 2",
+            "quire bench serve --seed 2",
+        ),
     ],
 )
 def test_a_report_does_not_say_where_it_was_written_to(arguments: str, shown: str) -> None:
@@ -91,7 +125,16 @@ def test_a_report_does_not_say_where_it_was_written_to(arguments: str, shown: st
 
 def test_on_a_terminal_a_bar_shows_how_far_it_is(tiny_model: Path) -> None:
     master, terminal = pty.openpty()
-    command = [sys.executable, "-m", "quire.cli.main", "bench", "latency", "--model", str(tiny_model), *SMALL]
+    command = [
+        sys.executable,
+        "-m",
+        "quire.cli.main",
+        "bench",
+        "latency",
+        "--model",
+        str(tiny_model),
+        *SMALL,
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=terminal) as running:
         os.close(terminal)
         shown = b""
@@ -129,7 +172,9 @@ def test_bars_end_full(llm: LLM, tiny_model: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("quire.tools.bench.comparison.BenchmarkBar", CountingBar)
     own = OwnEngine(setting(tiny_model), OWN_OPTIONS)
     engines = {"transformers": open_peer("transformers", setting(tiny_model)), OWN: own}
-    compare(engines, [Workload(name, 2, Lengths(4, 8), Lengths(2, 3)) for name in "ab"], 256, repeats=2)
+    compare(
+        engines, [Workload(name, 2, Lengths(4, 8), Lengths(2, 3)) for name in "ab"], 256, repeats=2
+    )
     assert CountingBar.seen == [[3, 3], [3, 3], [9, 9]]
 
 
@@ -140,7 +185,9 @@ def test_throughput_counts_the_tokens_of_its_jobs(llm: LLM) -> None:
     new = sum(job.max_tokens for job in jobs)
     assert measured["time"] == (2.0,)
     assert measured["output tokens"] == (new / 2,)
-    assert measured["prompt and output tokens"] == ((new + sum(len(job.prompt) for job in jobs)) / 2,)
+    assert measured["prompt and output tokens"] == (
+        (new + sum(len(job.prompt) for job in jobs)) / 2,
+    )
     assert measured["requests"] == (1.5,)
 
 
@@ -160,7 +207,9 @@ def test_transformers_answers_alike_in_float32(tiny_model: Path) -> None:
 
 
 class Counter:
-    """An engine that only counts, and whose clock takes a second for 100 prompt tokens, a tenth for a new one."""
+    """An engine that only counts, and whose clock takes a second for 100 prompt tokens, a tenth for
+    a new one.
+    """
 
     name = "counter"
 
@@ -201,7 +250,8 @@ def test_the_standard_workloads_count_what_their_names_say() -> None:
     alike = ours.seen[4]
     assert len({job.token_ids[:512] for job in alike}) == 1
     assert len({job.token_ids for job in alike}) == 16
-    assert alike[0].token_ids[:512] != ours.seen[8][0].token_ids[:512]  # no pass finds another's prefix
+    # no pass finds another's prefix
+    assert alike[0].token_ids[:512] != ours.seen[8][0].token_ids[:512]
     assert ours.seen == theirs.seen
 
 
@@ -213,7 +263,9 @@ def test_engines_run_in_processes_of_their_own(tiny_model: Path) -> None:
     }
     with ExitStack() as stack:
         engines, starts = start_engines(choices, 256, 1, stack)
-        table = compare(engines, [Workload("some", 3, Lengths(4, 8), Lengths(2, 3))], 256, 1, starts)
+        table = compare(
+            engines, [Workload("some", 3, Lengths(4, 8), Lengths(2, 3))], 256, 1, starts
+        )
     rows: dict[str, Any] = {str(row[0]): row[1:] for row in table.rows}
     assert rows["answers that agree"][1] == "3 of 3"
     assert all(spread.median > 0 for spread in rows["start to first token"][:2])
@@ -229,13 +281,18 @@ def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
     broken.chmod(0o700)
     with pytest.raises(QuireError, match="the process of vllm ended: no such module"):
         EngineProcess(EngineChoice("vllm", setting(tmp_path), python=str(broken)))
-    # More than a pipe holds: it ends while the order is being written, and the rest can't be delivered any more.
+    # More than a pipe holds: it ends while the order is being written, and the rest can't be
+    # delivered any more.
     with pytest.raises(QuireError, match="the process of vllm ended: no such module"):
-        EngineProcess(EngineChoice("vllm", setting(tmp_path), {"long": "x" * 2**20}, python=str(broken)))
+        EngineProcess(
+            EngineChoice("vllm", setting(tmp_path), {"long": "x" * 2**20}, python=str(broken))
+        )
 
 
 def test_a_measure_that_takes_too_long_is_cut_and_named(tmp_path: Path) -> None:
-    """Its engine is started again: what comes after is measured, and what was cut is not tried once more."""
+    """Its engine is started again: what comes after is measured, and what was cut is not tried once
+    more.
+    """
     slow = tmp_path / "python"
     slow.write_text(
         f"""#!/bin/sh
@@ -249,15 +306,21 @@ done
 """
     )
     slow.chmod(0o700)
-    workloads = [Workload(name, 1, Lengths(3, 3), Lengths(new, new)) for name, new in (("long", 9), ("short", 4))]
-    with EngineProcess(EngineChoice("vllm", setting(tmp_path), python=str(slow)), limit=1.0) as process:
+    workloads = [
+        Workload(name, 1, Lengths(3, 3), Lengths(new, new))
+        for name, new in (("long", 9), ("short", 4))
+    ]
+    with EngineProcess(
+        EngineChoice("vllm", setting(tmp_path), python=str(slow)), limit=1.0
+    ) as process:
         table = compare({OWN: Counter(), "vllm": process}, workloads, 256, repeats=2, limit=1.0)
     rows: dict[str, Any] = {str(row[0]): row[1:] for row in table.rows}
     assert rows["long"][1:] == ("took too long", "–")
     assert len(rows["short"][1].values) == len(rows["short"][0].values) == 2
     assert table.note.endswith("What took too long was stopped after 1 s (--limit).")
     log = (tmp_path / "log").read_text().split()
-    assert log == ["start", "jobs", "jobs", "start", "jobs", "jobs"]  # a warm-up, the long one; a short one each pass
+    # a warm-up, the long one; a short one each pass
+    assert log == ["start", "jobs", "jobs", "start", "jobs", "jobs"]
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     with pytest.raises(QuireError, match=r"vllm did not answer within 0\.1 s"):
         EngineProcess(EngineChoice("vllm", setting(tmp_path), python=str(slow)), limit=0.1)
@@ -265,9 +328,12 @@ done
 
 def test_a_peer_has_nothing_of_ours_in_its_process() -> None:
     script = (
-        "import sys, quire.tools.bench.engine_process; print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)))"
+        "import sys, quire.tools.bench.engine_process; "
+        "print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -279,11 +345,15 @@ def test_llama_cpp_runs_the_same_jobs(smollm2_gguf: Path) -> None:
     assert isinstance(answers, list)
     assert [len(answer) for answer in answers] == [job.max_tokens for job in jobs]
     assert peer.run(jobs) == answers
-    # The last token is told and not computed further: the peer must not do more than it is asked for.
+    # The last token is told and not computed further: the peer must not do more than it is asked
+    # for.
     assert peer._model.n_tokens == len(jobs[-1].prompt) + jobs[-1].max_tokens - 1  # type: ignore[attr-defined]
-    with LLM(smollm2_gguf, device="cpu", dtype="float32", kv_cache_memory="16MiB", max_model_len=64) as llm:
+    with LLM(
+        smollm2_gguf, device="cpu", dtype="float32", kv_cache_memory="16MiB", max_model_len=64
+    ) as llm:
         ours = [output.token_ids for output in run_together(llm, jobs)]
-    # It computes with quantised weights as they are and rounds what it multiplies them with; first tokens are clear.
+    # It computes with quantised weights as they are and rounds what it multiplies them with; first
+    # tokens are clear.
     assert [answer[0] for answer in answers] == [tokens[0] for tokens in ours]
 
 
@@ -308,12 +378,18 @@ class Completions(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.seen.append({**body, "path": self.path})
         if body["max_tokens"] == 13 or self.path != "/v1/completions":
-            with suppress(BrokenPipeError):  # a client may have seen enough; what this said would be another test's
+            # a client may have seen enough; what this said would be another test's
+            with suppress(BrokenPipeError):
                 self.send_error(400 if self.path == "/v1/completions" else 404, "no")
             return
         with self.lock:
-            output = self.llm.generate(body["prompt"], SamplingParams(temperature=0, max_tokens=body["max_tokens"]))[0]
-        answer = {"choices": [{"text": output.text}], "usage": {"completion_tokens": len(output.token_ids)}}
+            output = self.llm.generate(
+                body["prompt"], SamplingParams(temperature=0, max_tokens=body["max_tokens"])
+            )[0]
+        answer = {
+            "choices": [{"text": output.text}],
+            "usage": {"completion_tokens": len(output.token_ids)},
+        }
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())
@@ -324,7 +400,9 @@ class Completions(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(tiny_model: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    with LLM(tiny_model, device="cpu", dtype="float32", kv_cache_memory="16MiB", max_model_len=64) as llm:
+    with LLM(
+        tiny_model, device="cpu", dtype="float32", kv_cache_memory="16MiB", max_model_len=64
+    ) as llm:
         handler = type("Handler", (Completions,), {"llm": llm, "seen": []})
         with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
             thread = threading.Thread(target=listening.serve_forever)
@@ -356,7 +434,10 @@ def test_a_server_is_compared_by_the_tokens_it_reports(
     url, seen = server
     jobs = random_jobs(3, Lengths(4, 8), Lengths(2, 5), TokenSource(0, 256))
     ours = Recorder(llm)
-    engines: dict[str, Peer] = {"openai-url": open_peer("openai-url", setting(tiny_model, url=url)), OWN: ours}
+    engines: dict[str, Peer] = {
+        "openai-url": open_peer("openai-url", setting(tiny_model, url=url)),
+        OWN: ours,
+    }
     table = compare(engines, [Workload("three", 3, Lengths(4, 8), Lengths(2, 5))], 256, repeats=2)
     assert table.rows[1][2] == "not told"
     assert {body["path"] for body in seen} == {"/v1/completions"}
@@ -374,7 +455,9 @@ def test_a_server_is_compared_by_the_tokens_it_reports(
         open_peer("openai-url", setting(tiny_model, url=url.removesuffix("/v1"))).run(jobs)
 
 
-def bench_error(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+def bench_error(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
     """What a failing command says, run in this process: starting another takes seconds."""
     monkeypatch.setattr(sys, "argv", ["quire", "bench", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -384,7 +467,8 @@ def bench_error(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, cap
 
 
 @pytest.mark.parametrize(
-    ("peer", "module"), [("llama-cpp", "llama_cpp"), ("openvino", "openvino_genai"), ("vllm", "vllm")]
+    ("peer", "module"),
+    [("llama-cpp", "llama_cpp"), ("openvino", "openvino_genai"), ("vllm", "vllm")],
 )
 def test_absent_peers_say_what_to_install(
     peer: str, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -409,7 +493,10 @@ def test_absent_peers_say_what_to_install(
     ],
 )
 def test_wrong_input_is_one_line_that_says_what_to_do(
-    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert bench_error(arguments, monkeypatch, capsys).startswith(f"error: {message}")
 

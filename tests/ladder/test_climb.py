@@ -29,7 +29,9 @@ def read_tables(markdown: str) -> dict[str, list[list[str]]]:
     """Title to rows of cells, the head first."""
     tables: dict[str, list[list[str]]] = {}
     for section in markdown.split("\n## ")[1:]:
-        rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+        rows = [
+            line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")
+        ]
         tables[section.splitlines()[0]] = [row for row in rows if row[0] != "---"]
     return tables
 
@@ -48,7 +50,9 @@ def close(shown: str, value: float) -> bool:
 @pytest.fixture(scope="module")
 def quick(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     folder = tmp_path_factory.mktemp("climbed")
-    done = quire_here("bench", "ladder", "--quick", "--model", tiny_model, "--device", "cpu", "--output", folder)
+    done = quire_here(
+        "bench", "ladder", "--quick", "--model", tiny_model, "--device", "cpu", "--output", folder
+    )
     assert done.returncode == 0, done.stderr
     return folder, done.stdout, done.stderr
 
@@ -69,7 +73,12 @@ def test_quick_writes_the_table_the_plot_and_the_raw_figures(quick: tuple[Path, 
         assert f"{statistics.median(rate[5]['values']):,.1f}" in plot
     assert "The ladder" in shown
     facts = (folder / "results.md").read_text().split("##")[0]
-    for fact in ("command: quire bench ladder --quick", "machine: ", "versions: quire ", "date: 20"):
+    for fact in (
+        "command: quire bench ladder --quick",
+        "machine: ",
+        "versions: quire ",
+        "date: 20",
+    ):
         assert fact in facts
     assert "same tokens on all rungs: yes" in facts
 
@@ -101,7 +110,9 @@ def test_factors_follow_from_the_times(quick: tuple[Path, str, str]) -> None:
     for i in range(1, 7):
         assert rows[i][7]["value"] == pytest.approx(times[i - 1] / times[i])
         assert rows[i][8]["value"] == pytest.approx(times[0] / times[i])
-        tokens = [t * rate for t, rate in zip(rows[i][3]["values"], rows[i][5]["values"], strict=True)]
+        tokens = [
+            t * rate for t, rate in zip(rows[i][3]["values"], rows[i][5]["values"], strict=True)
+        ]
         assert tokens == pytest.approx([round(tokens[0])] * len(tokens))
         each = [1000 / rate for rate in rows[i][5]["values"]]
         assert rows[i][10]["values"] == pytest.approx(each)
@@ -120,7 +131,9 @@ def test_the_memory_of_caches_is_what_they_really_take(quick: tuple[Path, str, s
     assert used / small > 0.9
 
 
-def test_nothing_but_what_was_written_is_said_where_nobody_looks(quick: tuple[Path, str, str]) -> None:
+def test_nothing_but_what_was_written_is_said_where_nobody_looks(
+    quick: tuple[Path, str, str],
+) -> None:
     folder, _, said = quick
     names = ("results.md", "results.json", "ladder.svg")
     assert said.splitlines() == [f"wrote {folder / name}" for name in names]
@@ -145,7 +158,9 @@ class TickingClock:
 
 
 def test_what_the_clock_says_is_what_the_table_says(tiny_model: Path) -> None:
-    """With a clock that counts looks, every duration is known: a rung looks once per request or group of them."""
+    """With a clock that counts looks, every duration is known: a rung looks once per request or
+    group of them.
+    """
     settings = replace(
         QUICK, num_jobs=4, max_num_seqs=2, answer=Lengths(2, 3), hello_lengths=(2, 4), batch_jobs=4, batch_seqs=2,
         prompt_lengths=(8,), prompt_new_tokens=2, attention_lengths=(16,), chat_requests=2, system_tokens=32,
@@ -155,7 +170,8 @@ def test_what_the_clock_says_is_what_the_table_says(tiny_model: Path) -> None:
     assert found.differing == ()
     tables = {table.title: table for table in found.report.tables}
     times = [row[3] for row in tables["The ladder"].rows[:7]]
-    # Rungs 1 and 2 look at the start and after each of four requests; rung 3 once more at the end; 4 to 7 only once.
+    # Rungs 1 and 2 look at the start and after each of four requests; rung 3 once more at the end;
+    # 4 to 7 only once.
     assert times == [Spread((seconds, seconds), "s") for seconds in (4, 4, 5, 2, 2, 2, 2)]
     hello = tables["Naive loop and KV cache"].rows
     assert [(row[0], row[1], row[2]) for row in hello] == [
@@ -183,8 +199,13 @@ def test_a_rung_that_says_something_else_is_found_out(
     monkeypatch.setattr(rungs, "generate_with_kv_cache", forgetful)
     monkeypatch.setattr(ladder_settings, "QUICK", TINY)
     with pytest.raises(EngineError, match="2 contiguous KV cache"):
-        ladder.__wrapped__(str(tiny_model), device="cpu", dtype="float32", quick=True, output=tmp_path, plot="png")
-    assert "same tokens on all rungs: no: 2 contiguous KV cache" in (tmp_path / "results.md").read_text()
+        ladder.__wrapped__(
+            str(tiny_model), device="cpu", dtype="float32", quick=True, output=tmp_path, plot="png"
+        )
+    assert (
+        "same tokens on all rungs: no: 2 contiguous KV cache"
+        in (tmp_path / "results.md").read_text()
+    )
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -242,7 +263,10 @@ def test_formats_of_weights_stand_side_by_side(quick: tuple[Path, str, str]) -> 
 
 
 def test_without_matplotlib_the_plot_is_left_out_and_said_so(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from quire.cli.bench.ladder import ladder
 
@@ -250,7 +274,9 @@ def test_without_matplotlib_the_plot_is_left_out_and_said_so(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(ladder_settings, "QUICK", TINY)
-    ladder.__wrapped__(str(tiny_model), device="cpu", dtype="float32", quick=True, output=tmp_path, plot="svg")
+    ladder.__wrapped__(
+        str(tiny_model), device="cpu", dtype="float32", quick=True, output=tmp_path, plot="svg"
+    )
     assert "pip install 'quire[plot]'" in capsys.readouterr().err
     assert (tmp_path / "results.md").exists()
     assert not (tmp_path / "ladder.svg").exists()

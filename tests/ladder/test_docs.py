@@ -55,7 +55,9 @@ def test_text_in_a_picture_is_neither_cut_off_nor_written_over(name: str) -> Non
         assert text.text is not None
         assert "  " not in text.text, "SVG shows several spaces as one"
         width = 6.5 * len(text.text)  # about what 12 pixels of a wide font take
-        left = float(text.attrib["x"]) - (width / 2 if text.attrib["text-anchor"] == "middle" else 0)
+        left = float(text.attrib["x"]) - (
+            width / 2 if text.attrib["text-anchor"] == "middle" else 0
+        )
         lines.setdefault(text.attrib["y"], []).append((left, left + width))
     for spans in lines.values():
         spans.sort()
@@ -72,7 +74,8 @@ def test_every_document_is_in_the_reading_order() -> None:
 
 def test_there_is_a_chapter_for_every_rung_and_all_have_the_same_parts() -> None:
     chapters = sorted((ROOT / "docs" / "ladder").glob("*.md"))
-    assert [int(chapter.name[:2]) for chapter in chapters] == [0, *range(11)]  # two before the first rung
+    # two before the first rung
+    assert [int(chapter.name[:2]) for chapter in chapters] == [0, *range(11)]
     reading_order = (ROOT / "docs" / "README.md").read_text()
     for chapter in chapters:
         text = chapter.read_text()
@@ -84,7 +87,9 @@ def test_there_is_a_chapter_for_every_rung_and_all_have_the_same_parts() -> None
 
 
 @pytest.mark.parametrize(
-    "folder", [ROOT / "bench" / "results" / name for name in ("", "arm", "h200")], ids=lambda path: path.name
+    "folder",
+    [ROOT / "bench" / "results" / name for name in ("", "arm", "h200")],
+    ids=lambda path: path.name,
 )
 def test_the_recorded_tables_and_plots_are_those_of_the_recorded_figures(folder: Path) -> None:
     raw = json.loads((folder / "results.json").read_text())
@@ -105,7 +110,9 @@ def test_the_recorded_tables_and_plots_are_those_of_the_recorded_figures(folder:
     assert "/" not in raw["facts"]["command"]
 
 
-def test_a_table_is_quoted_with_its_note_and_its_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_quoted_with_its_note_and_its_origin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results = tmp_path / "results.md"
     results.write_text(
         "# T\n\n- command: quire x\n- machine: m\n- model: s\n- date: d\n\n"
@@ -118,23 +125,33 @@ def test_a_table_is_quoted_with_its_note_and_its_origin(tmp_path: Path, monkeypa
     quoted = f"| b |\n| --- |\n| 2 |\n\nNote. {origin}\n"
     assert update.updated(document) == f"x\n<!-- results: One | b -->\n{quoted}<!-- end -->\ny\n"
     (tmp_path / "card").mkdir()
-    (tmp_path / "card" / "results.md").write_text(results.read_text().replace("machine: m", "machine: gpu"))
+    (tmp_path / "card" / "results.md").write_text(
+        results.read_text().replace("machine: m", "machine: gpu")
+    )
     document.write_text("<!-- results: card/results.md One | b -->\n<!-- end -->\n")
-    assert "(`quire x`, s, gpu; d; [bench/results/card/results.md](card/results.md))" in update.updated(document)
+    assert (
+        "(`quire x`, s, gpu; d; [bench/results/card/results.md](card/results.md))"
+        in update.updated(document)
+    )
     for wrong, message in (("Two", "no table called 'Two'"), ("One | c", "no column 'c'")):
         document.write_text(f"<!-- results: {wrong} -->\n<!-- end -->\n")
         with pytest.raises(SystemExit, match=message):
             update.updated(document)
 
 
-def test_code_is_quoted_whole_and_unindented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_is_quoted_whole_and_unindented(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(update, "ROOT", tmp_path)
-    (tmp_path / "m.py").write_text("class A:\n    @property\n    def b(self) -> int:\n        return 1\n\n    c = 2\n")
+    (tmp_path / "m.py").write_text(
+        "class A:\n    @property\n    def b(self) -> int:\n        return 1\n\n    c = 2\n"
+    )
     document = tmp_path / "doc.md"
     document.write_text("<!-- code: m.py A.b -->\n<!-- end -->\n")
     body = "@property\ndef b(self) -> int:\n    return 1"
     assert (
-        update.updated(document) == f"<!-- code: m.py A.b -->\n[m.py](m.py)\n\n```python\n{body}\n```\n<!-- end -->\n"
+        update.updated(document)
+        == f"<!-- code: m.py A.b -->\n[m.py](m.py)\n\n```python\n{body}\n```\n<!-- end -->\n"
     )
     document.write_text("<!-- code: m.py A.d -->\n<!-- end -->\n")
     with pytest.raises(SystemExit, match=r"no A\.d"):

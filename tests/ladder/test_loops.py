@@ -24,7 +24,11 @@ from quire.tools.ladder.contiguous import ContiguousCache, next_tokens
 from quire.tools.ladder.kv_cache import generate_with_kv_cache, print_cache_growth
 from quire.tools.ladder.naive import generate_naive
 from quire.tools.ladder.speculation import generate_with_guesses, guess_from_repetition
-from quire.tools.ladder.static_batching import batch_start, generate_static_batch, serve_static_batches
+from quire.tools.ladder.static_batching import (
+    batch_start,
+    generate_static_batch,
+    serve_static_batches,
+)
 from tests.decoding import greedy
 from tests.random_models import SPECS, Bench, random_decoder
 
@@ -61,13 +65,22 @@ def test_the_loops_say_what_a_paged_decoder_says(family: str, dtype: torch.dtype
 def test_attention_is_shared_out_once_a_token_and_not_once_a_layer() -> None:
     class Sharing(CpuKernels):
         def attention_work(
-            self, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape
+            self,
+            query_lens: Int32Array,
+            context_lens: Int32Array,
+            table_rows: Int32Array,
+            shape: HeadShape,
         ) -> dict[str, Int32Array]:
             asked.append((query_lens.tolist(), context_lens.tolist(), table_rows.tolist(), shape))
             return {"lengths": context_lens}
 
         def attention(
-            self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+            self,
+            query: Tensor,
+            cache: LayerCache,
+            batch: PagedBatch,
+            spec: AttentionSpec,
+            sinks: Tensor | None = None,
         ) -> Tensor:
             assert batch.work is not None
             seen.append(batch.work["lengths"].tolist())
@@ -96,7 +109,11 @@ def test_the_key_length_grows_by_one_per_token(decoder: Decoder) -> None:
 
     generate_with_kv_cache(decoder, PROMPT, 12, on_cache=note)
     spec = decoder.spec
-    assert shapes[0] == [spec.head_shapes[0].num_kv_heads, len(PROMPT), spec.head_shapes[0].head_dim]
+    assert shapes[0] == [
+        spec.head_shapes[0].num_kv_heads,
+        len(PROMPT),
+        spec.head_shapes[0].head_dim,
+    ]
     assert all(after[1] == before[1] + 1 for before, after in pairwise(shapes))
     assert all([after[0], after[2]] == [before[0], before[2]] for before, after in pairwise(shapes))
     assert len(shapes) == 12
@@ -113,23 +130,33 @@ def test_the_cache_prints_its_shapes_as_they_grow(decoder: Decoder) -> None:
 
 def test_a_static_batch_gives_everyone_the_answer_they_get_alone(decoder: Decoder) -> None:
     jobs = random_jobs(5, Lengths(1, 20), Lengths(1, 12), TokenSource(0, decoder.spec.vocab_size))
-    together = generate_static_batch(decoder, [job.token_ids for job in jobs], [job.max_tokens for job in jobs])
-    assert together == [tuple(generate_naive(decoder, job.token_ids, job.max_tokens)) for job in jobs]
+    together = generate_static_batch(
+        decoder, [job.token_ids for job in jobs], [job.max_tokens for job in jobs]
+    )
+    assert together == [
+        tuple(generate_naive(decoder, job.token_ids, job.max_tokens)) for job in jobs
+    ]
 
 
 def test_static_batches_fill_up_or_give_up_waiting(decoder: Decoder) -> None:
     arrivals = [0.0, 0.01, 0.02, 0.5, 0.52, 9.0]
     # Computing takes one tick of 0.1 s per batch.
-    answers = serve_static_batches(decoder, [(1, 2)] * 6, [2] * 6, arrivals, 3, max_wait_ms=100, clock=ticking(0.1))
+    answers = serve_static_batches(
+        decoder, [(1, 2)] * 6, [2] * 6, arrivals, 3, max_wait_ms=100, clock=ticking(0.1)
+    )
     starts = [answer.started for answer in answers]
     assert starts == pytest.approx([0.02, 0.02, 0.02, 0.6, 0.6, 9.1])
-    assert [answer.finished for answer in answers] == pytest.approx([start + 0.1 for start in starts])
+    assert [answer.finished for answer in answers] == pytest.approx(
+        [start + 0.1 for start in starts]
+    )
     assert len({answer.tokens for answer in answers}) == 1
 
 
 def test_a_busy_machine_takes_along_whoever_came_meanwhile(decoder: Decoder) -> None:
     arrivals = [0.0, 0.3, 0.9]
-    answers = serve_static_batches(decoder, [(1, 2)] * 3, [1] * 3, arrivals, 8, max_wait_ms=10, clock=ticking(1.0))
+    answers = serve_static_batches(
+        decoder, [(1, 2)] * 3, [1] * 3, arrivals, 8, max_wait_ms=10, clock=ticking(1.0)
+    )
     assert [answer.started for answer in answers] == pytest.approx([0.01, 1.01, 1.01])
 
 
@@ -182,7 +209,10 @@ def test_guesses_give_the_same_answer_in_fewer_steps(decoder: Decoder) -> None:
     assert generate_with_guesses(decoder, PROMPT, 40, guess=oracle, on_step=note) == expected
     assert len(steps) == 10
     assert generate_with_guesses(decoder, PROMPT, 40) == expected
-    assert generate_with_guesses(decoder, PROMPT, 40, guess=lambda tokens, count: [1] * count) == expected
+    assert (
+        generate_with_guesses(decoder, PROMPT, 40, guess=lambda tokens, count: [1] * count)
+        == expected
+    )
 
 
 def test_guesses_are_what_followed_the_last_time() -> None:
@@ -190,13 +220,17 @@ def test_guesses_are_what_followed_the_last_time() -> None:
     assert guess_from_repetition([1, 2, 3, 4], 2) == []
 
 
-def test_a_sequence_that_outgrows_its_room_is_refused_and_its_neighbour_untouched(decoder: Decoder) -> None:
+def test_a_sequence_that_outgrows_its_room_is_refused_and_its_neighbour_untouched(
+    decoder: Decoder,
+) -> None:
     """It was written over with the reference kernels, and with the C++ ones a segmentation fault."""
     cache = ContiguousCache(decoder, num_sequences=2, capacity=8)
     next_tokens(decoder, cache, {0: PROMPT, 1: PROMPT})
     before = [cache.keys(layer, 1).clone() for layer in range(2)]
     next_tokens(decoder, cache, {0: [4]})
-    with pytest.raises(InvalidRequestError, match="9 of sequence 0 don't fit: the cache has room for 8"):
+    with pytest.raises(
+        InvalidRequestError, match="9 of sequence 0 don't fit: the cache has room for 8"
+    ):
         next_tokens(decoder, cache, {0: [4]})
     assert cache.lengths == [8, 7]
     assert all(torch.equal(cache.keys(layer, 1), before[layer]) for layer in range(2))
@@ -242,7 +276,9 @@ def test_an_end_token_ends_the_loop_and_is_its_last(decoder: Decoder) -> None:
     expected = whole[: whole.index(end) + 1]
     for generate in (generate_naive, generate_with_kv_cache):
         told: list[int] = []
-        assert generate(decoder, PROMPT, 40, told.append, eos_token_ids=(96, end)) == expected == told
+        assert (
+            generate(decoder, PROMPT, 40, told.append, eos_token_ids=(96, end)) == expected == told
+        )
 
 
 def test_a_temperature_draws_what_the_engine_draws(decoder: Decoder) -> None:

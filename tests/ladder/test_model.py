@@ -45,7 +45,9 @@ def test_large_scores_stay_finite() -> None:
 
 
 def test_a_score_depends_on_the_distance_alone() -> None:
-    query, key = torch.randn(2, 8, generator=torch.Generator().manual_seed(0)).unsqueeze(1).expand(2, 12, 8)
+    query, key = (
+        torch.randn(2, 8, generator=torch.Generator().manual_seed(0)).unsqueeze(1).expand(2, 12, 8)
+    )
     turned = [model.rotate(side.unsqueeze(1), 100.0)[:, 0] for side in (query, key)]
     scores = turned[0] @ turned[1].T
     for distance in range(5):
@@ -60,7 +62,9 @@ def test_the_reader_can_run_it(tiny_model: Path) -> None:
     assert float(done.stdout.split()[-1]) < 1e-4
 
 
-def test_the_walk_shows_every_stop_of_the_chapter(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_walk_shows_every_stop_of_the_chapter(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = Path(__file__).parents[2]
     walk = runpy.run_path(str(root / "docs" / "walk.py"))["walk"]
     walk(str(tiny_model), "some text", 3)
@@ -69,7 +73,11 @@ def test_the_walk_shows_every_stop_of_the_chapter(tiny_model: Path, capsys: pyte
     assert all((root / file).exists() for file in stops)
     chapter = (root / "docs" / "life_of_a_request.md").read_text()
     for file in dict.fromkeys(stops):
-        if file not in ("quire/outputs.py", "quire/engine/block_pool.py", "quire/runner/request_rows.py"):
+        if file not in (
+            "quire/outputs.py",
+            "quire/engine/block_pool.py",
+            "quire/runner/request_rows.py",
+        ):
             assert f"(../{file})" in chapter, file
     assert stops.count("quire/engine/scheduler.py") == shown.count("is decided") == 3
     assert "finished: length" in shown

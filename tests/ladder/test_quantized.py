@@ -82,7 +82,10 @@ def test_products_have_the_bits_of_the_cpp_kernel(rows: int) -> None:
     read = BlockWeight(blocks[:, :, 2:].contiguous().view(torch.int8).int(), scales)
     assert torch.equal(quantized_linear(x, read), kernel_product(x, "Q8_0", q8_0))
     codes, row_scales = absmax(weight)
-    assert torch.equal(int8_linear(x, codes, row_scales), kernel_product(x, "INT8", codes.to(torch.int8), row_scales))
+    assert torch.equal(
+        int8_linear(x, codes, row_scales),
+        kernel_product(x, "INT8", codes.to(torch.int8), row_scales),
+    )
 
 
 def test_a_rows_bits_do_not_depend_on_its_company() -> None:
@@ -99,7 +102,9 @@ def test_what_rounding_costs_is_what_was_promised() -> None:
     numbers = weight.numbers().double()
     assert ((seen - x).unflatten(1, (-1, 32)).abs() <= scales.unsqueeze(2) * 0.50001).all()
     exact = seen @ numbers.T
-    assert ((quantized_linear(x, weight) - exact).abs() <= 1e-6 * (seen.abs() @ numbers.abs().T)).all()
+    assert (
+        (quantized_linear(x, weight) - exact).abs() <= 1e-6 * (seen.abs() @ numbers.abs().T)
+    ).all()
 
 
 def test_the_table_of_roundings_shows_why_there_are_blocks() -> None:

@@ -22,13 +22,17 @@ from quire.tools.ladder.naive import generate_naive
 
 @pytest.fixture
 def llm(tiny_model: Path) -> Iterator[LLM]:
-    with LLM(tiny_model, dtype="float32", max_num_seqs=2, kv_cache_memory="16MiB", max_model_len=256) as llm:
+    with LLM(
+        tiny_model, dtype="float32", max_num_seqs=2, kv_cache_memory="16MiB", max_model_len=256
+    ) as llm:
         yield llm
 
 
 def test_all_rungs_give_identical_tokens_on_smollm2_in_float32(smollm2_gguf: Path) -> None:
     with Engines(str(smollm2_gguf), "cpu", "float32", max_model_len=128) as engines:
-        jobs = random_jobs(2, Lengths(1, 3), Lengths(2, 3), TokenSource(0, engines.spec.vocab_size), shared=16)
+        jobs = random_jobs(
+            2, Lengths(1, 3), Lengths(2, 3), TokenSource(0, engines.spec.vocab_size), shared=16
+        )
         rungs = find_rungs(engines, jobs, max_num_seqs=2)
         runs = {rung.number: rung.run("only pass") for rung in rungs if rung.run is not None}
         assert {1, 2, 3, 4, 5, 6, 7, 10} == runs.keys()
@@ -36,7 +40,8 @@ def test_all_rungs_give_identical_tokens_on_smollm2_in_float32(smollm2_gguf: Pat
         assert len({run.tokens for number, run in runs.items() if number != 7}) == 1
         by_number = {rung.number: rung for rung in rungs}
         assert by_number[6].kernels == by_number[7].kernels == "cpu"
-        # Computed as the file stores them: other numbers, the same in the engine as in the naive loop.
+        # Computed as the file stores them: other numbers, the same in the engine as in the naive
+        # loop.
         assert by_number[7].expected is not None
         assert runs[7].tokens == by_number[7].expected()
         assert 5 * by_number[7].weight_bytes < by_number[6].weight_bytes
@@ -45,7 +50,9 @@ def test_all_rungs_give_identical_tokens_on_smollm2_in_float32(smollm2_gguf: Pat
 @pytest.mark.gpu
 def test_on_a_gpu_rungs_on_the_same_kernels_give_identical_tokens(smollm2_gguf: Path) -> None:
     with Engines(str(smollm2_gguf), "cuda", "float32", max_model_len=128) as engines:
-        jobs = random_jobs(5, Lengths(2, 6), Lengths(8, 16), TokenSource(0, engines.spec.vocab_size), shared=32)
+        jobs = random_jobs(
+            5, Lengths(2, 6), Lengths(8, 16), TokenSource(0, engines.spec.vocab_size), shared=32
+        )
         said: dict[str, set[tuple[tuple[int, ...], ...]]] = {}
         for rung in find_rungs(engines, jobs, max_num_seqs=3):
             if rung.run is not None:
@@ -56,11 +63,15 @@ def test_on_a_gpu_rungs_on_the_same_kernels_give_identical_tokens(smollm2_gguf: 
 
 def test_the_model_itself_is_asked_and_not_a_copy_of_the_first_rung(tiny_model: Path) -> None:
     with Engines(str(tiny_model), "cpu", "float32", max_model_len=128) as engines:
-        jobs = random_jobs(4, Lengths(2, 6), Lengths(5, 9), TokenSource(0, engines.spec.vocab_size), shared=32)
+        jobs = random_jobs(
+            4, Lengths(2, 6), Lengths(5, 9), TokenSource(0, engines.spec.vocab_size), shared=32
+        )
         rungs = [rung for rung in find_rungs(engines, jobs, max_num_seqs=2) if rung.run is not None]
         runs = [rung.run("pass") for rung in rungs if rung.run is not None]
         decoder = engines.get(kernels="reference", max_num_seqs=2).engine.decoder
-        assert runs[0].tokens == tuple(tuple(generate_naive(decoder, job.token_ids, job.max_tokens)) for job in jobs)
+        assert runs[0].tokens == tuple(
+            tuple(generate_naive(decoder, job.token_ids, job.max_tokens)) for job in jobs
+        )
         for rung, run in zip(rungs, runs, strict=True):
             assert run.tokens == (runs[0].tokens if rung.expected is None else rung.expected())
         assert [rung.number for rung in rungs if rung.expected is not None] == [7]
@@ -105,13 +116,17 @@ def test_weights_are_quantised_as_the_file_and_the_kernels_allow(tiny_model: Pat
         assert engines.quantizations(kernels) == ("auto",)
         engines.block_formats = ["Q3_K"]
         assert engines.quantizations(kernels) == ()
-        missing = next(rung for rung in find_rungs(engines, [Job((1,), 1)], 1) if rung.number == 7).missing
+        missing = next(
+            rung for rung in find_rungs(engines, [Job((1,), 1)], 1) if rung.number == 7
+        ).missing
         assert missing == "no kernel computes with Q3_K as it is stored"
         engines.block_formats = []
         assert engines.quantizations(ReferenceKernels()) == ()
 
 
-def test_a_short_request_leaves_first_and_another_takes_its_place_in_the_same_step(llm: LLM) -> None:
+def test_a_short_request_leaves_first_and_another_takes_its_place_in_the_same_step(
+    llm: LLM,
+) -> None:
     greedy = {"temperature": 0.0, "ignore_eos": True}
     lengths = [2, 6, 3]
     params = [SamplingParams(max_tokens=length, **greedy) for length in lengths]  # type: ignore[arg-type]

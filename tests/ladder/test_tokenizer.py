@@ -40,7 +40,9 @@ def check(pair: Pair, text: str) -> None:
     assert ours.decode(token_ids) == real.decode(token_ids)
 
 
-@pytest.mark.parametrize("text", [*TEXTS, "x's 's ' 't''re", "a\x85b\x1c\x1d c", "\U00077000\x8e\U000f4000"])
+@pytest.mark.parametrize(
+    "text", [*TEXTS, "x's 's ' 't''re", "a\x85b\x1c\x1d c", "\U00077000\x8e\U000f4000"]
+)
 def test_texts_become_the_same_ids_and_come_back(smollm2: Pair, trained: Pair, text: str) -> None:
     check(smollm2, text)
     check(trained, text)
@@ -61,7 +63,16 @@ def test_every_character_is_of_the_kind_the_real_tokenizer_takes_it_for(smollm2:
 def test_words_join_up_to_the_text() -> None:
     for text in TEXTS:
         assert "".join(split_words(text)) == text
-    assert list(split_words("I'll go  home, now\n")) == ["I", "'ll", " go", " ", " home", ",", " now", "\n"]
+    assert list(split_words("I'll go  home, now\n")) == [
+        "I",
+        "'ll",
+        " go",
+        " ",
+        " home",
+        ",",
+        " now",
+        "\n",
+    ]
 
 
 def test_it_is_short_enough_to_read() -> None:

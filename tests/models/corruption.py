@@ -1,4 +1,6 @@
-"""Ways to damage a file, for Hypothesis; and the promise every reader must keep about what comes of it."""
+"""Ways to damage a file, for Hypothesis; and the promise every reader must keep about what comes of
+it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,12 @@ def damages(header_bytes: int) -> st.SearchStrategy[list[Damage]]:
     place = st.one_of(st.integers(0, header_bytes - 1), st.integers(0, 2**20))
     one = st.one_of(
         st.builds(_flip, place, st.integers(1, 255)),
-        st.builds(_overwrite, place, st.one_of(_absurd, st.integers(0, 2**64 - 1)), st.sampled_from([1, 4, 8])),
+        st.builds(
+            _overwrite,
+            place,
+            st.one_of(_absurd, st.integers(0, 2**64 - 1)),
+            st.sampled_from([1, 4, 8]),
+        ),
         st.builds(_truncate, place),
         st.builds(_grow, st.binary(min_size=1, max_size=40)),
     )
@@ -58,8 +65,9 @@ def damages(header_bytes: int) -> st.SearchStrategy[list[Damage]]:
 
 
 def check_open_and_read(path: Path) -> bool:
-    """Opens and reads all; whether that worked. Anything but success or a QuireError is let through, and so
-    is a reader that asks for more memory than the file can justify."""
+    """Opens and reads all; whether that worked. Anything but success or a QuireError is let
+    through, and so is a reader that asks for more memory than the file can justify.
+    """
     tracemalloc.start()
     try:
         checkpoint = open_checkpoint(path)

@@ -63,17 +63,25 @@ class Gguf:
     def header(self) -> bytes:
         num_tensors = len(self.tensors) if self.num_tensors is None else self.num_tensors
         num_pairs = len(self.pairs) if self.num_pairs is None else self.num_pairs
-        header = self.magic + struct.pack("<IQQ", self.version, num_tensors, num_pairs) + b"".join(self.pairs)
+        header = (
+            self.magic
+            + struct.pack("<IQQ", self.version, num_tensors, num_pairs)
+            + b"".join(self.pairs)
+        )
         offset = 0
         for tensor in self.tensors:
             header += text(tensor.name) + struct.pack("<I", len(tensor.shape))
             header += b"".join(struct.pack("<Q", size) for size in tensor.shape[::-1])
-            header += struct.pack("<IQ", tensor.type_id, offset if tensor.offset is None else tensor.offset)
+            header += struct.pack(
+                "<IQ", tensor.type_id, offset if tensor.offset is None else tensor.offset
+            )
             offset += len(self._padded(tensor.content()))
         return header
 
     def build(self) -> bytes:
-        return self._padded(self.header()) + b"".join(self._padded(tensor.content()) for tensor in self.tensors)
+        return self._padded(self.header()) + b"".join(
+            self._padded(tensor.content()) for tensor in self.tensors
+        )
 
     def _padded(self, data: bytes) -> bytes:
         return data + bytes(-len(data) % self.alignment)

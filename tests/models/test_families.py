@@ -1,5 +1,6 @@
-"""Every family against transformers: float32 logits within 1e-4 and the same 64 greedy tokens, on small
-random models whose options are drawn over all that the spec can say."""
+"""Every family against transformers: float32 logits within 1e-4 and the same 64 greedy tokens, on
+small random models whose options are drawn over all that the spec can say.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def rope(draw: st.DrawFn) -> dict[str, Any]:
     if kind in ("llama3", "yarn"):
         parameters["original_max_position_embeddings"] = draw(st.sampled_from([32, 64]))
     if kind == "llama3":
-        parameters |= {"low_freq_factor": 1.0, "high_freq_factor": draw(st.sampled_from([2.0, 4.0]))}
+        parameters |= {
+            "low_freq_factor": 1.0,
+            "high_freq_factor": draw(st.sampled_from([2.0, 4.0])),
+        }
     if kind == "yarn":
         extras: dict[str, Any] = draw(
             st.sampled_from(
@@ -95,7 +99,9 @@ def experts(draw: st.DrawFn, base: dict[str, Any]) -> dict[str, Any]:
         "moe_intermediate_size": draw(st.sampled_from([8, 20])),
         "norm_topk_prob": draw(st.booleans()),
         "decoder_sparse_step": draw(st.integers(1, 2)),
-        "mlp_only_layers": draw(st.lists(st.integers(0, base["num_hidden_layers"] - 1), max_size=1)),
+        "mlp_only_layers": draw(
+            st.lists(st.integers(0, base["num_hidden_layers"] - 1), max_size=1)
+        ),
     }
 
 
@@ -119,14 +125,21 @@ def config(draw: st.DrawFn, family: str) -> Any:
         return transformers.MistralConfig(**base, sliding_window=draw(WINDOW))
     if family == "mixtral":
         return transformers.MixtralConfig(
-            **base, sliding_window=draw(WINDOW), num_local_experts=4, num_experts_per_tok=draw(st.integers(1, 4))
+            **base,
+            sliding_window=draw(WINDOW),
+            num_local_experts=4,
+            num_experts_per_tok=draw(st.integers(1, 4)),
         )
     windows = draw(window_layers(base))
     if family == "qwen2":
         return transformers.Qwen2Config(**base, **windows)
     if family == "qwen2_moe":
         return transformers.Qwen2MoeConfig(
-            **base, **windows, **draw(experts(base)), shared_expert_intermediate_size=12, qkv_bias=draw(st.booleans())
+            **base,
+            **windows,
+            **draw(experts(base)),
+            shared_expert_intermediate_size=12,
+            qkv_bias=draw(st.booleans()),
         )
     bias = {"attention_bias": draw(st.booleans())}
     if family == "qwen3":
@@ -142,7 +155,10 @@ def config(draw: st.DrawFn, family: str) -> Any:
         base.pop("rms_norm_eps")
     if family in ("gemma3_text", "olmo3"):
         local = {"rope_theta": draw(st.sampled_from([1000.0, 10_000.0])), "rope_type": "default"}
-        base["rope_parameters"] = {"full_attention": base["rope_parameters"], "sliding_attention": local}
+        base["rope_parameters"] = {
+            "full_attention": base["rope_parameters"],
+            "sliding_attention": local,
+        }
     if family in ("glm", "glm4", "glm4_moe", "phi3", "hunyuan_v1_dense"):
         base["rope_parameters"] = {"rope_theta": 10_000.0, "rope_type": "default"}
     if family in ("glm", "glm4", "glm4_moe"):
@@ -154,19 +170,27 @@ def config(draw: st.DrawFn, family: str) -> Any:
     if family == "granitemoehybrid":
         base |= {"layer_types": ["attention"] * base["num_hidden_layers"], "mamba_n_heads": 2}
     if family == "hunyuan_v1_dense" and drawn.pop("alpha"):
-        base["rope_parameters"] = {"rope_theta": 10_000.0, "rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
+        base["rope_parameters"] = {
+            "rope_theta": 10_000.0,
+            "rope_type": "dynamic",
+            "alpha": 50.0,
+            "factor": 1.0,
+        }
     return made(**base | drawn)
 
 
 @st.composite
 def long_rope(draw: st.DrawFn, base: dict[str, Any]) -> dict[str, Any]:
-    """Two lists of factors. The longest sequence may be longer than the original context, so all sequences get the long
-    ones; transformers looks at each, which is the same where a prompt is long."""
+    """Two lists of factors. The longest sequence may be longer than the original context, so all
+    sequences get the long ones; transformers looks at each, which is the same where a prompt is
+    long.
+    """
     if not draw(st.booleans()):
         return {}
     pairs = base["hidden_size"] // base["num_attention_heads"] // 2
     factors = {
-        f"{kind}_factor": [1.0 + 0.3 * i * size for i in range(pairs)] for kind, size in (("long", 2), ("short", 1))
+        f"{kind}_factor": [1.0 + 0.3 * i * size for i in range(pairs)]
+        for kind, size in (("long", 2), ("short", 1))
     }
     return {"rope_type": "longrope", "original_max_position_embeddings": 8, **factors}
 
@@ -187,7 +211,10 @@ GEMMA: dict[str, Any] = {
     "final_logit_softcapping": st.sampled_from([None, 5.0]),
     "attention_bias": st.booleans(),
 }
-FEW_EXPERTS: dict[str, Any] = {"num_local_experts": st.sampled_from([3, 8]), "num_experts_per_tok": st.integers(1, 3)}
+FEW_EXPERTS: dict[str, Any] = {
+    "num_local_experts": st.sampled_from([3, 8]),
+    "num_experts_per_tok": st.integers(1, 3),
+}
 DEEPSEEK_EXPERTS: dict[str, Any] = {
     "n_routed_experts": st.sampled_from([4, 8]),
     "num_experts_per_tok": st.integers(1, 4),
@@ -205,7 +232,10 @@ NEWER: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "phi3": (transformers.Phi3Config, {"sliding_window": WINDOW}),
     "olmo2": (transformers.Olmo2Config, {"attention_bias": st.booleans()}),
-    "olmo3": (transformers.Olmo3Config, {"sliding_window": st.sampled_from([5, 16]), "num_hidden_layers": LAYERS}),
+    "olmo3": (
+        transformers.Olmo3Config,
+        {"sliding_window": st.sampled_from([5, 16]), "num_hidden_layers": LAYERS},
+    ),
     "granite": (transformers.GraniteConfig, MULTIPLIERS | {"mlp_bias": st.booleans()}),
     "granitemoe": (transformers.GraniteMoeConfig, MULTIPLIERS | FEW_EXPERTS),
     "granitemoehybrid": (
@@ -237,10 +267,17 @@ NEWER: dict[str, tuple[Any, dict[str, Any]]] = {
             "attention_bias": st.booleans(),
         },
     ),
-    "starcoder2": (transformers.Starcoder2Config, {"sliding_window": WINDOW, "use_bias": st.booleans()}),
+    "starcoder2": (
+        transformers.Starcoder2Config,
+        {"sliding_window": WINDOW, "use_bias": st.booleans()},
+    ),
     "seed_oss": (
         transformers.SeedOssConfig,
-        {"attention_bias": st.booleans(), "attention_out_bias": st.booleans(), "mlp_bias": st.booleans()},
+        {
+            "attention_bias": st.booleans(),
+            "attention_out_bias": st.booleans(),
+            "mlp_bias": st.booleans(),
+        },
     ),
     "ernie4_5": (transformers.Ernie4_5Config, {"use_bias": st.booleans()}),
     "hunyuan_v1_dense": (
@@ -252,7 +289,9 @@ NEWER: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def random_model(config: Any, seed: int) -> Any:
-    """A transformers model with every parameter random: biases and norms too, which start out as 0 and 1."""
+    """A transformers model with every parameter random: biases and norms too, which start out as 0
+    and 1.
+    """
     torch.manual_seed(seed)
     config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
@@ -274,7 +313,9 @@ def reference_logits(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def check_greedy(model: Any, prompt: list[int], answer: list[int]) -> None:
-    """The answer is what transformers would choose: at each position, given all before it, its own argmax."""
+    """The answer is what transformers would choose: at each position, given all before it, its own
+    argmax.
+    """
     logits = reference_logits(model, prompt + answer)
     assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
@@ -293,7 +334,9 @@ def check_family(family: str, data: st.DataObject) -> None:
         files = open_model(Path(folder))
         decoder = load_decoder(files, ReferenceKernels(), torch.float32, torch.device("cpu"))
         fast = load_decoder(files, CpuKernels(), torch.float32, torch.device("cpu"))
-    assert files.spec.num_parameters == sum(math.prod(weight.shape) for weight in decoder.weights.values())
+    assert files.spec.num_parameters == sum(
+        math.prod(weight.shape) for weight in decoder.weights.values()
+    )
     expected = reference_logits(model, prompt)
     torch.testing.assert_close(all_logits(decoder, prompt), expected, atol=1e-4, rtol=0)
     if files.spec.head_shapes[0].head_dim % 8 == 0:  # what users get; it takes no other sizes

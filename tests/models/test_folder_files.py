@@ -1,4 +1,6 @@
-"""One rule for every file of a model folder: links out of it are refused, and what is broken is named."""
+"""One rule for every file of a model folder: links out of it are refused, and what is broken is
+named.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,19 @@ def _move_away(file: Path) -> None:
 
 CHANGES: dict[str, tuple[Change, str]] = {
     "a link out of the folder": (_move_away, "unsafe link"),
-    "a link to nowhere": (lambda file: (file.unlink(), file.symlink_to("nothing-here")), "missing|unsafe"),
-    "a link to itself": (lambda file: (file.unlink(), file.symlink_to(file.name)), "can't be read|unsafe|missing"),
+    "a link to nowhere": (
+        lambda file: (file.unlink(), file.symlink_to("nothing-here")),
+        "missing|unsafe",
+    ),
+    "a link to itself": (
+        lambda file: (file.unlink(), file.symlink_to(file.name)),
+        "can't be read|unsafe|missing",
+    ),
     "a folder": (lambda file: (file.unlink(), file.mkdir()), "missing|not a file"),
-    "no text": (lambda file: file.write_bytes(b"\xff\xfe{ \x80 }"), "UTF-8|JSON|header|read|truncated"),
+    "no text": (
+        lambda file: file.write_bytes(b"\xff\xfe{ \x80 }"),
+        "UTF-8|JSON|header|read|truncated",
+    ),
     "half of it": (
         lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
         "JSON|header|read|truncated|template|size|expected",

@@ -1,4 +1,6 @@
-"""Checkpoints as other tools write them: FP8, AWQ, GPTQ and compressed-tensors, by the rules of their layouts."""
+"""Checkpoints as other tools write them: FP8, AWQ, GPTQ and compressed-tensors, by the rules of
+their layouts.
+"""
 
 from __future__ import annotations
 
@@ -45,27 +47,36 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_plain(folder: Path) -> None:
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS)).save_pretrained(folder)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS)).save_pretrained(
+        folder
+    )
 
 
 def rewrite(plain: Path, out: Path, quantization: dict[str, Any], change: Any) -> dict[str, Tensor]:
-    """A folder whose products are stored as `change` makes them; returns the numbers they stand for."""
+    """A folder whose products are stored as `change` makes them; returns the numbers they stand
+    for.
+    """
     config = json.loads((plain / "config.json").read_text()) | {"quantization_config": quantization}
     (out / "config.json").write_text(json.dumps(config))
     stored: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
     for name, tensor in load_file(plain / "model.safetensors").items():
-        if name.endswith(PRODUCTS) and "o_proj" not in name:  # some layers are left out of the quantisation
+        # some layers are left out of the quantisation
+        if name.endswith(PRODUCTS) and "o_proj" not in name:
             made, meant[name] = change(name.removesuffix(".weight"), tensor)
             stored |= made
         else:
             stored[name] = meant[name] = tensor
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, out / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in stored.items()}, out / "model.safetensors"
+    )
     return meant
 
 
 def load(folder: Path, quantization: str = "auto") -> Decoder:
-    return load_decoder(open_model(folder), StoringKernels(), torch.float32, CPU, quantization=quantization)
+    return load_decoder(
+        open_model(folder), StoringKernels(), torch.float32, CPU, quantization=quantization
+    )
 
 
 def numbers(decoder: Decoder, name: str) -> Tensor:
@@ -78,13 +89,21 @@ def check(folder: Path, meant: dict[str, Tensor], format: str) -> None:
     stored, expanded = load(folder), load(folder, "none")
     for decoder in (stored, expanded):
         qkv = numbers(decoder, "layers.0.attention.qkv.weight")
-        assert torch.equal(qkv, torch.cat([meant[f"{layer}self_attn.{side}_proj.weight"] for side in "qkv"]))
+        assert torch.equal(
+            qkv, torch.cat([meant[f"{layer}self_attn.{side}_proj.weight"] for side in "qkv"])
+        )
         gate_up = numbers(decoder, "layers.0.mlp.gate_up.weight")
-        assert torch.equal(gate_up, torch.cat([meant[f"{layer}mlp.{side}_proj.weight"] for side in ("gate", "up")]))
-        assert torch.equal(numbers(decoder, "layers.0.mlp.down.weight"), meant[f"{layer}mlp.down_proj.weight"])
+        assert torch.equal(
+            gate_up, torch.cat([meant[f"{layer}mlp.{side}_proj.weight"] for side in ("gate", "up")])
+        )
+        assert torch.equal(
+            numbers(decoder, "layers.0.mlp.down.weight"), meant[f"{layer}mlp.down_proj.weight"]
+        )
         output = decoder.weights["layers.0.attention.output.weight"]
         assert torch.equal(output.tensor, meant[f"{layer}self_attn.o_proj.weight"])
-    assert [part.format.name for part in stored.weights["layers.0.mlp.gate_up.weight"].parts] == [format]
+    assert [part.format.name for part in stored.weights["layers.0.mlp.gate_up.weight"].parts] == [
+        format
+    ]
     assert expanded.weights["layers.0.mlp.gate_up.weight"].is_dense
     assert open_model(folder).block_formats() == [format]
 
@@ -122,7 +141,11 @@ def by_block(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 def compressed(format: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights}
-    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": group},
+    }
 
 
 FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -133,9 +156,17 @@ FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
     [
         (compressed("float-quantized", **FLOAT, strategy="channel"), by_channel("_scale"), "FP8"),
         (compressed("float-quantized", **FLOAT, strategy="tensor"), by_tensor((1,)), "FP8"),
-        (compressed("float-quantized", **FLOAT, strategy="block", block_structure=[128, 128]), by_block, "FP8_G128"),
         (
-            {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+            compressed("float-quantized", **FLOAT, strategy="block", block_structure=[128, 128]),
+            by_block,
+            "FP8_G128",
+        ),
+        (
+            {
+                "quant_method": "fp8",
+                "weight_block_size": [128, 128],
+                "activation_scheme": "dynamic",
+            },
             by_block,
             "FP8_G128",
         ),
@@ -143,7 +174,9 @@ FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, by_tensor(()), "FP8"),
     ],
 )
-def test_fp8(plain: Path, tmp_path: Path, quantization: dict[str, Any], change: Any, format: str) -> None:
+def test_fp8(
+    plain: Path, tmp_path: Path, quantization: dict[str, Any], change: Any, format: str
+) -> None:
     check(tmp_path, rewrite(plain, tmp_path, quantization, change), format)
 
 
@@ -187,7 +220,8 @@ def gptq(group: int, less: int, symmetric: bool) -> Any:
             f"{module}.qweight": packed(codes.t(), 0),
             f"{module}.qzeros": packed(zeros.t() - less, 1),
             f"{module}.scales": scales.t(),
-            f"{module}.g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // (group if group > 0 else 10**6),
+            f"{module}.g_idx": torch.arange(weight.shape[1], dtype=torch.int32)
+            // (group if group > 0 else 10**6),
         }
         return stored, meant
 
@@ -207,20 +241,29 @@ def pack_quantized(group: int, symmetric: bool) -> Any:
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
-@pytest.mark.parametrize("tool", ["awq", "gptq", "gptq_v2", "symmetric gptq", "pack-quantized", "asymmetric"])
+@pytest.mark.parametrize(
+    "tool", ["awq", "gptq", "gptq_v2", "symmetric gptq", "pack-quantized", "asymmetric"]
+)
 def test_four_bits(plain: Path, tmp_path: Path, tool: str, group: int) -> None:
     torch.manual_seed(group + 2)
     bits = {"bits": 4, "group_size": group}
     if tool == "awq":
-        settings, change = {"quant_method": "awq", "version": "gemm", "zero_point": True} | bits, awq(group)
+        settings, change = (
+            {"quant_method": "awq", "version": "gemm", "zero_point": True} | bits,
+            awq(group),
+        )
     elif "gptq" in tool:
         version = "gptq_v2" if tool == "gptq_v2" else "gptq"
         settings = {"quant_method": "gptq", "desc_act": False, "checkpoint_format": version} | bits
         change = gptq(group, 0 if tool == "gptq_v2" else 1, "symmetric" in tool)
     else:
         symmetric = tool != "asymmetric"
-        strategy = {"strategy": "group", "group_size": group} if group > 0 else {"strategy": "channel"}
-        settings = compressed("pack-quantized", num_bits=4, type="int", symmetric=symmetric, **strategy)
+        strategy = (
+            {"strategy": "group", "group_size": group} if group > 0 else {"strategy": "channel"}
+        )
+        settings = compressed(
+            "pack-quantized", num_bits=4, type="int", symmetric=symmetric, **strategy
+        )
         change = pack_quantized(group, symmetric)
     meant = rewrite(plain, tmp_path, settings, change)
     is_q4_0 = tool == "pack-quantized" and group == 32
@@ -234,7 +277,11 @@ UP = "model.layers.0.mlp.up_proj"
 @pytest.mark.parametrize(
     ("name", "harmed", "message"),
     [
-        ("scales", None, r"up_proj\.scales': expected scales of shape \[2, 256\] for '.*qweight', got none"),
+        (
+            "scales",
+            None,
+            r"up_proj\.scales': expected scales of shape \[2, 256\] for '.*qweight', got none",
+        ),
         ("scales", torch.ones(4, 256), r"up_proj\.scales'.*got F32 of shape \[4, 256\]"),
         (
             "scales",
@@ -246,7 +293,11 @@ UP = "model.layers.0.mlp.up_proj"
             torch.zeros(2, 256, dtype=torch.int32),
             r"qzeros': expected zero points, I32 of shape \[2, 32\]",
         ),
-        ("qweight", torch.zeros(128, 32), r"up_proj\.qweight': expected I32 in two dimensions, got F32"),
+        (
+            "qweight",
+            torch.zeros(128, 32),
+            r"up_proj\.qweight': expected I32 in two dimensions, got F32",
+        ),
         (
             "qweight",
             torch.zeros(96, 32, dtype=torch.int32),
@@ -254,7 +305,9 @@ UP = "model.layers.0.mlp.up_proj"
         ),
     ],
 )
-def test_what_is_damaged_is_named(plain: Path, tmp_path: Path, name: str, harmed: Tensor | None, message: str) -> None:
+def test_what_is_damaged_is_named(
+    plain: Path, tmp_path: Path, name: str, harmed: Tensor | None, message: str
+) -> None:
     rewrite(plain, tmp_path, AWQ, awq(64))
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -274,7 +327,9 @@ def test_fp8_scales_of_no_known_shape_are_named(plain: Path, tmp_path: Path) -> 
     tensors = load_file(file)
     tensors[f"{UP}.weight_scale"] = torch.ones(3)
     save_file(tensors, file)
-    with pytest.raises(ModelFormatError, match=r"weight_scale': expected scales of shape \[\] or \[1\] or \[256\]"):
+    with pytest.raises(
+        ModelFormatError, match=r"weight_scale': expected scales of shape \[\] or \[1\] or \[256\]"
+    ):
         open_model(tmp_path)
 
 

@@ -64,7 +64,11 @@ def small_model() -> Gguf:
 
 def expand(data: npt.NDArray[np.generic], dtype: str) -> torch.Tensor:
     """The numbers of whole blocks, flat."""
-    return FORMATS[dtype].expand(torch.from_numpy(np.frombuffer(data.tobytes(), np.uint8).copy())).view(-1)
+    return (
+        FORMATS[dtype]
+        .expand(torch.from_numpy(np.frombuffer(data.tobytes(), np.uint8).copy()))
+        .view(-1)
+    )
 
 
 def test_layouts_and_type_numbers_are_those_of_the_gguf_package() -> None:
@@ -88,7 +92,9 @@ def test_metadata_of_every_type_is_read(tmp_path: Path) -> None:
         5: ("i", -(2**31)),
     }
     scalars |= {6: ("f", 0.25), 10: ("Q", 2**64 - 1), 11: ("q", -(2**63)), 12: ("d", 1e300)}
-    pairs = [pair(f"k{n}", n, struct.pack("<" + code, value)) for n, (code, value) in scalars.items()]
+    pairs = [
+        pair(f"k{n}", n, struct.pack("<" + code, value)) for n, (code, value) in scalars.items()
+    ]
     header = read_gguf(save(tmp_path, Gguf(pairs + small_model().pairs, version=2)))
     assert header.version == 2
     for number, (_, value) in scalars.items():
@@ -102,7 +108,10 @@ def test_metadata_of_every_type_is_read(tmp_path: Path) -> None:
 
 def test_a_file_of_the_gguf_package_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "written.gguf"
-    numbers = {f"t{i}": np.random.default_rng(i).standard_normal((2, 3, 64), dtype=np.float32) for i in range(3)}
+    numbers = {
+        f"t{i}": np.random.default_rng(i).standard_normal((2, 3, 64), dtype=np.float32)
+        for i in range(3)
+    }
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_custom_alignment(64)
     writer.add_array("tokenizer.ggml.tokens", ["x", "ÿ", "你好"])
@@ -129,7 +138,9 @@ def test_smollm2_is_read_as_the_gguf_package_reads_it(smollm2_gguf: Path) -> Non
     assert header.metadata.keys() == fields.keys()
     for key, value in fields.items():
         assert header.metadata[key] == value.contents(), key
-    assert [info.name for info in header.tensors.values()] == [tensor.name for tensor in reference.tensors]
+    assert [info.name for info in header.tensors.values()] == [
+        tensor.name for tensor in reference.tensors
+    ]
     checkpoint = open_checkpoint(smollm2_gguf)
     for tensor in reference.tensors[:12]:
         info = header.tensors[tensor.name]
@@ -164,7 +175,9 @@ def test_dequantised_k_quants_equal_those_of_gguf(dtype: str) -> None:
 
 @given(st.lists(st.integers(1, 9), max_size=4).map(tuple), st.integers(1, 40))
 @settings(max_examples=200)
-def test_chunks_cover_a_shape_once_in_order_and_within_the_limit(shape: tuple[int, ...], limit: int) -> None:
+def test_chunks_cover_a_shape_once_in_order_and_within_the_limit(
+    shape: tuple[int, ...], limit: int
+) -> None:
     numbers = torch.arange(int(np.prod(shape))).reshape(shape)
     covered = []
     for chunk in chunks_of(shape, limit):
@@ -178,7 +191,9 @@ def test_chunks_cover_a_shape_once_in_order_and_within_the_limit(shape: tuple[in
 
 @pytest.mark.parametrize("dtype", ["Q4_1", "Q6_K", "F16"])
 @pytest.mark.parametrize("shape", [(3, 300, 1024), (2, 2**19 + 1024)])
-def test_tensors_larger_than_a_chunk_are_read_whole(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
+def test_tensors_larger_than_a_chunk_are_read_whole(
+    tmp_path: Path, dtype: str, shape: tuple[int, ...]
+) -> None:
     layout = FORMATS[dtype]
     num_bytes = int(np.prod(shape)) // layout.num_elements * layout.num_bytes
     # Small bytes make small float16 scales, so nothing overflows.
@@ -190,7 +205,9 @@ def test_tensors_larger_than_a_chunk_are_read_whole(tmp_path: Path, dtype: str, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_reading_fills_a_strided_view_in_any_dtype_and_nothing_else(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_reading_fills_a_strided_view_in_any_dtype_and_nothing_else(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     checkpoint = open_checkpoint(save(tmp_path, small_model()))
     packed = torch.nn.Parameter(torch.full((64, 9), 7, dtype=dtype))
     checkpoint.read_into("Q4_0", packed[:, 3:9:2].T)
@@ -200,7 +217,10 @@ def test_reading_fills_a_strided_view_in_any_dtype_and_nothing_else(tmp_path: Pa
 
 def test_reading_into_a_wrong_shape_names_tensor_expected_got_and_file(tmp_path: Path) -> None:
     path = save(tmp_path, small_model())
-    with pytest.raises(ModelFormatError, match=r"m\.gguf: tensor 'F32': expected shape \[64, 3\], got shape \[3, 64\]"):
+    with pytest.raises(
+        ModelFormatError,
+        match=r"m\.gguf: tensor 'F32': expected shape \[64, 3\], got shape \[3, 64\]",
+    ):
         open_checkpoint(path).read_into("F32", torch.empty(64, 3))
 
 
@@ -235,7 +255,10 @@ BAD_FILES: dict[str, tuple[Gguf | bytes, str]] = {
         small_model().build()[:-400],
         r"tensor 'Q4_1': expected its 120 bytes within the file",
     ),
-    "too many tensors": (Gguf(num_tensors=2**62), r"expected at most \d+ tensors.*got 4611686018427387904"),
+    "too many tensors": (
+        Gguf(num_tensors=2**62),
+        r"expected at most \d+ tensors.*got 4611686018427387904",
+    ),
     "more tensors than bytes": (
         Gguf(num_tensors=1000),
         r"1000 tensors: expected at least 32000 bytes, got 16: truncated",
@@ -257,8 +280,14 @@ BAD_FILES: dict[str, tuple[Gguf | bytes, str]] = {
         Gguf([array("k", 4, 2**50, bytes(40))]),
         r"elements of metadata 'k'.*got 1125899906842624",
     ),
-    "long strings": (Gguf([array("k", 8, 2, text("ab") + struct.pack("<Q", 2**60))]), r"'k': string 1 of 2"),
-    "deep arrays": (Gguf([array("k", 9, 1, struct.pack("<IQ", 9, 1) * 9)]), r"nested more than 4 deep"),
+    "long strings": (
+        Gguf([array("k", 8, 2, text("ab") + struct.pack("<Q", 2**60))]),
+        r"'k': string 1 of 2",
+    ),
+    "deep arrays": (
+        Gguf([array("k", 9, 1, struct.pack("<IQ", 9, 1) * 9)]),
+        r"nested more than 4 deep",
+    ),
     "unknown value type": (
         Gguf([pair("k", 13, bytes(8))]),
         r"'k': expected a value type from 0 to 12, got 13",
@@ -266,8 +295,14 @@ BAD_FILES: dict[str, tuple[Gguf | bytes, str]] = {
     "bad boolean": (Gguf([pair("k", 7, b"\x02")]), r"expected a boolean 0 or 1, got 2"),
     "bad text": (Gguf([pair("k", 8, text(b"\xff\xfe"))]), r"'k': expected UTF-8 text"),
     "double key": (Gguf([u32("k", 1), u32("k", 2)]), r"metadata key 'k' is there twice"),
-    "odd alignment": (Gguf([u32("general.alignment", 24)]), r"alignment: expected a power of two, got 24"),
-    "no alignment": (Gguf([u32("general.alignment", 0)]), r"alignment: expected a power of two, got 0"),
+    "odd alignment": (
+        Gguf([u32("general.alignment", 24)]),
+        r"alignment: expected a power of two, got 24",
+    ),
+    "no alignment": (
+        Gguf([u32("general.alignment", 0)]),
+        r"alignment: expected a power of two, got 0",
+    ),
     "text as alignment": (
         Gguf([pair("general.alignment", 8, text("32"))]),
         r"expected a power of two, got '32'",
@@ -286,15 +321,30 @@ BAD_FILES: dict[str, tuple[Gguf | bytes, str]] = {
         r"'w': expected a type among F32.*got number 99",
     ),
     "offset outside": (with_tensor(offset=2**40), r"'w': expected its 256 bytes within the file"),
-    "offset wraps": (with_tensor(offset=2**64 - 32), r"'w': expected its 256 bytes within the file"),
-    "misaligned": (with_tensor(offset=8), r"'w': expected an offset aligned to 32, got misaligned 8"),
+    "offset wraps": (
+        with_tensor(offset=2**64 - 32),
+        r"'w': expected its 256 bytes within the file",
+    ),
+    "misaligned": (
+        with_tensor(offset=8),
+        r"'w': expected an offset aligned to 32, got misaligned 8",
+    ),
     "broken rows": (
         with_tensor(shape=(2, 33), type_id=3, data=bytes(99)),
         r"rows of a multiple of 32 for Q4_1, got 33",
     ),
-    "double tensor": (Gguf(tensors=[Tensor("w", (8,)), Tensor("w", (8,))]), r"tensor 'w' is there twice"),
-    "overlap": (Gguf(tensors=[Tensor("v", (16,)), Tensor("w", (8,), offset=32)]), r"'w': .*overlaps 'v'"),
-    "absurd split": (Gguf([u32("split.count", 2**31)]), r"split.count: expected at most 1024 files"),
+    "double tensor": (
+        Gguf(tensors=[Tensor("w", (8,)), Tensor("w", (8,))]),
+        r"tensor 'w' is there twice",
+    ),
+    "overlap": (
+        Gguf(tensors=[Tensor("v", (16,)), Tensor("w", (8,), offset=32)]),
+        r"'w': .*overlaps 'v'",
+    ),
+    "absurd split": (
+        Gguf([u32("split.count", 2**31)]),
+        r"split.count: expected at most 1024 files",
+    ),
 }
 
 
@@ -311,7 +361,10 @@ UNSUPPORTED: dict[str, tuple[Gguf, str]] = {
     "version 1": (Gguf(version=1), r"GGUF version 1; Quire reads versions 2 and 3"),
     "version 4": (Gguf(version=4), r"GGUF version 4"),
     "big-endian": (Gguf(version=3 << 24), r"big-endian"),
-    "type": (with_tensor(type_id=20, data=bytes(64)), r"tensor 'w' is stored as IQ4_NL; Quire loads F32"),
+    "type": (
+        with_tensor(type_id=20, data=bytes(64)),
+        r"tensor 'w' is stored as IQ4_NL; Quire loads F32",
+    ),
 }
 
 
@@ -352,7 +405,9 @@ def test_the_http_process_leaves_the_tokenizer_of_a_split_model_to_the_loader(
     open_tokenizer(ModelSource("split", "gguf", path, "local file"), config)
     assert asked == [path]
     with pytest.raises(ModelFormatError, match=r"m\.gguf: not a GGUF file"):
-        open_tokenizer(ModelSource("m", "gguf", save(tmp_path, Gguf(magic=b"GGML")), "local file"), config)
+        open_tokenizer(
+            ModelSource("m", "gguf", save(tmp_path, Gguf(magic=b"GGML")), "local file"), config
+        )
     assert asked == [path]
 
 
@@ -360,19 +415,27 @@ def test_faults_of_split_models_are_named(tmp_path: Path) -> None:
     path = split_model(tmp_path, 2)
     renamed = tmp_path / "renamed.gguf"
     renamed.write_bytes(path.read_bytes())
-    with pytest.raises(ModelFormatError, match=r"expected a name like NAME-00001-of-00002\.gguf, got 'renamed\.gguf'"):
+    with pytest.raises(
+        ModelFormatError,
+        match=r"expected a name like NAME-00001-of-00002\.gguf, got 'renamed\.gguf'",
+    ):
         open_checkpoint(renamed)
     (tmp_path / "big-00002-of-00002.gguf").unlink()
     with pytest.raises(ModelFormatError, match=r"big-00002-of-00002\.gguf: the file is missing"):
         open_checkpoint(path)
-    with pytest.raises(ModelFormatError, match=r"expected split.no 1 of split.count 2, got \(0, 2\)"):
+    with pytest.raises(
+        ModelFormatError, match=r"expected split.no 1 of split.count 2, got \(0, 2\)"
+    ):
         open_checkpoint(split_model(tmp_path, 2, [0, 0]))
 
 
 @pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if format.scales])
 def test_no_format_needs_the_gguf_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert expand(np.zeros(FORMATS[name].num_bytes, np.uint8), name).tolist() == [0.0] * FORMATS[name].num_elements
+    assert (
+        expand(np.zeros(FORMATS[name].num_bytes, np.uint8), name).tolist()
+        == [0.0] * FORMATS[name].num_elements
+    )
 
 
 SMALL = small_model().build()

@@ -1,5 +1,7 @@
-"""GGUF files of every architecture against transformers: the names, the metadata, and rows of q and k that
-such files reorder. The files are written here, by the format's conventions, from random models."""
+"""GGUF files of every architecture against transformers: the names, the metadata, and rows of q and
+k that such files reorder. The files are written here, by the format's conventions, from random
+models.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -71,43 +78,67 @@ MODELS: dict[str, tuple[str, Any]] = {
     "llama": ("llama", transformers.LlamaConfig(**SIZES)),
     "llama tied": ("llama", transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)),
     "llama 3 rope": ("llama", transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE)),
-    "mixtral": ("llama", transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)),
+    "mixtral": (
+        "llama",
+        transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    ),
     "mistral": ("llama", transformers.MistralConfig(**SIZES, sliding_window=12)),
     "smollm3": ("smollm3", transformers.SmolLM3Config(**SIZES)),
     "qwen2": ("qwen2", transformers.Qwen2Config(**SIZES)),
     "qwen2 yarn": ("qwen2", transformers.Qwen2Config(**SIZES, rope_parameters=YARN_ROPE)),
     "qwen2_moe": (
         "qwen2moe",
-        transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=20, norm_topk_prob=False),
+        transformers.Qwen2MoeConfig(
+            **SIZES, **EXPERTS, shared_expert_intermediate_size=20, norm_topk_prob=False
+        ),
     ),
     "qwen3": ("qwen3", transformers.Qwen3Config(**SIZES)),
     "qwen3_moe": ("qwen3moe", transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True)),
-    "gemma2": ("gemma2", transformers.Gemma2Config(**SIZES, sliding_window=12, query_pre_attn_scalar=8)),
+    "gemma2": (
+        "gemma2",
+        transformers.Gemma2Config(**SIZES, sliding_window=12, query_pre_attn_scalar=8),
+    ),
     "gemma3": (
         "gemma3",
-        transformers.Gemma3TextConfig(**SIZES | {"num_hidden_layers": 7}, sliding_window=12, query_pre_attn_scalar=8),
+        transformers.Gemma3TextConfig(
+            **SIZES | {"num_hidden_layers": 7}, sliding_window=12, query_pre_attn_scalar=8
+        ),
     ),
     "phi3": ("phi3", transformers.Phi3Config(**PLAIN_SIZES)),
     "phi3 long": (
         "phi3",
-        transformers.Phi3Config(**PLAIN_SIZES, original_max_position_embeddings=32, rope_parameters=LONG_ROPE),
+        transformers.Phi3Config(
+            **PLAIN_SIZES, original_max_position_embeddings=32, rope_parameters=LONG_ROPE
+        ),
     ),
     "olmo2": ("olmo2", transformers.Olmo2Config(**SIZES)),
     "olmo3": ("olmo2", transformers.Olmo3Config(**SIZES, sliding_window=12)),
     "granite": ("granite", transformers.GraniteConfig(**SIZES, **MULTIPLIERS)),
-    "granitemoe": ("granitemoe", transformers.GraniteMoeConfig(**SIZES, **MULTIPLIERS, **FEW_EXPERTS)),
+    "granitemoe": (
+        "granitemoe",
+        transformers.GraniteMoeConfig(**SIZES, **MULTIPLIERS, **FEW_EXPERTS),
+    ),
     "granitemoeshared": (
         "granitemoe",
-        transformers.GraniteMoeSharedConfig(**SIZES, **MULTIPLIERS, **FEW_EXPERTS, shared_intermediate_size=12),
+        transformers.GraniteMoeSharedConfig(
+            **SIZES, **MULTIPLIERS, **FEW_EXPERTS, shared_intermediate_size=12
+        ),
     ),
     "glm4": ("glm4", transformers.Glm4Config(**SIZES, attention_bias=True)),
     "glm4_moe": (
         "glm4moe",
         transformers.Glm4MoeConfig(
-            **SIZES, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, routed_scaling_factor=1.7
+            **SIZES,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=12,
+            routed_scaling_factor=1.7,
         ),
     ),
-    "cohere2": ("cohere2", transformers.Cohere2Config(**PLAIN_SIZES, sliding_window=12, logit_scale=0.3)),
+    "cohere2": (
+        "cohere2",
+        transformers.Cohere2Config(**PLAIN_SIZES, sliding_window=12, logit_scale=0.3),
+    ),
     "starcoder2": ("starcoder2", transformers.Starcoder2Config(**PLAIN_SIZES)),
     "seed_oss": ("seed_oss", transformers.SeedOssConfig(**SIZES)),
     "ernie4_5": ("ernie4_5", transformers.Ernie4_5Config(**SIZES)),
@@ -126,7 +157,9 @@ def interleave(weight: Tensor, heads: int) -> Tensor:
 
 
 def packaged_tensors(architecture: str, model: Any) -> dict[str, Tensor]:
-    """By the names that the `gguf` package gives them, changed as llama.cpp's converters change them."""
+    """By the names that the `gguf` package gives them, changed as llama.cpp's converters change
+    them.
+    """
     config, state = model.config, dict(model.state_dict())
     (number,) = (each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -141,7 +174,9 @@ def packaged_tensors(architecture: str, model: Any) -> dict[str, Tensor]:
             tensors |= {f"{block}.ffn_{part}_shexp.weight": rows for part, rows in shared.items()}
             continue
         if name.endswith((".input_linear.weight", ".experts.gate_up_proj")):
-            tensors[f"{block}.ffn_gate_exps.weight"], tensors[f"{block}.ffn_up_exps.weight"] = value.chunk(2, 1)
+            tensors[f"{block}.ffn_gate_exps.weight"], tensors[f"{block}.ffn_up_exps.weight"] = (
+                value.chunk(2, 1)
+            )
             continue
         if name.endswith((".output_linear.weight", ".experts.down_proj")):
             tensors[f"{block}.ffn_down_exps.weight"] = value
@@ -152,8 +187,14 @@ def packaged_tensors(architecture: str, model: Any) -> dict[str, Tensor]:
         assert found is not None, name
         if architecture in ADDS_ONE and "norm" in found:
             value = value + 1
-        if architecture in ("granite", "granitemoe") and found.rsplit(".", 2)[-2] in ("attn_q", "attn_k"):
-            value = interleave(value, config.num_attention_heads if "attn_q" in found else config.num_key_value_heads)
+        if architecture in ("granite", "granitemoe") and found.rsplit(".", 2)[-2] in (
+            "attn_q",
+            "attn_k",
+        ):
+            value = interleave(
+                value,
+                config.num_attention_heads if "attn_q" in found else config.num_key_value_heads,
+            )
         tensors[found] = value
     return tensors
 
@@ -178,7 +219,11 @@ def packaged_settings(config: Any) -> dict[str, float | int]:
         "norm_topk_prob": "expert_weights_norm",
         "shared_intermediate_size": "expert_shared_feed_forward_length",
     }
-    return {key: getattr(config, name) for name, key in keys.items() if getattr(config, name, None) is not None}
+    return {
+        key: getattr(config, name)
+        for name, key in keys.items()
+        if getattr(config, name, None) is not None
+    }
 
 
 def gguf_tensors(architecture: str, model: Any) -> dict[str, Tensor]:
@@ -220,8 +265,15 @@ def gguf_tensors(architecture: str, model: Any) -> dict[str, Tensor]:
             tensors[f"blk.{layer}.ffn_up_exps.weight"] = up
             continue
         stem, kind = (rest, "weight") if rest.startswith("mlp.experts") else rest.rsplit(".", 1)
-        if architecture in ("llama", "smollm3") and stem in ("self_attn.q_proj", "self_attn.k_proj"):
-            heads = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
+        if architecture in ("llama", "smollm3") and stem in (
+            "self_attn.q_proj",
+            "self_attn.k_proj",
+        ):
+            heads = (
+                config.num_attention_heads
+                if stem.endswith("q_proj")
+                else config.num_key_value_heads
+            )
             value = interleave(value, heads)
         tensors[f"blk.{layer}.{renames[stem]}.{kind}"] = value
     return tensors
@@ -256,7 +308,9 @@ def write_gguf(
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     for key, value in packaged_settings(config).items() if architecture not in OLDER else ():
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[
+            type(value)
+        ]
         add(f"{architecture}.{key}", value)
     if isinstance(config, transformers.MistralConfig):
         writer.add_sliding_window(config.sliding_window)
@@ -302,10 +356,16 @@ def write_gguf(
 
 def llama3_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
     """What converters put into the file: by what each plain frequency is divided."""
-    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    plain = 1.0 / rope["rope_theta"] ** (
+        torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    )
     factors = []
     for wavelength in (2 * torch.pi / plain).tolist():
-        low, high, old = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+        low, high, old = (
+            rope["low_freq_factor"],
+            rope["high_freq_factor"],
+            rope["original_max_position_embeddings"],
+        )
         if wavelength < old / high:
             factors.append(1.0)
         elif wavelength > old / low:
@@ -325,27 +385,41 @@ def test_gguf_model_matches_transformers(name: str, tmp_path: Path) -> None:
     files = open_model(path)
     decoder = load_decoder(files, ReferenceKernels(), torch.float32, torch.device("cpu"))
     tokens = torch.randint(64, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    torch.testing.assert_close(all_logits(decoder, tokens), reference_logits(model, tokens), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        all_logits(decoder, tokens), reference_logits(model, tokens), atol=1e-4, rtol=0
+    )
     assert files.spec.eos_token_ids == (2,)
 
 
 def test_gguf_with_a_missing_tensor_names_it(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, "llama", random_model(MODELS["llama"][1], 0), **{"blk.2.attn_k.weight": None})
-    with pytest.raises(ModelFormatError, match=r"blk\.2\.attn_k\.weight of shape 16 x 32 is missing"):
+    with pytest.raises(
+        ModelFormatError, match=r"blk\.2\.attn_k\.weight of shape 16 x 32 is missing"
+    ):
         load_decoder(open_model(path), ReferenceKernels(), torch.float32, torch.device("cpu"))
 
 
 def test_gguf_with_a_wrong_shape_says_expected_and_got(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write_gguf(path, "llama", random_model(MODELS["llama"][1], 0), **{"blk.1.ffn_up.weight": torch.ones(47, 32)})
+    write_gguf(
+        path,
+        "llama",
+        random_model(MODELS["llama"][1], 0),
+        **{"blk.1.ffn_up.weight": torch.ones(47, 32)},
+    )
     with pytest.raises(ModelFormatError, match=r"blk\.1\.ffn_up\.weight .*48 x 32.* has 47 x 32"):
         load_decoder(open_model(path), ReferenceKernels(), torch.float32, torch.device("cpu"))
 
 
 def test_gguf_with_an_unexpected_tensor_names_it(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    write_gguf(path, "llama", random_model(MODELS["llama"][1], 0), **{"blk.0.attn_sinks.weight": torch.ones(4)})
+    write_gguf(
+        path,
+        "llama",
+        random_model(MODELS["llama"][1], 0),
+        **{"blk.0.attn_sinks.weight": torch.ones(4)},
+    )
     with pytest.raises(ModelFormatError, match=r"blk\.0\.attn_sinks\.weight .* has no place"):
         load_decoder(open_model(path), ReferenceKernels(), torch.float32, torch.device("cpu"))
 
@@ -361,7 +435,9 @@ def test_rope_factors_and_llama3_parameters_give_the_same_table() -> None:
     llama3 = RopeSpec(10_000.0, "llama3", 8.0, 64, low_freq_factor=1.0, high_freq_factor=4.0)
     factors = tuple(llama3_factors(LLAMA3_ROPE, 16).tolist())
     by_factors = RopeSpec(10_000.0, "factors", freq_factors=factors)
-    torch.testing.assert_close(cos_sin_table(llama3, 16, 300), cos_sin_table(by_factors, 16, 300), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        cos_sin_table(llama3, 16, 300), cos_sin_table(by_factors, 16, 300), atol=1e-4, rtol=0
+    )
 
 
 def metadata_spec(architecture: str, **settings: Any) -> ModelSpec:
@@ -370,12 +446,16 @@ def metadata_spec(architecture: str, **settings: Any) -> ModelSpec:
         "context_length": 64, "vocab_size": 8, "attention.layer_norm_rms_epsilon": 1e-5,
     }  # fmt: skip
     named = {f"{architecture}.{key}": value for key, value in (sizes | settings).items()}
-    return read_gguf_spec(Checkpoint("gguf", {}, {}, {"general.architecture": architecture, **named}), "model.gguf")
+    return read_gguf_spec(
+        Checkpoint("gguf", {}, {}, {"general.architecture": architecture, **named}), "model.gguf"
+    )
 
 
 def test_a_head_of_unknown_size_is_a_whole_share_of_the_hidden_size() -> None:
     assert metadata_spec("llama").head_shapes[0].head_dim == 44
-    with pytest.raises(ModelFormatError, match=r"embedding_length should be a multiple of the 4 attention heads"):
+    with pytest.raises(
+        ModelFormatError, match=r"embedding_length should be a multiple of the 4 attention heads"
+    ):
         metadata_spec("llama", embedding_length=178)
 
 

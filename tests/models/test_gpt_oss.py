@@ -1,5 +1,7 @@
-"""gpt-oss against transformers, from both kinds of files its experts come in: blocks of four bits in safetensors (gate
-and up rows alternating) and in GGUF. The weights that transformers computes with are those the blocks stand for."""
+"""gpt-oss against transformers, from both kinds of files its experts come in: blocks of four bits
+in safetensors (gate and up rows alternating) and in GGUF. The weights that transformers computes
+with are those the blocks stand for.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,15 @@ CONFIG = {
 
 
 def blocks_of(model: Any) -> dict[str, np.ndarray]:
-    """The experts' weights [experts, out, in] as MXFP4 of GGUF files; the model gets the numbers they stand for."""
+    """The experts' weights [experts, out, in] as MXFP4 of GGUF files; the model gets the numbers
+    they stand for.
+    """
     found: dict[str, np.ndarray] = {}
     for name, value in model.named_parameters():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            found[name] = gguf.quants.quantize(value.detach().transpose(1, 2).contiguous().numpy(), MXFP4)
+            found[name] = gguf.quants.quantize(
+                value.detach().transpose(1, 2).contiguous().numpy(), MXFP4
+            )
             numbers = torch.from_numpy(gguf.quants.dequantize(found[name], MXFP4).copy())
             with torch.no_grad():
                 value.copy_(numbers.transpose(1, 2))
@@ -76,7 +82,8 @@ def write_safetensors(folder: Path, model: Any, blocks: dict[str, np.ndarray]) -
         stored = torch.from_numpy(blocks[name].copy())
         *rows, size = stored.shape
         stored = stored.view(*rows, size // 17, 17)
-        codes = torch.cat((stored[..., 1:] & 15, stored[..., 1:] >> 4), -1)  # in the order of the numbers
+        # in the order of the numbers
+        codes = torch.cat((stored[..., 1:] & 15, stored[..., 1:] >> 4), -1)
         tensors[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
         tensors[f"{name}_scales"] = stored[..., 0].contiguous()
     save_file(tensors, folder / "model.safetensors")
@@ -118,7 +125,9 @@ def write_gguf(path: Path, model: Any, blocks: dict[str, np.ndarray]) -> None:
             writer.add_tensor(f"{block}.ffn_down_exps.weight", blocks[name], raw_dtype=MXFP4)
         elif name.endswith("gate_up_proj_bias"):
             for i, part in enumerate(("gate", "up")):
-                writer.add_tensor(f"{block}.ffn_{part}_exps.bias", value[:, i::2].contiguous().numpy())
+                writer.add_tensor(
+                    f"{block}.ffn_{part}_exps.bias", value[:, i::2].contiguous().numpy()
+                )
         elif name.endswith("down_proj_bias"):
             writer.add_tensor(f"{block}.ffn_down_exps.bias", value.contiguous().numpy())
         else:
@@ -141,7 +150,9 @@ def test_gpt_oss_matches_transformers(
     files = open_model(path)
     decoder = load_decoder(files, ReferenceKernels(), torch.float32, CPU)
     prompt = torch.randint(64, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    torch.testing.assert_close(all_logits(decoder, prompt), reference_logits(model, prompt), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        all_logits(decoder, prompt), reference_logits(model, prompt), atol=1e-4, rtol=0
+    )
     check_greedy(model, prompt, greedy(decoder, prompt, 64))
     # Computed as they are stored, but with activations of 8 bits.
     stored = load_decoder(files, CpuKernels(), torch.float32, CPU)
@@ -161,7 +172,9 @@ def test_scales_that_do_not_fit_are_refused(
         load_decoder(open_model(tmp_path), ReferenceKernels(), torch.float32, CPU)
 
 
-def test_other_limits_are_refused(model_and_blocks: tuple[Any, dict[str, np.ndarray]], tmp_path: Path) -> None:
+def test_other_limits_are_refused(
+    model_and_blocks: tuple[Any, dict[str, np.ndarray]], tmp_path: Path
+) -> None:
     model, blocks = model_and_blocks
     write_safetensors(tmp_path, model, blocks)
     path = tmp_path / "config.json"

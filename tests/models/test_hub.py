@@ -29,12 +29,19 @@ except QuireError as error:
 
 def run_resolve(model: str, endpoint: str, home: Path) -> dict[str, object]:
     """In a process of its own, since the library reads its settings once."""
-    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+    }
     for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
         environment.pop(name, None)
     environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     command = [sys.executable, "-c", RESOLVE, model]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=home, timeout=60)
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, cwd=home, timeout=60
+    )
     assert result.returncode == 0, result.stderr
     answer: dict[str, object] = json.loads(result.stdout)
     answer["stderr"] = result.stderr
@@ -75,7 +82,9 @@ def test_only_needed_files_are_fetched_and_the_second_time_none(tmp_path: Path) 
     assert run_resolve("org/name", endpoint, tmp_path)["path"] == answer["path"]
 
 
-def test_a_hub_that_cannot_be_reached_is_named_with_the_cache_that_was_searched(tmp_path: Path) -> None:
+def test_a_hub_that_cannot_be_reached_is_named_with_the_cache_that_was_searched(
+    tmp_path: Path,
+) -> None:
     with serve_hub("org/name", FULL_REPO) as (endpoint, _):
         pass  # so that nothing listens at its address
     answer = run_resolve("org/name", endpoint, tmp_path)
@@ -100,7 +109,10 @@ def test_progress_of_a_download_is_told_in_bytes_and_not_drawn(tmp_path: Path) -
 @pytest.mark.parametrize("model", ["org/name", "org/name@main"])
 def test_one_gguf_file_is_fetched_with_its_other_parts_only(tmp_path: Path, model: str) -> None:
     files = {f"big-0000{i}-of-00002.gguf": b"GGUF" + bytes([i]) for i in (1, 2)}
-    with serve_hub("org/name", {**files, "small.gguf": b"GGUF", "config.json": b"{}"}) as (endpoint, fetched):
+    with serve_hub("org/name", {**files, "small.gguf": b"GGUF", "config.json": b"{}"}) as (
+        endpoint,
+        fetched,
+    ):
         answer = run_resolve(f"{model}:big-00001-of-00002.gguf", endpoint, tmp_path)
     assert answer["kind"] == "gguf", answer
     assert Path(str(answer["path"])).read_bytes() == files["big-00001-of-00002.gguf"]
@@ -116,7 +128,12 @@ def test_one_gguf_file_is_fetched_with_its_other_parts_only(tmp_path: Path, mode
             "UnsupportedModelError",
             ["org/name:a.gguf", "a.gguf, b.gguf"],
         ),
-        ("org/name:c.gguf", {"a.gguf": b""}, "ModelNotFoundError", ["has no file c.gguf", "found: a.gguf"]),
+        (
+            "org/name:c.gguf",
+            {"a.gguf": b""},
+            "ModelNotFoundError",
+            ["has no file c.gguf", "found: a.gguf"],
+        ),
         (
             "org/name",
             {"pytorch_model.bin": b""},

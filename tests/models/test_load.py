@@ -38,7 +38,9 @@ def folder(original: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load_weights(folder: Path, dtype: torch.dtype, progress: Progress | None = None) -> dict[str, torch.Tensor]:
+def load_weights(
+    folder: Path, dtype: torch.dtype, progress: Progress | None = None
+) -> dict[str, torch.Tensor]:
     decoder = load_decoder(open_model(folder), ReferenceKernels(), dtype, CPU, progress=progress)
     return {name: weight.tensor for name, weight in decoder.weights.items()}
 
@@ -47,7 +49,9 @@ def load_weights(folder: Path, dtype: torch.dtype, progress: Progress | None = N
 def test_weights_are_the_same_whoever_reads_them(
     original: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stored as bfloat16: one dtype is read straight into its place, the other is converted on the way."""
+    """Stored as bfloat16: one dtype is read straight into its place, the other is converted on the
+    way.
+    """
     together = load_weights(original, dtype)
     monkeypatch.setattr(load, "_NUM_READERS", 1)
     monkeypatch.setattr("quire.checkpoints.files._MAX_READ", 1000)
@@ -73,7 +77,11 @@ def test_a_target_need_not_be_in_one_piece(original: Path, dtype: torch.dtype) -
 
 def test_progress_is_told_from_nothing_to_all_by_the_thread_that_asked(original: Path) -> None:
     calls: list[tuple[int, int, threading.Thread]] = []
-    load_weights(original, torch.bfloat16, lambda done, total: calls.append((done, total, threading.current_thread())))
+    load_weights(
+        original,
+        torch.bfloat16,
+        lambda done, total: calls.append((done, total, threading.current_thread())),
+    )
     total = sum(info.num_bytes for info in open_checkpoint(original).tensors.values())
     done = [call[0] for call in calls]
     assert done == sorted(set(done))
@@ -85,7 +93,10 @@ def test_progress_is_told_from_nothing_to_all_by_the_thread_that_asked(original:
     ("harm", "message"),
     [
         (lambda file: file.unlink(), "is not a file; is the download complete"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "changed while it was being loaded"),
+        (
+            lambda file: file.write_bytes(file.read_bytes()[:-1]),
+            "changed while it was being loaded",
+        ),
     ],
 )
 def test_a_file_that_goes_bad_after_it_was_opened_is_an_error_like_any_other(
@@ -106,7 +117,9 @@ def test_who_gives_up_in_the_middle_leaves_no_reader_behind(original: Path) -> N
 
     with pytest.raises(KeyboardInterrupt):
         load_weights(original, torch.float32, progress)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("weights")]
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("weights")
+    ]
 
 
 def test_a_device_that_can_not_be_had_is_told_as_it_is_and_after_what_is_wrong_with_the_files(
@@ -133,6 +146,9 @@ def test_weights_on_a_gpu_are_those_on_the_cpu(
     original: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = load_weights(original, dtype)
-    monkeypatch.setattr("quire.checkpoints.checkpoint._MAX_STAGED_BYTES", 4096)  # each buffer is used again and again
+    # each buffer is used again and again
+    monkeypatch.setattr("quire.checkpoints.checkpoint._MAX_STAGED_BYTES", 4096)
     decoder = load_decoder(open_model(original), ReferenceKernels(), dtype, torch.device("cuda"))
-    assert all(torch.equal(there.tensor.cpu(), here[name]) for name, there in decoder.weights.items())
+    assert all(
+        torch.equal(there.tensor.cpu(), here[name]) for name, there in decoder.weights.items()
+    )

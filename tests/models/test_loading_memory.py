@@ -75,12 +75,16 @@ def test_loading_takes_little_memory_beside_the_parameters(tmp_path: Path, forma
     one = tensors["w0"].nbytes
     if format == "safetensors":
         save_file(tensors, tmp_path / "model.safetensors")
-        # The page cache of the tensor being read is mapped and counts, that of those before it must not.
+        # The page cache of the tensor being read is mapped and counts, that of those before it must
+        # not.
         path, limit = tmp_path, one + 8 * 2**20
     else:
-        # Usually 15, on a busy machine once 16.7; a whole tensor beside it would be 16 more, or 32 in float32.
+        # Usually 15, on a busy machine once 16.7; a whole tensor beside it would be 16 more, or 32
+        # in float32.
         path, limit = tmp_path / "m.gguf", 22 * 2**20
-        path.write_bytes(Gguf(tensors=[Tensor(name, (8192, 1024), TYPE_IDS["Q4_1"]) for name in tensors]).build())
+        path.write_bytes(
+            Gguf(tensors=[Tensor(name, (8192, 1024), TYPE_IDS["Q4_1"]) for name in tensors]).build()
+        )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", MEASURE, str(path)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

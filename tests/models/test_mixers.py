@@ -1,4 +1,6 @@
-"""Layers that differ in head sizes, MLPs and caches, and mixers side by side: as plain torch has them, and exact."""
+"""Layers that differ in head sizes, MLPs and caches, and mixers side by side: as plain torch has
+them, and exact.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ FP32 = torch.float32
 _SMALL = LayerSpec(plain_attention(4, 2, 16), RopeSpec(), MlpSpec(48))
 _LARGE = replace(_SMALL, mixer=plain_attention(4, 1, 32), rope=RopeSpec(500.0), qk_norm=True)
 _WINDOW = replace(_SMALL, mixer=plain_attention(4, 2, 16, window=9))
-_BOTH = replace(_SMALL, mixer=SideBySide((plain_attention(4, 2, 16), plain_attention(4, 1, 24, window=9))))
+_BOTH = replace(
+    _SMALL, mixer=SideBySide((plain_attention(4, 2, 16), plain_attention(4, 1, 24, window=9)))
+)
 _PLAIN = ModelSpec("llama", 97, 32, 1e-5, (_SMALL,), max_position=1024)
 
 SPECS = {
@@ -37,18 +41,31 @@ SPECS = {
     "a layer without an MLP": replace(_PLAIN, layers=(replace(_SMALL, mlp=None), _SMALL)),
     "only layers without an MLP": replace(_PLAIN, layers=(replace(_SMALL, mlp=None),) * 2),
     "a layer that reads another's cache": replace(
-        _PLAIN, layers=(_SMALL, _WINDOW, replace(_SMALL, reads_layer=0), replace(_WINDOW, reads_layer=1))
+        _PLAIN,
+        layers=(_SMALL, _WINDOW, replace(_SMALL, reads_layer=0), replace(_WINDOW, reads_layer=1)),
     ),
-    "normed queries on another's keys": replace(_PLAIN, layers=(_LARGE, replace(_LARGE, reads_layer=0))),
+    "normed queries on another's keys": replace(
+        _PLAIN, layers=(_LARGE, replace(_LARGE, reads_layer=0))
+    ),
     "side by side": replace(_PLAIN, layers=(_BOTH, _SMALL)),
     "side by side, of one shape": replace(
         _PLAIN, layers=(replace(_SMALL, mixer=SideBySide((plain_attention(4, 2, 16),) * 2)),) * 2
     ),
     "all of it": replace(
-        _PLAIN, layers=(_BOTH, _LARGE, replace(_BOTH, reads_layer=0), replace(_LARGE, mlp=None, reads_layer=1), _WINDOW)
+        _PLAIN,
+        layers=(
+            _BOTH,
+            _LARGE,
+            replace(_BOTH, reads_layer=0),
+            replace(_LARGE, mlp=None, reads_layer=1),
+            _WINDOW,
+        ),
     ),
 }
-KERNELS: dict[str, Callable[[], Kernels]] = {"reference": ReferenceKernels, "cpu": cache(CpuKernels)}
+KERNELS: dict[str, Callable[[], Kernels]] = {
+    "reference": ReferenceKernels,
+    "cpu": cache(CpuKernels),
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -95,25 +112,42 @@ def plain_logits(spec: ModelSpec, tensors: dict[str, Tensor], tokens: list[int])
             keys, values = kept[index if layer.reads_layer is None else layer.reads_layer, number]
             group = heads.num_heads // heads.num_kv_heads
             keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-            scores = torch.einsum("qhd,khd->hqk", rotated(query, layer.rope.theta), keys) * heads.head_dim**-0.5
+            scores = (
+                torch.einsum("qhd,khd->hqk", rotated(query, layer.rope.theta), keys)
+                * heads.head_dim**-0.5
+            )
             seen = (ahead >= 0) & (ahead < (mixer.sliding_window or len(tokens)))
             attended = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-            total += torch.einsum("hqk,khd->qhd", attended, values).flatten(1) @ weights[f"{own}.output.weight"].T
+            total += (
+                torch.einsum("hqk,khd->qhd", attended, values).flatten(1)
+                @ weights[f"{own}.output.weight"].T
+            )
         x = x + total
         if layer.mlp is not None:
-            gate, up = (norm(x, weights[f"{name}.mlp_norm"]) @ weights[f"{name}.mlp.gate_up.weight"].T).chunk(2, -1)
+            gate, up = (
+                norm(x, weights[f"{name}.mlp_norm"]) @ weights[f"{name}.mlp.gate_up.weight"].T
+            ).chunk(2, -1)
             x = x + (F.silu(gate) * up) @ weights[f"{name}.mlp.down.weight"].T
     return norm(x, weights["final_norm"]) @ weights["head"].T
 
 
-PROMPTS = [[(7 * i + 3) % 97 for i in range(35)], [5, 3], [(7 * i + 3) % 97 for i in range(17)] + [1, 2]]
-PARAMS = [SamplingParams(max_tokens=5, temperature=0.0), *(SamplingParams(max_tokens=3, seed=i) for i in range(2))]
+PROMPTS = [
+    [(7 * i + 3) % 97 for i in range(35)],
+    [5, 3],
+    [(7 * i + 3) % 97 for i in range(17)] + [1, 2],
+]
+PARAMS = [
+    SamplingParams(max_tokens=5, temperature=0.0),
+    *(SamplingParams(max_tokens=3, seed=i) for i in range(2)),
+]
 
 
 def alone(decoder: Decoder, **options: Any) -> Transcript:
     found = Transcript()
     for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        one = Bench(decoder, num_blocks=20, max_num_seqs=1, **options).run([prompt], [params], ids=[i])
+        one = Bench(decoder, num_blocks=20, max_num_seqs=1, **options).run(
+            [prompt], [params], ids=[i]
+        )
         found.tokens |= one.tokens
         found.logits |= one.logits
     return found
@@ -138,7 +172,9 @@ def test_logits_are_those_of_plain_torch(name: str, kernels: str) -> None:
         tokens = prompt + found.tokens[str(i)]
         expected = plain_logits(spec, tensors, tokens).float()
         for position in range(len(prompt), len(tokens)):
-            torch.testing.assert_close(found.logits[str(i), position], expected[position - 1], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                found.logits[str(i), position], expected[position - 1], atol=1e-4, rtol=1e-4
+            )
 
 
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -150,7 +186,9 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "kernels"), [*((name, "cpu") for name in SPECS), ("all of it", "reference")])
+@pytest.mark.parametrize(
+    ("name", "kernels"), [*((name, "cpu") for name in SPECS), ("all of it", "reference")]
+)
 def test_nothing_around_a_request_changes_its_bits(name: str, kernels: str) -> None:
     decoder = random_decoder(SPECS[name], KERNELS[kernels](), FP32)
     expected = alone(decoder)
@@ -170,9 +208,15 @@ def test_caches_of_8_bits_and_two_head_sizes_are_exact(stored: torch.dtype) -> N
     decoder = random_decoder(SPECS["two head sizes"], KERNELS["cpu"](), FP32)
     expected, plain = alone(decoder, cache_dtype=stored), alone(decoder)
     for name in ("one batch", "swapped"):
-        assert_same(Bench(decoder, cache_dtype=stored, **SCENARIOS[name]).run(PROMPTS, PARAMS), expected)
+        assert_same(
+            Bench(decoder, cache_dtype=stored, **SCENARIOS[name]).run(PROMPTS, PARAMS), expected
+        )
     first = ("0", len(PROMPTS[0]))
-    assert 0 < (expected.logits[first] - plain.logits[first]).abs().max() < 0.2 * plain.logits[first].abs().max()
+    assert (
+        0
+        < (expected.logits[first] - plain.logits[first]).abs().max()
+        < 0.2 * plain.logits[first].abs().max()
+    )
 
 
 def test_parameters_are_those_of_each_layers_mixers() -> None:
@@ -180,7 +224,11 @@ def test_parameters_are_those_of_each_layers_mixers() -> None:
 
     def of(layer: int) -> dict[str, tuple[int, ...]]:
         start = f"layers.{layer}."
-        return {name.removeprefix(start): shape for name, shape in shapes.items() if name.startswith(start)}
+        return {
+            name.removeprefix(start): shape
+            for name, shape in shapes.items()
+            if name.startswith(start)
+        }
 
     mlp = {"mlp.gate_up.weight": (96, 32), "mlp.down.weight": (32, 48)}
     norms = {"attention_norm": (32,), "mlp_norm": (32,)}
@@ -203,7 +251,8 @@ def test_parameters_are_those_of_each_layers_mixers() -> None:
 def test_a_layer_without_keys_of_its_own_keeps_nothing() -> None:
     spec = SPECS["all of it"]
     groups = LayerGroups.of(spec, 16, FP32)
-    assert sorted(place for own in groups.members for place in own) == [0, 1, 2, 6]  # 3 to 5 read 0 to 2
+    # 3 to 5 read 0 to 2
+    assert sorted(place for own in groups.members for place in own) == [0, 1, 2, 6]
     caches = KVCache(spec, 2, 0, 16, FP32, torch.device("cpu"), groups=groups).layers
     assert all(caches[place] is caches[place - 3] for place in (3, 4, 5))
 
@@ -252,7 +301,9 @@ def strided(keys: Tensor, values: Tensor, by_dimension: bool) -> LayerCache:
 
 @pytest.mark.parametrize("by_dimension", [False, True])
 @pytest.mark.parametrize("head_dim", [16, 20, 512])
-def test_cpu_kernels_read_and_write_blocks_that_are_apart(by_dimension: bool, head_dim: int) -> None:
+def test_cpu_kernels_read_and_write_blocks_that_are_apart(
+    by_dimension: bool, head_dim: int
+) -> None:
     """The C++ code takes blocks in one piece only; it would read and write what lies between them."""
     source = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 6, 2, 16, head_dim, generator=source)

@@ -17,7 +17,14 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
     write_model(folder, QWEN)
     mark = tmp_path / "it ran"
     code = f"open({str(mark)!r}, 'w').close()\n"
-    for name in ("modeling_own", "configuration_own", "tokenization_own", "__init__", "conftest", "sitecustomize"):
+    for name in (
+        "modeling_own",
+        "configuration_own",
+        "tokenization_own",
+        "__init__",
+        "conftest",
+        "sitecustomize",
+    ):
         (folder / f"{name}.py").write_text(code)
     classes = {"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "modeling_own.Own"}
     for file, wanted in {
@@ -31,5 +38,6 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
     with LLM(str(folder), kv_cache_memory="4MiB", dtype="float32") as llm:
         assert llm.generate("ab", SamplingParams(max_tokens=2, ignore_eos=True))[0].token_ids
     assert not mark.exists()
-    subprocess.run([sys.executable, folder / "modeling_own.py"], check=True)  # it would have left its mark
+    # it would have left its mark
+    subprocess.run([sys.executable, folder / "modeling_own.py"], check=True)
     assert mark.exists()

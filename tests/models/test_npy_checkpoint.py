@@ -46,7 +46,10 @@ def saved(array: np.ndarray, version: tuple[int, int]) -> bytes:
 )
 @settings(max_examples=60)
 def test_arrays_of_any_shape_and_version_are_read_as_saved(
-    tmp_path_factory: pytest.TempPathFactory, shape: tuple[int, ...], dtype: str, version: tuple[int, int]
+    tmp_path_factory: pytest.TempPathFactory,
+    shape: tuple[int, ...],
+    dtype: str,
+    version: tuple[int, int],
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "shapes"
     folder.mkdir(exist_ok=True)
@@ -56,7 +59,9 @@ def test_arrays_of_any_shape_and_version_are_read_as_saved(
     info = checkpoint.tensors["model.norm.weight"]
     assert info.shape == shape
     assert info.dtype == {"float32": "F32", "float16": "F16"}[dtype]
-    assert torch.equal(checkpoint.read("model.norm.weight"), torch.from_numpy(array.astype(np.float32)))
+    assert torch.equal(
+        checkpoint.read("model.norm.weight"), torch.from_numpy(array.astype(np.float32))
+    )
 
 
 def test_a_tensor_larger_than_a_chunk_is_read_whole(tmp_path: Path) -> None:
@@ -79,13 +84,19 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
         npy(header(), length=500),
         r"within the \d+ bytes of the file, got 500: .*truncated",
     ),
-    "absurd header": (npy(header(), 24, version=2, length=2**31), r"at most 65536 bytes .*got 2147483648"),
+    "absurd header": (
+        npy(header(), 24, version=2, length=2**31),
+        r"at most 65536 bytes .*got 2147483648",
+    ),
     "truncated data": (
         npy(header(), 20),
         r"tensor 'w': expected 24 bytes for F32 of shape \[2, 3\], got 20 bytes",
     ),
     "too much data": (npy(header(), 25), r"tensor 'w': expected 24 bytes .*got 25 bytes"),
-    "absurd shape": (npy(header(shape="(99999999999999999, 8)")), r"tensor 'w': expected \d+ bytes"),
+    "absurd shape": (
+        npy(header(shape="(99999999999999999, 8)")),
+        r"tensor 'w': expected \d+ bytes",
+    ),
     "longer number": (
         npy(header(shape=f"({'9' * 5000},)"), version=2),
         r"'w': expected a shape of whole numbers",
@@ -103,12 +114,18 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "negative shape": (npy(header(shape="(-2, 3)"), 24), r"'w': expected a header with descr"),
     "a call as shape": (npy(header(shape="(print(1),)"), 24), r"'w': expected a header with descr"),
     "records": (npy(header("[('a', '<f4')]"), 24), r"'w': expected a header with descr"),
-    "key missing": (npy("{'descr': '<f4', 'shape': (2, 3), }", 24), r"'w': expected a header with descr"),
+    "key missing": (
+        npy("{'descr': '<f4', 'shape': (2, 3), }", 24),
+        r"'w': expected a header with descr",
+    ),
     "key twice": (
         npy("{'descr': '<f4', 'descr': '<f4', 'shape': (6,)}", 24),
         r"'w': expected a header with descr",
     ),
-    "column order": (npy(header(order="True"), 24), r"'w': .*got Fortran order: save np\.ascontiguousarray"),
+    "column order": (
+        npy(header(order="True"), 24),
+        r"'w': .*got Fortran order: save np\.ascontiguousarray",
+    ),
 }
 
 
@@ -123,7 +140,9 @@ def test_a_bad_file_is_refused_naming_file_and_fault(tmp_path: Path, case: str) 
 @pytest.mark.parametrize("dtype", ["<f8", ">f4", "<i4", "<c8", "|b1"])
 def test_other_dtypes_are_unsupported(tmp_path: Path, dtype: str) -> None:
     np.save(tmp_path / "w.npy", np.zeros((2, 3), np.dtype(dtype)))
-    with pytest.raises(UnsupportedModelError, match=r"tensor 'w' is stored as '.*': save it as little-endian"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"tensor 'w' is stored as '.*': save it as little-endian"
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -142,7 +161,9 @@ def test_pickled_objects_are_refused_and_not_run(tmp_path: Path) -> None:
     array = np.empty(1, object)
     array[0] = Bomb(mark)
     np.save(tmp_path / "w.npy", array, allow_pickle=True)
-    with pytest.raises(UnsupportedModelError, match="holds Python objects, which Quire never unpickles"):
+    with pytest.raises(
+        UnsupportedModelError, match="holds Python objects, which Quire never unpickles"
+    ):
         open_checkpoint(tmp_path)
     assert not mark.exists()
     np.load(tmp_path / "w.npy", allow_pickle=True)
@@ -177,7 +198,9 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(
 
 @given(st.text(alphabet="{}[]()',: 0123456789TrueFalsdcshpot_n<f4\n", max_size=120))
 @settings(max_examples=200)
-def test_any_header_is_read_or_refused_and_nothing_else(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_any_header_is_read_or_refused_and_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
     folder = tmp_path_factory.getbasetemp() / "npy_headers"
     folder.mkdir(exist_ok=True)
     (folder / "w.npy").write_bytes(npy(text, 24))
@@ -193,7 +216,9 @@ def test_the_undamaged_file_is_read(tmp_path: Path) -> None:
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the script writes, run as a user runs it."""
     folder = tmp_path_factory.mktemp("exported")
-    subprocess.run([sys.executable, str(SCRIPT), "--out", str(folder)], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, str(SCRIPT), "--out", str(folder)], check=True, capture_output=True
+    )
     return folder
 
 
@@ -204,7 +229,11 @@ def test_the_exported_model_has_the_shapes_of_its_config(exported: Path) -> None
     assert (*sizes, config["intermediate_size"], config["vocab_size"]) == (2, 4, 256, 1024, 16384)
     tensors = open_checkpoint(exported).tensors
     assert len(tensors) == 2 * 9 + 3
-    assert tensors["model.embed_tokens.weight"].shape == tensors["lm_head.weight"].shape == (16384, 256)
+    assert (
+        tensors["model.embed_tokens.weight"].shape
+        == tensors["lm_head.weight"].shape
+        == (16384, 256)
+    )
     assert tensors["model.layers.1.self_attn.q_proj.weight"].shape == (256, 256)
     assert tensors["model.layers.1.mlp.gate_proj.weight"].shape == (1024, 256)
     assert tensors["model.layers.1.mlp.down_proj.weight"].shape == (256, 1024)

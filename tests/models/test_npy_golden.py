@@ -1,5 +1,6 @@
-"""The teaching format: a model written as one .npy per weight, with logits that the exporting script computed
-by a plain forward pass of its own."""
+"""The teaching format: a model written as one .npy per weight, with logits that the exporting
+script computed by a plain forward pass of its own.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kernels", [ReferenceKernels, CpuKernels], ids=["reference", "cpu"])
-def test_the_decoder_matches_the_scripts_own_logits(exported: Path, kernels: Callable[[], Kernels]) -> None:
+def test_the_decoder_matches_the_scripts_own_logits(
+    exported: Path, kernels: Callable[[], Kernels]
+) -> None:
     """The C++ kernels, which users get, at the same bound as the definition."""
     files = open_model(exported)
     decoder = load_decoder(files, kernels(), torch.float32, torch.device("cpu"))
@@ -42,7 +45,9 @@ def test_the_decoder_matches_the_scripts_own_logits(exported: Path, kernels: Cal
 @pytest.mark.gpu
 def test_a_gpu_matches_them_at_the_same_bound(exported: Path) -> None:
     device = torch.device("cuda")
-    decoder = load_decoder(open_model(exported), select_kernels(device, torch.float32), torch.float32, device)
+    decoder = load_decoder(
+        open_model(exported), select_kernels(device, torch.float32), torch.float32, device
+    )
     tokens = np.load(exported / "test_tokens.npy").tolist()
     expected = torch.from_numpy(np.load(exported / "test_logits.npy"))
     torch.testing.assert_close(all_logits(decoder, tokens).cpu(), expected, atol=1e-4, rtol=0)
@@ -51,7 +56,13 @@ def test_a_gpu_matches_them_at_the_same_bound(exported: Path) -> None:
 def test_the_exported_model_has_the_promised_sizes(exported: Path) -> None:
     spec = open_model(exported).spec
     mlp = spec.layers[0].mlp
-    sizes = (spec.num_layers, spec.head_shapes[0].num_heads, spec.hidden_size, mlp.intermediate_size, spec.vocab_size)
+    sizes = (
+        spec.num_layers,
+        spec.head_shapes[0].num_heads,
+        spec.hidden_size,
+        mlp.intermediate_size,
+        spec.vocab_size,
+    )
     assert sizes == (2, 4, 256, 1024, 16384)
 
 

@@ -22,7 +22,17 @@ from tests.models.storing_kernels import StoringKernels
 from tests.models.test_families import random_model
 from tests.models.test_gguf_models import MODELS as GGUF_MODELS
 from tests.models.test_gguf_models import write_gguf
-from tests.models.test_quantized_loading import CPU, EXPERTS, LLAMA, SIZES, TIED, TOKENS, load, numbers, write_blocks
+from tests.models.test_quantized_loading import (
+    CPU,
+    EXPERTS,
+    LLAMA,
+    SIZES,
+    TIED,
+    TOKENS,
+    load,
+    numbers,
+    write_blocks,
+)
 
 MODELS = {"llama": LLAMA, "tied": TIED, "experts": EXPERTS}
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -46,20 +56,30 @@ def small(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("to", ["int8", "int4"])
-def test_the_folder_gives_the_bits_of_quantising_while_loading(original: Path, tmp_path: Path, to: str) -> None:
+def test_the_folder_gives_the_bits_of_quantising_while_loading(
+    original: Path, tmp_path: Path, to: str
+) -> None:
     progress: list[tuple[int, int]] = []
     out = tmp_path / "deep" / "out"
     written = quantize_model(original, out, to, progress=lambda *counts: progress.append(counts))
     again, before = load(out), load(original, to)
     for name, weight in before.weights.items():
-        assert [part.format for part in weight.parts] == [part.format for part in again.weights[name].parts], name
+        assert [part.format for part in weight.parts] == [
+            part.format for part in again.weights[name].parts
+        ], name
         assert torch.equal(numbers(weight), numbers(again.weights[name])), name
     assert torch.equal(all_logits(again, TOKENS), all_logits(before, TOKENS))
-    assert torch.equal(all_logits(load(out, "none"), TOKENS), all_logits(before, TOKENS))  # expanded: the same numbers
+    # expanded: the same numbers
+    assert torch.equal(all_logits(load(out, "none"), TOKENS), all_logits(before, TOKENS))
     plan = plan_weights(open_model(out), StoringKernels(), torch.float32, CPU)
     assert plan.describe() == f"{'INT8' if to == 'int8' else 'Q4_0'} computed as stored; float32"
     names = {file.name for file in out.iterdir()}
-    assert names >= {"config.json", "generation_config.json", "chat_template.jinja", "tokenizer.json"}
+    assert names >= {
+        "config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "tokenizer.json",
+    }
     assert "weights.bin" not in names
     assert [name for name in written.plain if "mlp.gate." not in name] == []
     sizes = sum(tensor.nbytes for tensor in load_file(out / "model.safetensors").values())
@@ -71,7 +91,9 @@ def test_the_folder_gives_the_bits_of_quantising_while_loading(original: Path, t
 
 def test_int8_is_stored_as_compressed_tensors_does(small: Path, tmp_path: Path) -> None:
     quantize_model(small, tmp_path / "out", "int8")
-    before, after = (load_file(folder / "model.safetensors")[UP] for folder in (small, tmp_path / "out"))
+    before, after = (
+        load_file(folder / "model.safetensors")[UP] for folder in (small, tmp_path / "out")
+    )
     scales = load_file(tmp_path / "out" / "model.safetensors")[f"{UP}_scale"]
     codes, expected = to_codes(INT8, before)
     assert torch.equal(after, codes)
@@ -79,12 +101,20 @@ def test_int8_is_stored_as_compressed_tensors_does(small: Path, tmp_path: Path) 
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["format"]) == ("compressed-tensors", "int-quantized")
     group = config["config_groups"]["group_0"]
-    assert group["weights"].items() >= {"num_bits": 8, "strategy": "channel", "symmetric": True}.items()
-    assert group["input_activations"].items() >= {"num_bits": 8, "strategy": "token", "dynamic": True}.items()
+    assert (
+        group["weights"].items()
+        >= {"num_bits": 8, "strategy": "channel", "symmetric": True}.items()
+    )
+    assert (
+        group["input_activations"].items()
+        >= {"num_bits": 8, "strategy": "token", "dynamic": True}.items()
+    )
 
 
 def test_int4_is_packed_as_compressed_tensors_does(small: Path, tmp_path: Path) -> None:
-    """Eight codes in an int32, the first in its lowest bits, each eight above the number of scales it stands for."""
+    """Eight codes in an int32, the first in its lowest bits, each eight above the number of scales
+    it stands for.
+    """
     quantize_model(small, tmp_path / "out", "int4")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     before = load_file(small / "model.safetensors")[UP]
@@ -106,17 +136,25 @@ def test_large_models_become_several_files(
     files = sorted(file.name for file in (tmp_path / "many").glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     assert len(files) > 2
-    many = {name: value for file in files for name, value in load_file(tmp_path / "many" / file).items()}
+    many = {
+        name: value for file in files for name, value in load_file(tmp_path / "many" / file).items()
+    }
     one = load_file(tmp_path / "one" / "model.safetensors")
     assert many.keys() == one.keys()
     assert all(torch.equal(many[name], one[name]) for name in one)
-    assert torch.equal(all_logits(load(tmp_path / "many"), TOKENS), all_logits(load(tmp_path / "one"), TOKENS))
+    assert torch.equal(
+        all_logits(load(tmp_path / "many"), TOKENS), all_logits(load(tmp_path / "one"), TOKENS)
+    )
 
 
-def test_an_existing_folder_is_replaced_only_if_it_was_written_like_this(small: Path, tmp_path: Path) -> None:
+def test_an_existing_folder_is_replaced_only_if_it_was_written_like_this(
+    small: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     quantize_model(small, out, "int8")
-    with pytest.raises(QuireError, match="is there already; choose another folder, or replace it with --force"):
+    with pytest.raises(
+        QuireError, match="is there already; choose another folder, or replace it with --force"
+    ):
         quantize_model(small, out, "int4")
     quantize_model(small, out, "int4", force=True)
     assert "pack-quantized" in (out / "config.json").read_text()
@@ -126,7 +164,9 @@ def test_an_existing_folder_is_replaced_only_if_it_was_written_like_this(small: 
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_a_failure_leaves_nothing_behind_and_what_was_there(small: Path, tmp_path: Path, force: bool) -> None:
+def test_a_failure_leaves_nothing_behind_and_what_was_there(
+    small: Path, tmp_path: Path, force: bool
+) -> None:
     out = tmp_path / "out"
     if force:
         quantize_model(small, out, "int8")
@@ -173,20 +213,27 @@ def test_a_plain_gguf_file_becomes_a_folder(name: str, to: str, tmp_path: Path) 
         path,
         tmp_path / "out",
         to,
-        write_tokenizer=lambda metadata, folder: seen.append((metadata["general.architecture"], folder)),
+        write_tokenizer=lambda metadata, folder: seen.append(
+            (metadata["general.architecture"], folder)
+        ),
     )
     assert [name for name, _ in seen] == [architecture]
-    assert torch.equal(all_logits(load(tmp_path / "out"), TOKENS), all_logits(load(path, to), TOKENS))
+    assert torch.equal(
+        all_logits(load(tmp_path / "out"), TOKENS), all_logits(load(path, to), TOKENS)
+    )
 
 
-@pytest.mark.parametrize("name", ["gemma2", "phi3 long", "olmo2", "granitemoe", "glm4", "cohere2", "starcoder2"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "phi3 long", "olmo2", "granitemoe", "glm4", "cohere2", "starcoder2"]
+)
 def test_newer_families_in_folders_keep_the_order_of_their_rows(name: str, tmp_path: Path) -> None:
     random_model(GGUF_MODELS[name][1], seed=3).save_pretrained(tmp_path / "in")
     quantize_model(tmp_path / "in", tmp_path / "out", "int8")
     expected = all_logits(load(tmp_path / "in", "int8"), TOKENS)
     assert torch.equal(all_logits(load(tmp_path / "out"), TOKENS), expected)
     plain = all_logits(load(tmp_path / "in", "none"), TOKENS)
-    assert (expected - plain).abs().mean() < 0.25 * plain.abs().mean()  # with rows in another order it is 1
+    # with rows in another order it is 1
+    assert (expected - plain).abs().mean() < 0.25 * plain.abs().mean()
 
 
 @pytest.mark.parametrize("name", NOT_IN_CONFIG_JSON)
@@ -206,7 +253,10 @@ def test_uneven_matrices_stay_plain(tmp_path: Path) -> None:
     assert written.plain == ("model.layers.0.mlp.down_proj.weight",)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["ignore"] == ["model.layers.0.mlp.down_proj"]
-    assert torch.equal(all_logits(load(tmp_path / "out"), TOKENS), all_logits(load(tmp_path / "in", "int4"), TOKENS))
+    assert torch.equal(
+        all_logits(load(tmp_path / "out"), TOKENS),
+        all_logits(load(tmp_path / "in", "int4"), TOKENS),
+    )
 
 
 # Folders that others wrote
@@ -223,14 +273,26 @@ def harm(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("to", "changes", "message"),
     [
-        ("int8", {"quant_method": "bitsandbytes"}, r"quantised by 'bitsandbytes', .* reads compressed-tensors \(int-q"),
+        (
+            "int8",
+            {"quant_method": "bitsandbytes"},
+            r"quantised by 'bitsandbytes', .* reads compressed-tensors \(int-q",
+        ),
         ("int8", {"quant_method": "awq", "bits": 8}, "quantised by awq to 8 bits"),
         ("int8", {"quant_method": "awq", "bits": 4, "version": "gemv"}, "by awq of version 'gemv'"),
         ("int8", {"quant_method": "gptq", "bits": 4, "desc_act": True}, "by gptq with desc_act"),
         ("int8", {"quant_method": "gptq", "bits": 4, "group_size": 48}, "by gptq in groups of 48"),
-        ("int8", {"quant_method": "fp8", "weight_block_size": [64, 64]}, r"by fp8 in blocks of \[64, 64\]"),
+        (
+            "int8",
+            {"quant_method": "fp8", "weight_block_size": [64, 64]},
+            r"by fp8 in blocks of \[64, 64\]",
+        ),
         ("int8", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "by modelopt as 'NVFP4'"),
-        ("int8", {"format": "nvfp4-pack-quantized"}, "compressed-tensors as 'nvfp4-pack-quantized'"),
+        (
+            "int8",
+            {"format": "nvfp4-pack-quantized"},
+            "compressed-tensors as 'nvfp4-pack-quantized'",
+        ),
         ("int8", {"weights": {"strategy": "tensor"}}, "int-quantized, with strategy 'tensor'"),
         ("int4", {"weights": {"group_size": 48}}, "as pack-quantized in groups of 48"),
         ("int4", {"weights": {"actorder": "group"}}, "pack-quantized, with actorder 'group'"),
@@ -246,7 +308,9 @@ def test_other_ways_of_quantising_are_refused_by_name(
 
 
 @pytest.mark.parametrize("to", ["int8", "int4"])
-def test_scales_may_be_bfloat16_and_must_be_there_whole_and_finite(small: Path, tmp_path: Path, to: str) -> None:
+def test_scales_may_be_bfloat16_and_must_be_there_whole_and_finite(
+    small: Path, tmp_path: Path, to: str
+) -> None:
     quantize_model(small, tmp_path / "out", to)
     file = tmp_path / "out" / "model.safetensors"
     tensors = load_file(file)
@@ -260,7 +324,9 @@ def test_scales_may_be_bfloat16_and_must_be_there_whole_and_finite(small: Path, 
     else:
         assert torch.equal(got.view(512, -1, 32).abs().amax(-1), scales.float().abs() * 8)
     save_file(tensors | {f"{UP}_scale": torch.full_like(scales, torch.inf)}, file)
-    with pytest.raises(ModelFormatError, match=r"a scale of its (INT8|Q4_0) numbers is infinite or NaN"):
+    with pytest.raises(
+        ModelFormatError, match=r"a scale of its (INT8|Q4_0) numbers is infinite or NaN"
+    ):
         load(tmp_path / "out")
     save_file(tensors | {f"{UP}_scale": scales[:-1]}, file)
     with pytest.raises(ModelFormatError, match=r"up_proj\.weight_scale': expected scales of shape"):

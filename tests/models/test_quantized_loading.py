@@ -57,8 +57,9 @@ TOKENS = list(range(3, 40))
 
 
 def in_blocks(name: str, value: Tensor) -> np.ndarray:
-    """What a file holds of a tensor: the older formats by the gguf package; the K formats, which it doesn't make, of
-    random bits with small scales."""
+    """What a file holds of a tensor: the older formats by the gguf package; the K formats, which it
+    doesn't make, of random bits with small scales.
+    """
     if name in LEGACY:
         return gguf_quantize(value.numpy(), gguf.GGMLQuantizationType[name])
     format, random = FORMATS[name], np.random.default_rng(value.numel())
@@ -71,9 +72,15 @@ def in_blocks(name: str, value: Tensor) -> np.ndarray:
 
 
 def write_blocks(
-    path: Path, config: Any, choose: Callable[[str], str | None], architecture: str = "llama", **changes: Any
+    path: Path,
+    config: Any,
+    choose: Callable[[str], str | None],
+    architecture: str = "llama",
+    **changes: Any,
 ) -> None:
-    """A GGUF file of a random model whose matrices are in the formats that `choose` gives by their names."""
+    """A GGUF file of a random model whose matrices are in the formats that `choose` gives by their
+    names.
+    """
 
     def stored(name: str, value: Tensor) -> tuple[np.ndarray, gguf.GGMLQuantizationType | None]:
         kind = choose(name) if value.dim() > 1 and "gate_inp" not in name else None
@@ -85,12 +92,16 @@ def write_blocks(
 
 
 def load(path: Path, quantization: str = "auto", kernels: StoringKernels | None = None) -> Decoder:
-    return load_decoder(open_model(path), kernels or StoringKernels(), torch.float32, CPU, quantization=quantization)
+    return load_decoder(
+        open_model(path), kernels or StoringKernels(), torch.float32, CPU, quantization=quantization
+    )
 
 
 def numbers(weight: Weight) -> Tensor:
     """All of a weight's parts, expanded."""
-    return torch.cat([part.format.expand(*part.tensors) for part in weight.parts], max(len(weight.shape) - 2, 0))
+    return torch.cat(
+        [part.format.expand(*part.tensors) for part in weight.parts], max(len(weight.shape) - 2, 0)
+    )
 
 
 def formats(decoder: Decoder, name: str) -> list[str]:
@@ -133,12 +144,17 @@ def test_parts_of_a_matrix_keep_their_own_formats(tmp_path: Path) -> None:
     write_blocks(path, LLAMA, mixed)
     stored, expanded = load(path), load(path, "none")
     assert formats(stored, "layers.0.attention.qkv.weight") == ["Q4_K", "Q6_K"]
-    assert [part.rows for part in stored.weights["layers.0.attention.qkv.weight"].parts] == [384, 128]
+    assert [part.rows for part in stored.weights["layers.0.attention.qkv.weight"].parts] == [
+        384,
+        128,
+    ]
     assert formats(stored, "layers.0.mlp.gate_up.weight") == ["F32", "Q5_1"]
     assert formats(stored, "layers.0.mlp.down.weight") == ["Q8_0"]
     assert formats(stored, "embedding") == ["F32"]
     assert_same_numbers(stored, expanded)
-    torch.testing.assert_close(all_logits(stored, TOKENS), all_logits(expanded, TOKENS), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        all_logits(stored, TOKENS), all_logits(expanded, TOKENS), atol=1e-4, rtol=1e-4
+    )
 
 
 class SomeKernels(StoringKernels):
@@ -159,12 +175,18 @@ def test_what_kernels_do_not_compute_with_is_expanded_and_said(tmp_path: Path) -
     asked = plan_weights(open_model(path), SomeKernels(), torch.float32, CPU, "none")
     assert "Q8_0 expanded to float32: as quantization=none asks" in asked.describe()
     on_gpu = plan_weights(open_model(path), SomeKernels(), torch.bfloat16, torch.device("cuda"))
-    assert on_gpu.describe().startswith("Q8_0, Q4_K computed as stored; bfloat16; Q6_K, Q5_1 expanded to bfloat16")
+    assert on_gpu.describe().startswith(
+        "Q8_0, Q4_K computed as stored; bfloat16; Q6_K, Q5_1 expanded to bfloat16"
+    )
     assert on_gpu.formats["embedding"] == on_gpu.formats["head"] == (FORMATS["BF16"],)
 
 
-@pytest.mark.parametrize("choose", [lambda name: "Q4_0", lambda name: "Q8_0" if "up_exps" in name else "Q6_K"])
-def test_experts_stay_as_they_are_stored(choose: Callable[[str], str | None], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "choose", [lambda name: "Q4_0", lambda name: "Q8_0" if "up_exps" in name else "Q6_K"]
+)
+def test_experts_stay_as_they_are_stored(
+    choose: Callable[[str], str | None], tmp_path: Path
+) -> None:
     path = tmp_path / "model.gguf"
     write_blocks(path, EXPERTS, choose, "qwen3moe")
     stored, expanded = load(path), load(path, "none")
@@ -173,7 +195,9 @@ def test_experts_stay_as_they_are_stored(choose: Callable[[str], str | None], tm
     assert stored.weights["layers.0.mlp.gate_up"].parts[0].tensors[0].shape[0] == 4
     assert formats(stored, "layers.0.mlp.router.weight") == ["F32"]
     assert_same_numbers(stored, expanded)
-    torch.testing.assert_close(all_logits(stored, TOKENS), all_logits(expanded, TOKENS), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        all_logits(stored, TOKENS), all_logits(expanded, TOKENS), atol=1e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("quantization", ["auto", "none"])
@@ -182,9 +206,13 @@ def test_a_scale_that_is_no_number_names_its_tensor(tmp_path: Path, quantization
     write_blocks(path, LLAMA, lambda _: "Q4_1")
     info = open_model(path).checkpoint.tensors["blk.0.ffn_up.weight"]
     data = bytearray(path.read_bytes())
-    data[info.offset + 20 * 77 + 2 : info.offset + 20 * 77 + 4] = b"\x00\x7e"  # the minimum of a block
+    # the minimum of a block
+    data[info.offset + 20 * 77 + 2 : info.offset + 20 * 77 + 4] = b"\x00\x7e"
     path.write_bytes(data)
-    with pytest.raises(ModelFormatError, match=r"tensor 'blk\.0\.ffn_up\.weight': a scale of its Q4_1 numbers is inf"):
+    with pytest.raises(
+        ModelFormatError,
+        match=r"tensor 'blk\.0\.ffn_up\.weight': a scale of its Q4_1 numbers is inf",
+    ):
         load(path, quantization)
 
 
@@ -204,7 +232,8 @@ def test_plain_matrices_are_quantised_row_by_row(
     folder: Path, quantization: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = load(folder, "none")
-    monkeypatch.setattr("quire.checkpoints.checkpoint.MAX_CHUNK_ELEMENTS", 7 * 256)  # some rows at a time
+    # some rows at a time
+    monkeypatch.setattr("quire.checkpoints.checkpoint.MAX_CHUNK_ELEMENTS", 7 * 256)
     quantised = load(folder, quantization)
     for parameter, weight in quantised.weights.items():
         before = numbers(plain.weights[parameter])
@@ -213,12 +242,16 @@ def test_plain_matrices_are_quantised_row_by_row(
             continue
         assert weight.format == FORMATS[name], parameter
         made = to_codes(INT8, before) if name == "INT8" else (to_q4_0(before),)
-        assert all(torch.equal(*pair) for pair in zip(weight.parts[0].tensors, made, strict=True)), parameter
+        assert all(
+            torch.equal(*pair) for pair in zip(weight.parts[0].tensors, made, strict=True)
+        ), parameter
     plan = plan_weights(open_model(folder), StoringKernels(), torch.float32, CPU, quantization)
     assert plan.describe() == f"{name} made while loading; float32"
     assert quantised.nbytes == plan.nbytes
     got, expected = all_logits(quantised, TOKENS), all_logits(plain, TOKENS)
-    assert torch.corrcoef(torch.stack((got.flatten(), expected.flatten())))[0, 1] > (0.99 if name == "INT8" else 0.9)
+    assert torch.corrcoef(torch.stack((got.flatten(), expected.flatten())))[0, 1] > (
+        0.99 if name == "INT8" else 0.9
+    )
 
 
 def test_a_plain_gguf_file_is_quantised_and_a_quantised_one_refused(tmp_path: Path) -> None:
@@ -227,27 +260,37 @@ def test_a_plain_gguf_file_is_quantised_and_a_quantised_one_refused(tmp_path: Pa
     random_model(LLAMA, seed=3).save_pretrained(tmp_path / "folder")
     assert_same_numbers(load(path, "int8"), load(tmp_path / "folder", "int8"))
     write_blocks(path, LLAMA, mixed)
-    with pytest.raises(InvalidRequestError, match=r"quantised already \(Q4_K, Q6_K, Q5_1, Q8_0\): use auto"):
+    with pytest.raises(
+        InvalidRequestError, match=r"quantised already \(Q4_K, Q6_K, Q5_1, Q8_0\): use auto"
+    ):
         load(path, "int4")
 
 
 def test_rows_that_are_not_whole_blocks_stay_plain_and_are_counted(tmp_path: Path) -> None:
-    random_model(transformers.LlamaConfig(**SIZES | {"intermediate_size": 40}), seed=1).save_pretrained(tmp_path)
+    random_model(
+        transformers.LlamaConfig(**SIZES | {"intermediate_size": 40}), seed=1
+    ).save_pretrained(tmp_path)
     decoder = load(tmp_path, "int4")
     assert formats(decoder, "layers.0.mlp.down.weight") == ["F32"]
     assert formats(decoder, "layers.0.mlp.gate_up.weight") == ["Q4_0"]
     plan = plan_weights(open_model(tmp_path), StoringKernels(), torch.float32, CPU, "int4")
-    assert plan.describe().endswith("; 1 matrices in float32: their input size is no multiple of 32")
+    assert plan.describe().endswith(
+        "; 1 matrices in float32: their input size is no multiple of 32"
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_a_weight_that_is_no_number_can_not_be_quantised(tmp_path: Path, bad: float, quantization: str) -> None:
+def test_a_weight_that_is_no_number_can_not_be_quantised(
+    tmp_path: Path, bad: float, quantization: str
+) -> None:
     random_model(LLAMA, seed=1).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][3, 7] = bad
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelFormatError, match=r"model\.layers\.0\.mlp\.up_proj\.weight .*quantization=\"none\""):
+    with pytest.raises(
+        ModelFormatError, match=r"model\.layers\.0\.mlp\.up_proj\.weight .*quantization=\"none\""
+    ):
         load(tmp_path, quantization)
     load(tmp_path, "none")
 
@@ -257,7 +300,9 @@ def test_kernels_that_can_not_compute_so_say_who_can(folder: Path) -> None:
         def computes(self, format: Format) -> bool:
             return format.name != "Q4_0"
 
-    with pytest.raises(DeviceError, match=r'"int4" does not run on cpu with the .* kernels: int8 and int4 do on a'):
+    with pytest.raises(
+        DeviceError, match=r'"int4" does not run on cpu with the .* kernels: int8 and int4 do on a'
+    ):
         plan_weights(open_model(folder), NoInt4(), torch.float32, CPU, "int4")
 
 
@@ -275,7 +320,9 @@ def test_quantised_weights_on_a_cpu_mean_float32(
     config = EngineConfig(quantization=quantization, kernels="reference", device="cpu")
     plan = choose_weights(open_model(path), config, device_of(CPU))
     assert plan.dtype == getattr(torch, dtype)
-    explicit = EngineConfig(dtype="bfloat16", quantization=quantization, kernels="reference", device="cpu")
+    explicit = EngineConfig(
+        dtype="bfloat16", quantization=quantization, kernels="reference", device="cpu"
+    )
     assert choose_weights(open_model(path), explicit, device_of(CPU)).dtype == torch.bfloat16
 
 
@@ -287,11 +334,13 @@ def test_the_start_up_message_names_the_formats(folder: Path, tmp_path: Path) ->
     engine = build_engine(resolve(str(tmp_path)), EngineConfig(**options, quantization="int8"))
     plan = plan_weights(open_model(tmp_path), StoringKernels(), torch.float32, CPU, "int8")
     assert ": INT8 made while loading; float32) on cpu" in engine.description
-    assert plan.nbytes <= engine.decoder.nbytes < 1.1 * plan.nbytes  # panels of 16 outputs are filled up
+    # panels of 16 outputs are filled up
+    assert plan.nbytes <= engine.decoder.nbytes < 1.1 * plan.nbytes
 
 
 def test_an_unknown_quantisation_lists_the_known_ones() -> None:
     with pytest.raises(
-        InvalidRequestError, match="quantization: must be one of auto, none, int8, int4, fp8, not 'int3'"
+        InvalidRequestError,
+        match="quantization: must be one of auto, none, int8, int4, fp8, not 'int3'",
     ):
         EngineConfig(quantization="int3")

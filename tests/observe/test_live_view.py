@@ -1,4 +1,6 @@
-"""What a watcher is told, against the engine itself: simulated, with preemptions, guesses, faults and a host tier."""
+"""What a watcher is told, against the engine itself: simulated, with preemptions, guesses, faults
+and a host tier.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from quire.step import Admission, Finished, ScheduledRequest, Step, StepLogEntry
 from quire.tools.simulate.scenario import make_scenario
 from quire.tools.simulate.simulation import Simulation
 
-CONFIG = SchedulerConfig(num_blocks=9, max_num_seqs=4, max_batched_tokens=64, max_model_len=64, block_size=4)
+CONFIG = SchedulerConfig(
+    num_blocks=9, max_num_seqs=4, max_batched_tokens=64, max_model_len=64, block_size=4
+)
 
 
 class Client:
@@ -66,7 +70,8 @@ def test_blocks_and_requests_are_those_of_the_engine(seed: int) -> None:
         counts = view.blocks.counts()
         free = counts["free"] + counts["cached"]
         if simulation.scheduler.config.leaving_groups:
-            # What leaves the window does so with a step's result, which the next one may not have waited for.
+            # What leaves the window does so with a step's result, which the next one may not have
+            # waited for.
             assert free >= entry.step.num_free_blocks
         else:
             assert free == entry.step.num_free_blocks
@@ -96,7 +101,9 @@ def test_blocks_and_requests_are_those_of_the_engine(seed: int) -> None:
         late.observe(entry)
     for block in range(1, simulation.scheduler.config.num_blocks):
         if late.blocks.state(block) != UNSEEN:
-            assert (late.blocks.state(block) in (USED, SHARED)) == (view.blocks.state(block) in (USED, SHARED))
+            assert (late.blocks.state(block) in (USED, SHARED)) == (
+                view.blocks.state(block) in (USED, SHARED)
+            )
 
 
 def admission(name: str, tokens: int, blocks: tuple[int, ...] = (), cached: int = 0) -> Admission:
@@ -114,7 +121,11 @@ def entry(
 def test_owners_of_shared_and_cached_blocks() -> None:
     view = LiveView(CONFIG, is_complete=True)
     chunk = ScheduledRequest("a", 0, 0, 9, True, (3, 4, 5))
-    view.observe(entry(0, 0.0, admitted=(admission("a", 9),), scheduled=(chunk,), tokens=["a"], num_running=1))
+    view.observe(
+        entry(
+            0, 0.0, admitted=(admission("a", 9),), scheduled=(chunk,), tokens=["a"], num_running=1
+        )
+    )
     frame, is_key = view.take_frame()
     assert is_key
     assert frame["key"]["names"] == [[1, "a"]]
@@ -122,7 +133,9 @@ def test_owners_of_shared_and_cached_blocks() -> None:
     # Another finds two of these, then the first ends: what is full stays.
     found = admission("b", 9, (3, 4), cached=8)
     second = ScheduledRequest("b", 1, 8, 1, True, (6,))
-    view.observe(entry(1, 1.0, admitted=(found,), scheduled=(second,), num_decodes=0, num_running=2))
+    view.observe(
+        entry(1, 1.0, admitted=(found,), scheduled=(second,), num_decodes=0, num_running=2)
+    )
     assert [view.blocks.state(block) for block in (3, 4, 5, 6)] == [SHARED, SHARED, USED, USED]
     assert [view.blocks.owner(block) for block in (3, 6)] == [1, 2]
     view.observe(entry(2, 2.0, finished=(Finished("a", 0, "stop", 0.0, 2.0, 9, 1),), num_running=1))
@@ -132,7 +145,10 @@ def test_owners_of_shared_and_cached_blocks() -> None:
     assert not is_key
     assert [one[1] for one in frame["ended"]] == ["a", "b"]
     columns = [Column(*one) for one in frame["steps"]]
-    assert sum(one.cached_tokens for one in columns) / sum(one.admitted_tokens for one in columns) == 8 / 9
+    assert (
+        sum(one.cached_tokens for one in columns) / sum(one.admitted_tokens for one in columns)
+        == 8 / 9
+    )
 
 
 def test_a_frame_is_bounded_and_adds_up() -> None:
@@ -158,7 +174,9 @@ def test_guesses_and_failures_are_counted() -> None:
 
 
 def test_frames_are_few_and_none_is_owed_for_long() -> None:
-    """Five in a second of steps; what is left when the engine has nothing to do comes as soon as that allows."""
+    """Five in a second of steps; what is left when the engine has nothing to do comes as soon as
+    that allows.
+    """
     log = [entry(number, number / 100, num_running=1) for number in range(500)]
     watch = EngineWatch(log, CONFIG)
     assert watch.wait_seconds(10.0) == 0.0
@@ -187,7 +205,9 @@ def test_long_steps_leave_time_for_more_of_the_log(monkeypatch: pytest.MonkeyPat
     log = [entry(number, number / 100, num_running=1) for number in range(500)]
     clock = [0.0]
     watch = EngineWatch(log, CONFIG)
-    monkeypatch.setattr("quire.server.engine_watch.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(
+        "quire.server.engine_watch.time", SimpleNamespace(monotonic=lambda: clock[0])
+    )
     observe = watch._view.observe
 
     def slowly(one: StepLogEntry) -> None:
@@ -247,11 +267,17 @@ async def received(stream: Any, count: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     while len(found) < count:
         events = (await anext(stream)).decode().split("\n\n")
-        found += [json.loads(event.partition("data: ")[2]) for event in events if event.startswith("event: frame")]
+        found += [
+            json.loads(event.partition("data: ")[2])
+            for event in events
+            if event.startswith("event: frame")
+        ]
     return found
 
 
-def test_the_hub_asks_the_engine_only_while_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_asks_the_engine_only_while_somebody_watches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(watch_hub, "_GRACE_SECONDS", 0.01)
     monkeypatch.setattr(watch_hub, "_MOST_WATCHERS", 2)
 

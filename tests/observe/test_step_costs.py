@@ -1,4 +1,6 @@
-"""What rows cost is measured for every kind of model: an engine that writes a log must start with any."""
+"""What rows cost is measured for every kind of model: an engine that writes a log must start with
+any.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,23 @@ def test_every_kind_of_model_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(torch.random.get_rng_state(), state)  # nobody else's chance is touched
 
 
-def test_without_a_measurement_the_shapes_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_measurement_the_shapes_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Experts count by those that a row has. And the model is named as it can be found again."""
     spec = SPECS["mixtral"]
-    decoder = random_decoder(spec, select_kernels(torch.device("cpu"), torch.float32), torch.float32)
-    about = about_model("smollm2", EngineConfig(quantization="none"), spec, decoder, is_measured=False)
+    decoder = random_decoder(
+        spec, select_kernels(torch.device("cpu"), torch.float32), torch.float32
+    )
+    about = about_model(
+        "smollm2", EngineConfig(quantization="none"), spec, decoder, is_measured=False
+    )
     assert about["model"] == LoggedModel("smollm2", "cpu", quantization="none")._asdict()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    assert about_model("mine", EngineConfig(), spec, decoder, False)["model"]["name"] == str(tmp_path / "mine")
+    assert about_model("mine", EngineConfig(), spec, decoder, False)["model"]["name"] == str(
+        tmp_path / "mine"
+    )
     costs = about["costs"]
     assert costs == asdict(costs_of_shapes(spec))
     assert costs["rows"] == ()

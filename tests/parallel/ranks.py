@@ -1,4 +1,6 @@
-"""Ranks as threads of this process, with real gloo between them; and random weights divided among them."""
+"""Ranks as threads of this process, with real gloo between them; and random weights divided among
+them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class Ranks:
         self.size = size
         self._threads = ThreadPoolExecutor(size)
         store = c10d.HashStore()
-        self.groups = self._all(lambda rank: Group(store, rank, size, pick_device("cpu"), False, SECONDS))
+        self.groups = self._all(
+            lambda rank: Group(store, rank, size, pick_device("cpu"), False, SECONDS)
+        )
 
     def run(self, compute: Callable[[Group], T]) -> list[T]:
         """What each rank computes."""
@@ -42,7 +46,10 @@ class Ranks:
 
 
 def whole_weights(
-    spec: ModelSpec, dtype: torch.dtype, quantize: Callable[[Tensor], Weight] | None = None, seed: int = 0
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    quantize: Callable[[Tensor], Weight] | None = None,
+    seed: int = 0,
 ) -> dict[str, Weight]:
     """Random ones, large enough that answers wander."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,6 @@
-"""The number of ranks changes no bit: logits of one, two, three and four ranks, for every family and format."""
+"""The number of ranks changes no bit: logits of one, two, three and four ranks, for every family
+and format.
+"""
 
 from __future__ import annotations
 
@@ -73,23 +75,31 @@ def test_every_family_gives_the_same_bits_on_any_number_of_ranks(
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "olmo2"])
 def test_what_does_not_come_out_even(ranks: Callable[[int], Ranks], family: str) -> None:
-    """Nine query and three key heads, as SmolLM2 has them: two ranks get two and one, four share one of them."""
+    """Nine query and three key heads, as SmolLM2 has them: two ranks get two and one, four share
+    one of them.
+    """
     spec = SPECS[family].with_layers(mixer=plain_attention(9, 3, 16))
     check(ranks, spec, torch.float32, (2, 3, 4))
 
 
 @pytest.mark.parametrize("family", ["llama", "glm4_moe", "gpt_oss"])
 @pytest.mark.parametrize("name", ["Q4_0", "Q6_K", "INT8", "MXFP4"])
-def test_quantised_weights_are_divided_by_rows(ranks: Callable[[int], Ranks], name: str, family: str) -> None:
+def test_quantised_weights_are_divided_by_rows(
+    ranks: Callable[[int], Ranks], name: str, family: str
+) -> None:
     check(ranks, widened(family), torch.float32, (2, 4), lambda value: in_format(name, value))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 2, 4), (9, 3, 4), (9, 3, 2), (4, 4, 3), (6, 1, 5)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(8, 2, 4), (9, 3, 4), (9, 3, 2), (4, 4, 3), (6, 1, 5)]
+)
 def test_every_head_and_row_has_one_owner(heads: int, kv_heads: int, size: int) -> None:
     spec = SPECS["qwen2"].with_layers(mixer=plain_attention(heads, kv_heads, 16))
     (shape,) = spec.head_shapes
     shares = [Division(spec, rank, size).heads(shape) for rank in range(size)]
-    assert [head for one in shares for head in range(one.query.start, one.query.stop)] == list(range(heads))
+    assert [head for one in shares for head in range(one.query.start, one.query.stop)] == list(
+        range(heads)
+    )
     group = heads // kv_heads
     for one in shares:
         seen = {head // group for head in range(one.query.start, one.query.stop)}
@@ -98,7 +108,9 @@ def test_every_head_and_row_has_one_owner(heads: int, kv_heads: int, size: int) 
     for name, parameter in spec.parameters().items():
         if ".qkv." not in name and "norm" not in name:
             runs = [Division(spec, rank, size).segments(name, parameter) for rank in range(size)]
-            rows = sorted(row for run in runs for part in run for row in range(part.start, part.stop))
+            rows = sorted(
+                row for run in runs for part in run for row in range(part.start, part.stop)
+            )
             assert rows == list(range(parameter.shape[0])), name
 
 
@@ -110,12 +122,22 @@ def test_more_ranks_than_heads_are_refused() -> None:
 
 
 def test_collectives_are_few(ranks: Callable[[int], Ranks]) -> None:
-    """What docs/tensor_parallel.md says: four gathers per layer, one for the embedding, one for the head."""
-    for family, per_layer in {"qwen2": 4, "qwen3_moe": 4, "qwen2_moe": 6, "olmo2": 6, "cohere2": 4}.items():
+    """What docs/tensor_parallel.md says: four gathers per layer, one for the embedding, one for the
+    head.
+    """
+    for family, per_layer in {
+        "qwen2": 4,
+        "qwen3_moe": 4,
+        "qwen2_moe": 6,
+        "olmo2": 6,
+        "cohere2": 4,
+    }.items():
         spec = replace(SPECS[family], tie_embeddings=False)
         weights = whole_weights(spec, torch.float32)
 
-        def compute(group: Group, spec: ModelSpec = spec, weights: dict[str, Weight] = weights) -> int:
+        def compute(
+            group: Group, spec: ModelSpec = spec, weights: dict[str, Weight] = weights
+        ) -> int:
             decoder = rank_decoder(spec, weights, CpuKernels(), torch.float32, group)
             before = group.num_gathers
             all_logits(decoder, PROMPT)

@@ -1,4 +1,6 @@
-"""Whole engines on two and four processes: the same answers as on one, whatever is asked for; and how a group ends."""
+"""Whole engines on two and four processes: the same answers as on one, whatever is asked for; and
+how a group ends.
+"""
 
 from __future__ import annotations
 
@@ -41,18 +43,29 @@ PROMPTS = ["once upon a time there was", "once upon a time there was a house", "
 
 def workload(llm: LLM) -> list[Any]:
     """Everything that must not depend on the number of ranks."""
-    plain = [SamplingParams(max_tokens=20, temperature=i % 2, seed=i, top_p=0.9, ignore_eos=True) for i in range(4)]
+    plain = [
+        SamplingParams(max_tokens=20, temperature=i % 2, seed=i, top_p=0.9, ignore_eos=True)
+        for i in range(4)
+    ]
     asked = [
         SamplingParams(max_tokens=8, temperature=1, seed=5, logprobs=3, prompt_logprobs=2, n=2),
-        SamplingParams(max_tokens=30, seed=6, structured=StructuredOutput(json_schema={"type": "boolean"})),
-        SamplingParams(max_tokens=20, seed=7, structured=StructuredOutput(regex="[a-f]{12}"), logprobs=1),
+        SamplingParams(
+            max_tokens=30, seed=6, structured=StructuredOutput(json_schema={"type": "boolean"})
+        ),
+        SamplingParams(
+            max_tokens=20, seed=7, structured=StructuredOutput(regex="[a-f]{12}"), logprobs=1
+        ),
         SamplingParams(max_tokens=12, temperature=0, repetition_penalty=1.3, min_p=0.05),
     ]
     found: list[Any] = []
     for params in (plain, asked, plain):  # the third time from the cache
         outputs = llm.generate(PROMPTS, params)
-        assert all(output.finish_reason != "error" for output in outputs), [output.error for output in outputs]
-        found += [[(one.token_ids, one.logprobs) for one in output.completions] for output in outputs]
+        assert all(output.finish_reason != "error" for output in outputs), [
+            output.error for output in outputs
+        ]
+        found += [
+            [(one.token_ids, one.logprobs) for one in output.completions] for output in outputs
+        ]
         found += [output.prompt_logprobs for output in outputs]
     found.append([(beam.token_ids, beam.score) for beam in llm.beam_search(PROMPTS[0], 3, 6).beams])
     return [*found, embeddings(llm)]
@@ -66,7 +79,9 @@ def embeddings(llm: LLM) -> list[bytes]:
         (request,) = make_requests(f"e{index}", [5, 6, 7, 8] * 9, params, 0, pooling=pooling)  # type: ignore[arg-type]
         engine.core.add_request(request, time.monotonic())
         while engine.core.has_work:
-            vectors += [one.pooled for one in engine.core.step(time.monotonic()) if one.pooled is not None]
+            vectors += [
+                one.pooled for one in engine.core.step(time.monotonic()) if one.pooled is not None
+            ]
     assert len(vectors) == 2
     return vectors
 
@@ -163,7 +178,9 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
 
 
 def check_sleep(llm: LLM) -> None:
-    """All ranks sleep and wake; what each would have to load again is refused, and the group lives on."""
+    """All ranks sleep and wake; what each would have to load again is refused, and the group lives
+    on.
+    """
     params = [SamplingParams(max_tokens=6, temperature=0)] * len(PROMPTS)
     before = [output.token_ids for output in llm.generate(PROMPTS, params)]
     for _ in range(2):
@@ -221,7 +238,9 @@ def check_interrupt(llm: LLM) -> None:
 
 
 def check_fork(llm: LLM) -> None:
-    """At its end a process ends its ranks; one that was forked from it has none, and leaves its parent's alone."""
+    """At its end a process ends its ranks; one that was forked from it has none, and leaves its
+    parent's alone.
+    """
     runner = llm.engine.runner
     assert isinstance(runner, ParallelRunner)
     with pytest.MonkeyPatch.context() as patch:
@@ -282,20 +301,30 @@ def test_what_a_rank_can_not_do_is_said(random_model: Path) -> None:
         LLM(random_model, device="cpu", tensor_parallel_size=800)
     assert time.monotonic() - started < 60  # before 800 processes are started
     with pytest.raises(CapacityError, match="does not fit"):
-        LLM(random_model, device="cpu", tensor_parallel_size=2, kv_cache_memory="1KiB", max_model_len=1024)
+        LLM(
+            random_model,
+            device="cpu",
+            tensor_parallel_size=2,
+            kv_cache_memory="1KiB",
+            max_model_len=1024,
+        )
     with pytest.raises(InvalidRequestError, match="tensor_parallel_size"):
         EngineConfig(tensor_parallel_size=0)
     with pytest.raises(DeviceError, match="0 GPUs"):
         ranks.rank_device("cuda", 0, 2)
 
 
-def test_a_rank_that_fails_while_loading_is_named(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_while_loading_is_named(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model that is not there, for the other ranks only."""
     source = resolve(str(random_model))
     original = ranks.Task
 
     def elsewhere(rank: int, source: Any, *rest: Any) -> ranks.Task:
-        return original(rank, type(source)(source.name, source.kind, source.path / "gone", source.origin), *rest)
+        return original(
+            rank, type(source)(source.name, source.kind, source.path / "gone", source.origin), *rest
+        )
 
     monkeypatch.setattr(ranks, "Task", elsewhere)
     with pytest.raises(EngineError, match=r"rank 1 \(process \d+\) failed: .*gone"):

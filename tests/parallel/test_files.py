@@ -34,12 +34,15 @@ from tests.test_quantized_exactness import widened
 CPU = torch.device("cpu")
 
 
-def files_of(spec: ModelSpec, pieces: list[Piece], folder: Path, dtype: torch.dtype = torch.float32) -> ModelFiles:
+def files_of(
+    spec: ModelSpec, pieces: list[Piece], folder: Path, dtype: torch.dtype = torch.float32
+) -> ModelFiles:
     """A checkpoint with random numbers for these pieces."""
     generator = torch.Generator().manual_seed(1)
     parameters = spec.parameters()
     tensors = {
-        one.name: torch.randn(one.shape(parameters[one.parameter]), generator=generator).to(dtype) for one in pieces
+        one.name: torch.randn(one.shape(parameters[one.parameter]), generator=generator).to(dtype)
+        for one in pieces
     }
     save_file(tensors, folder / "model.safetensors")
     return ModelFiles(spec, open_safetensors(folder), tuple(pieces))
@@ -52,7 +55,9 @@ def read_all(files: ModelFiles, quantization: str, kernels: Kernels) -> dict[str
         return {name: reading.pop(name) for name in plan.parameters}
 
 
-def check(files: ModelFiles, size: int, quantization: str = "auto", kernels: Kernels | None = None) -> None:
+def check(
+    files: ModelFiles, size: int, quantization: str = "auto", kernels: Kernels | None = None
+) -> None:
     kernels = kernels or CpuKernels()
     whole = read_all(files, quantization, kernels)
     total = sum(files.checkpoint.tensors[piece.name].num_bytes for piece in files.pieces)
@@ -110,7 +115,12 @@ def test_what_other_tools_pack_across_rows(tool: str, tmp_path: Path) -> None:
         "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, foreign.by_block),
         "pack-quantized": (
             foreign.compressed(
-                "pack-quantized", num_bits=4, type="int", symmetric=False, strategy="group", group_size=64
+                "pack-quantized",
+                num_bits=4,
+                type="int",
+                symmetric=False,
+                strategy="group",
+                group_size=64,
             ),
             foreign.pack_quantized(64, False),
         ),
@@ -122,7 +132,8 @@ def test_what_other_tools_pack_across_rows(tool: str, tmp_path: Path) -> None:
 
 
 def test_key_heads_that_several_ranks_keep(tmp_path: Path) -> None:
-    spec = SPECS["phi3"].with_layers(mixer=plain_attention(8, 2, 16))  # one tensor for query, key and value
+    # one tensor for query, key and value
+    spec = SPECS["phi3"].with_layers(mixer=plain_attention(8, 2, 16))
     check(files_of(spec, list(huggingface_pieces(spec, ())), tmp_path), 4)
 
 

@@ -40,13 +40,17 @@ def undecided(protocol: type, kernels: object) -> set[str]:
 
 
 def test_each_operation_is_named_once(ranks: Ranks) -> None:
-    kernels = ranks.run(lambda group: ParallelKernels(ReferenceKernels(), group, Division(SPEC, group.rank, 2)))[0]
+    kernels = ranks.run(
+        lambda group: ParallelKernels(ReferenceKernels(), group, Division(SPEC, group.rank, 2))
+    )[0]
     assert {"linear", "rms_norm", "record", "keep_between_"} <= operations(Kernels)
     assert undecided(Kernels, kernels) == set()
 
 
 def test_an_operation_that_the_protocol_gains_is_missed(ranks: Ranks) -> None:
-    kernels = ranks.run(lambda group: ParallelKernels(ReferenceKernels(), group, Division(SPEC, group.rank, 2)))[0]
+    kernels = ranks.run(
+        lambda group: ParallelKernels(ReferenceKernels(), group, Division(SPEC, group.rank, 2))
+    )[0]
     assert undecided(MoreKernels, kernels) == {"dot_product"}
     assert not hasattr(kernels, "gate")  # ReferenceKernels has it, the protocol does not
 

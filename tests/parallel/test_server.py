@@ -1,5 +1,6 @@
-"""A server whose engine has several ranks: a rank that dies is noticed even while nothing is computed, and the engine
-is started again."""
+"""A server whose engine has several ranks: a rank that dies is noticed even while nothing is
+computed, and the engine is started again.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ def ranks_of(pid: int) -> list[int]:
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         found += [int(child) for child in (task / "children").read_text().split()]
-    return [one for one in found if b"quire.parallel.rank" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    return [
+        one for one in found if b"quire.parallel.rank" in Path(f"/proc/{one}/cmdline").read_bytes()
+    ]
 
 
 def test_the_engine_is_started_again_when_a_rank_dies(random_model: Path) -> None:
@@ -24,7 +27,10 @@ def test_the_engine_is_started_again_when_a_rank_dies(random_model: Path) -> Non
         (rank,) = ranks_of(engine)
         os.kill(rank, signal.SIGKILL)
         wait_for(lambda: not Path(f"/proc/{engine}").exists(), "the engine to end")
-        wait_for(lambda: server.get("/ready").status_code == 200 and server.engine_pid != engine, "a new engine")
+        wait_for(
+            lambda: server.get("/ready").status_code == 200 and server.engine_pid != engine,
+            "a new engine",
+        )
         assert server.canary() == before
         assert f"rank 1 (process {rank}) was killed by SIGKILL" in server.log
         pids = [server.engine_pid, *ranks_of(server.engine_pid)]

@@ -1,4 +1,6 @@
-"""In which formats weights are on a device: as the loader chooses them, and as large as its kernels make them."""
+"""In which formats weights are on a device: as the loader chooses them, and as large as its kernels
+make them.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,18 @@ from quire.tools.plan.work import Rates
 H200, A100 = named_device("h200"), named_device("a100")
 CPU = PlannedDevice("a CPU", 16 * 2**30, Rates(50e9, 1e12), Shares(), "made up")
 BLOCKS = [format for format in FORMATS.values() if format.dtype is None]
-FP8_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
-AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+FP8_CONFIG = {
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
+}
+AWQ_CONFIG = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 128,
+    "version": "gemm",
+    "zero_point": True,
+}
 INT8_CONFIG = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
@@ -63,7 +75,9 @@ def with_quantization(folder: Path, shape: str, quantization: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("capability", [(0, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0)])
-def test_a_card_keeps_what_its_kernels_would(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+def test_a_card_keeps_what_its_kernels_would(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
     """The rule is the kernels' own, which ask the GPU that is there."""
     quantized = pytest.importorskip("quire.backends.triton.quantized")
     from quire.backends.triton.kernels import TritonKernels
@@ -73,14 +87,25 @@ def test_a_card_keeps_what_its_kernels_would(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr("quire.backends.triton.kernels.num_multiprocessors", lambda device: 132)
     kernels, real = CardKernels(capability, torch.bfloat16), TritonKernels()
     for format in FORMATS.values():
-        assert kernels.computes(format) is quantized.computes(format) is gpu_computes(format, capability)
-        if kernels.computes(format):  # so the loader refuses what does not fit before it reads it, as `quire plan` says
+        assert (
+            kernels.computes(format)
+            is quantized.computes(format)
+            is gpu_computes(format, capability)
+        )
+        # so the loader refuses what does not fit before it reads it, as `quire plan` says
+        if kernels.computes(format):
             parts = [(format, (96, 512)), (FORMATS["BF16"], (32, 512))]
             assert kernels.packed_bytes(parts) == real.packed_bytes(parts)
     kept = {format.name for format in FORMATS.values() if kernels.computes(format)}
     eight = {"FP8", "FP8_G128"}
     everything = {format.name for format in BLOCKS}
-    assert kept == (everything if capability >= (9, 0) else everything - eight if capability >= (8, 0) else set())
+    assert kept == (
+        everything
+        if capability >= (9, 0)
+        else everything - eight
+        if capability >= (8, 0)
+        else set()
+    )
     assert not any(CardKernels(capability, torch.float32).computes(format) for format in BLOCKS)
 
 
@@ -103,10 +128,13 @@ print(json.dumps(found))
 
 
 def test_packed_weights_are_as_large_as_the_kernels_make_them() -> None:
-    """Their `pack` is plain torch and runs here, too, in a process whose Triton does not interpret: then it has
-    Gluon."""
+    """Their `pack` is plain torch and runs here, too, in a process whose Triton does not interpret:
+    then it has Gluon.
+    """
     shapes = (64, 512), (80, 256), (48, 768), (3, 64, 256), (2, 80, 768)
-    cases = [(one.name, shape, card) for one in BLOCKS for shape in shapes for card in ((8, 0), (9, 0))]
+    cases = [
+        (one.name, shape, card) for one in BLOCKS for shape in shapes for card in ((8, 0), (9, 0))
+    ]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", PACK, json.dumps(cases)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -122,25 +150,32 @@ def test_formats_are_those_a_card_has_kernels_for() -> None:
     assert list(named(model, H200)) == ["bfloat16", "fp8", "int8", "int4"]
     assert list(named(model, A100)) == ["bfloat16", "int8", "int4"]
     sizes = {name: form.weight_bytes for name, form in named(model, H200).items()}
-    ends = 2 * model.spec.vocab_size * model.spec.hidden_size * 2  # embedding and head stay bfloat16
+    # embedding and head stay bfloat16
+    ends = 2 * model.spec.vocab_size * model.spec.hidden_size * 2
     assert sizes["fp8"] == sizes["int8"]
     assert sizes["fp8"] == pytest.approx((sizes["bfloat16"] - ends) / 2 + ends, rel=0.01)
     assert sizes["int4"] == pytest.approx((sizes["bfloat16"] - ends) * 5 / 16 + ends, rel=0.01)
-    experts = {name: form.weight_bytes for name, form in named(planned("qwen3-30b-a3b"), H200).items()}
+    experts = {
+        name: form.weight_bytes for name, form in named(planned("qwen3-30b-a3b"), H200).items()
+    }
     assert experts["fp8"] < 0.55 * experts["bfloat16"]  # stacks of matrices, too
 
 
 def test_on_a_cpu_the_usual_dtype_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     model = planned("qwen3-0.6b")
     for has_it, names in ((False, ["float32", "bfloat16"]), (True, ["bfloat16", "float32"])):
-        monkeypatch.setattr("quire.backends.cpu.device._multiplies_bfloat16", lambda has_it=has_it: has_it)
+        monkeypatch.setattr(
+            "quire.backends.cpu.device._multiplies_bfloat16", lambda has_it=has_it: has_it
+        )
         forms = list(forms_of(model, CPU))
         assert [form.name for form in forms] == [*names, "int8", "int4"]
         assert [form.option for form in forms[:2]] == ["dtype=auto", f"dtype={names[1]}"]
         # With quantised weights float32 on every machine, so that all give the same answers.
         assert {form.dtype for form in forms[2:]} == {torch.float32}
     forms_by_name = {form.name: form for form in forms}
-    assert forms_by_name["int4"].weight_bytes == pytest.approx(model.spec.num_parameters * 18 / 32, rel=0.01)
+    assert forms_by_name["int4"].weight_bytes == pytest.approx(
+        model.spec.num_parameters * 18 / 32, rel=0.01
+    )
     assert forms_by_name["int8"].weight_bytes == pytest.approx(model.spec.num_parameters, rel=0.01)
 
 
@@ -169,15 +204,20 @@ def test_on_a_gpu_a_ggufs_weights_stay_as_stored(smollm2_gguf: Path, device: Pla
     assert [form.option for form in forms.values()] == ["quantization=auto", "quantization=none"]
     ends = model.spec.vocab_size * model.spec.hidden_size * 2
     layers = model.spec.num_parameters - ends // 2
-    # Most inputs, 576, are no multiple of 128: codes are padded to it, scales and minima are of 32 bits.
+    # Most inputs, 576, are no multiple of 128: codes are padded to it, scales and minima are of 32
+    # bits.
     size = forms["as stored (Q4_1)"].weight_bytes - ends
     assert size == pytest.approx(6.2 / 8 * layers, rel=0.03)
 
 
 def test_the_loader_refuses_what_does_not_fit_once_it_is_packed(smollm2_gguf: Path) -> None:
     files = open_planned(str(smollm2_gguf)).files
-    plan = plan_weights(files, CardKernels((9, 0), torch.bfloat16), torch.bfloat16, torch.device("cuda"), "auto")
-    stored = sum(format.nbytes(shape) for name in plan.formats for format, shape in plan.stored(name))
+    plan = plan_weights(
+        files, CardKernels((9, 0), torch.bfloat16), torch.bfloat16, torch.device("cuda"), "auto"
+    )
+    stored = sum(
+        format.nbytes(shape) for name in plan.formats for format, shape in plan.stored(name)
+    )
     assert stored < plan.nbytes == check_weights_fit(plan, plan.nbytes)
     with pytest.raises(CapacityError, match="the model does not fit"):
         check_weights_fit(plan, (stored + plan.nbytes) // 2)
@@ -205,11 +245,15 @@ def test_a_config_that_says_how_weights_are_quantised(tmp_path: Path) -> None:
 
 def test_experts_in_mxfp4_as_gpt_oss_has_them(tmp_path: Path) -> None:
     plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
-    model = with_quantization(tmp_path, "gpt-oss-20b", {"quant_method": "mxfp4", "modules_to_not_convert": plain})
+    model = with_quantization(
+        tmp_path, "gpt-oss-20b", {"quant_method": "mxfp4", "modules_to_not_convert": plain}
+    )
     forms = named(model, H200)
     assert list(forms) == ["as stored (MXFP4)", "bfloat16 (expanded)"]
     # 19.1 billion numbers in experts at 4.25 bits, 1.8 billion others at 16.
-    assert forms["as stored (MXFP4)"].weight_bytes == pytest.approx(19.1e9 * 17 / 32 + 1.8e9 * 2, rel=0.03)
+    assert forms["as stored (MXFP4)"].weight_bytes == pytest.approx(
+        19.1e9 * 17 / 32 + 1.8e9 * 2, rel=0.03
+    )
     assert forms["bfloat16 (expanded)"].weight_bytes == pytest.approx(20.9e9 * 2, rel=0.01)
 
 
@@ -218,6 +262,14 @@ def test_the_command_with_a_quantised_model(tmp_path: Path) -> None:
     config.write_text(json.dumps(CONFIGS["qwen3-8b"] | {"quantization_config": FP8_CONFIG}))
     done = CliRunner().invoke(app, ["plan", str(config), "--gpu", "h200"])
     assert done.exit_code == 0
-    assert "It fits: quantization=auto, as stored (FP8_G128), 256 such requests at once." in done.stdout
-    told = json.loads(CliRunner().invoke(app, ["plan", str(config), "--gpu", "h200", "--json"]).stdout)
-    assert [form["weights"] for form in told["forms"]] == ["as stored (FP8_G128)", "bfloat16 (expanded)"]
+    assert (
+        "It fits: quantization=auto, as stored (FP8_G128), 256 such requests at once."
+        in done.stdout
+    )
+    told = json.loads(
+        CliRunner().invoke(app, ["plan", str(config), "--gpu", "h200", "--json"]).stdout
+    )
+    assert [form["weights"] for form in told["forms"]] == [
+        "as stored (FP8_G128)",
+        "bfloat16 (expanded)",
+    ]

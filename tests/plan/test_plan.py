@@ -92,7 +92,9 @@ def test_steps_of_answers_take_what_was_measured(name: str, rows: int, milliseco
         *(("int4", 1, 3.44), ("int4", 32, 3.97), ("int4", 256, 11.6)),
     ],
 )
-def test_steps_with_quantised_weights_take_what_was_measured(quantization: str, rows: int, milliseconds: float) -> None:
+def test_steps_with_quantised_weights_take_what_was_measured(
+    quantization: str, rows: int, milliseconds: float
+) -> None:
     """docs/performance.md, "Quantised weights, Qwen3-8B"."""
     model = planned("qwen3-8b")
     times = StepTimes(model.spec, H200, form_named(model, quantization))
@@ -100,7 +102,9 @@ def test_steps_with_quantised_weights_take_what_was_measured(quantization: str, 
 
 
 @pytest.mark.parametrize(("quantization", "tokens_per_second"), [("fp8", 67_128), ("int4", 40_979)])
-def test_prompts_with_quantised_weights_take_what_was_measured(quantization: str, tokens_per_second: float) -> None:
+def test_prompts_with_quantised_weights_take_what_was_measured(
+    quantization: str, tokens_per_second: float
+) -> None:
     model = planned("qwen3-8b")
     seconds = StepTimes(model.spec, H200, form_named(model, quantization)).prompt(*[2048] * 32)
     assert 32 * 2048 / seconds == pytest.approx(tokens_per_second, rel=0.15)
@@ -112,8 +116,12 @@ def test_whole_workloads_with_quantised_weights_take_what_was_measured(
 ) -> None:
     """Nothing was fitted to these lines."""
     model = planned("qwen3-8b")
-    seconds = workload_seconds(StepTimes(model.spec, H200, form_named(model, quantization)), jobs_of_nano())
-    assert sum(new for _, new in jobs_of_nano()) / seconds == pytest.approx(tokens_per_second, rel=0.15)
+    seconds = workload_seconds(
+        StepTimes(model.spec, H200, form_named(model, quantization)), jobs_of_nano()
+    )
+    assert sum(new for _, new in jobs_of_nano()) / seconds == pytest.approx(
+        tokens_per_second, rel=0.15
+    )
 
 
 def test_a_model_divided_among_devices() -> None:
@@ -122,7 +130,8 @@ def test_a_model_divided_among_devices() -> None:
     one, half = (estimate(model, H200, form, load) for form in (alone, two))
     assert one.plan is not None
     assert half.plan is not None
-    assert half.plan.num_tokens >= one.plan.num_tokens  # half of the key heads, and half of the weights
+    # half of the key heads, and half of the weights
+    assert half.plan.num_tokens >= one.plan.num_tokens
     assert 0.5 * one.step_seconds < half.step_seconds < 0.8 * one.step_seconds
     assert one.prompt_seconds / 2 < half.prompt_seconds < one.prompt_seconds
     # Four gathers a layer, and what a link adds.
@@ -136,18 +145,25 @@ def test_long_contexts_take_what_was_measured(context: int, milliseconds: float)
     assert 1e3 * times_of("qwen3-8b").step(16, context) == pytest.approx(milliseconds, rel=0.15)
 
 
-@pytest.mark.parametrize(("name", "tokens_per_second"), [("qwen3-0.6b", 400_469), ("qwen3-8b", 41_517)])
+@pytest.mark.parametrize(
+    ("name", "tokens_per_second"), [("qwen3-0.6b", 400_469), ("qwen3-8b", 41_517)]
+)
 def test_prompts_take_what_was_measured(name: str, tokens_per_second: float) -> None:
-    assert 32 * 2048 / times_of(name).prompt(*[2048] * 32) == pytest.approx(tokens_per_second, rel=0.15)
+    assert 32 * 2048 / times_of(name).prompt(*[2048] * 32) == pytest.approx(
+        tokens_per_second, rel=0.15
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens_per_second"), [("qwen3-0.6b", 24_900), ("qwen3-8b", 9_590), ("qwen3-30b-a3b", 6_261)]
+    ("name", "tokens_per_second"),
+    [("qwen3-0.6b", 24_900), ("qwen3-8b", 9_590), ("qwen3-30b-a3b", 6_261)],
 )
 def test_whole_workloads_take_what_was_measured(name: str, tokens_per_second: float) -> None:
     """Nothing was fitted to these lines."""
     seconds = workload_seconds(times_of(name), jobs_of_nano())
-    assert sum(new for _, new in jobs_of_nano()) / seconds == pytest.approx(tokens_per_second, rel=0.15)
+    assert sum(new for _, new in jobs_of_nano()) / seconds == pytest.approx(
+        tokens_per_second, rel=0.15
+    )
 
 
 def test_what_fits_is_what_the_allocator_says() -> None:
@@ -182,7 +198,11 @@ def test_a_rate_that_is_too_high_is_said_with_what_would_do() -> None:
     much = Load(2000, 500, rate=40.0, ttft=0.5)
     serving = serve(model, H200, found, much, 1)
     assert not serving.is_possible
-    (line,) = [line for line in advice(Findings(model, H200, 1, much, [found], serving)) if "too many" in line]
+    (line,) = [
+        line
+        for line in advice(Findings(model, H200, 1, much, [found], serving))
+        if "too many" in line
+    ]
     assert "such devices would do" in line
     spread = serve(model, H200, found, much, 8)
     assert spread.is_possible
@@ -201,7 +221,9 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_the_command_with_nothing_but_a_config(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIGS["qwen3-8b"]))
-    code, text = run("--model", str(config), "--gpu", "h200", "--input", "2000", "--output", "500", "--rate", "5")
+    code, text = run(
+        "--model", str(config), "--gpu", "h200", "--input", "2000", "--output", "500", "--rate", "5"
+    )
     assert code == 0
     assert "It fits: dtype=auto (bfloat16), 256 such requests at once." in text
     assert "At 5 requests a second about" in text
@@ -213,8 +235,12 @@ def test_the_command_with_nothing_but_a_config(tmp_path: Path) -> None:
     code, text = run("--model", str(config), "--gpu", "l4", "--input", "30000", "--output", "1000")
     assert code == 0
     assert "It fits: quantization=int8" in text
-    text = run("--model", str(config), "--gpu", "h200", "--gpus", "4", "--tensor-parallel-size", "2")[1]
-    assert "divided among 2 devices that gather over NVLink (computed, not measured), 2 times" in text
+    text = run(
+        "--model", str(config), "--gpu", "h200", "--gpus", "4", "--tensor-parallel-size", "2"
+    )[1]
+    assert (
+        "divided among 2 devices that gather over NVLink (computed, not measured), 2 times" in text
+    )
     assert "Each group of 2 devices holds the whole model" in text
 
 
@@ -229,7 +255,9 @@ def test_what_does_not_fit_one_device_may_fit_several(tmp_path: Path) -> None:
     told: dict[str, Any] = json.loads(text)
     assert code == 0
     assert (told["device"]["count"], told["tensor_parallel_size"]) == (2, 2)
-    config.write_text(json.dumps(CONFIGS["qwen3-8b"] | {"num_hidden_layers": 200, "intermediate_size": 122_880}))
+    config.write_text(
+        json.dumps(CONFIGS["qwen3-8b"] | {"num_hidden_layers": 200, "intermediate_size": 122_880})
+    )
     assert "Take a smaller model" in run("--model", str(config), "--gpu", "l4")[1]
 
 
@@ -240,7 +268,9 @@ def test_wrong_input_says_what_to_do(tmp_path: Path) -> None:
         run("--model", str(config), "--gpu", "voodoo2")
     with pytest.raises(InvalidRequestError, match="the model was made for 40,960"):
         run("--model", str(config), "--gpu", "h200", "--input", "50000")
-    with pytest.raises(InvalidRequestError, match="--gpus: 3 are not divisible by --tensor-parallel-size 2"):
+    with pytest.raises(
+        InvalidRequestError, match="--gpus: 3 are not divisible by --tensor-parallel-size 2"
+    ):
         run("--model", str(config), "--gpu", "h200", "--gpus", "3", "--tensor-parallel-size", "2")
     with pytest.raises(InvalidRequestError, match="only 32 query heads"):
         run("--model", str(config), "--gpu", "h200", "--tensor-parallel-size", "64")
@@ -257,21 +287,29 @@ def run_plan(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("name", "tokens_per_second"), [("qwen3-0.6b", 25_072), ("qwen3-8b", 9_579)])
+@pytest.mark.parametrize(
+    ("name", "tokens_per_second"), [("qwen3-0.6b", 25_072), ("qwen3-8b", 9_579)]
+)
 @pytest.mark.parametrize("source", ["ranges", "file"])
 def test_the_command_holds_its_15_percent_for_the_256_requests(
     name: str, tokens_per_second: float, source: str, tmp_path: Path
 ) -> None:
-    """With the mean lengths alone it was 18 and 21% above what was measured: the last answers have few beside them."""
+    """With the mean lengths alone it was 18 and 21% above what was measured: the last answers have
+    few beside them.
+    """
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIGS[name]))
     options = ["--requests", "256", "--input", "100-1024", "--output", "100-1024"]
     if source == "file":
-        (tmp_path / "jobs").write_text("# prompt answer\n\n" + "".join(f"{a} {b}\n" for a, b in jobs_of_nano()))
+        (tmp_path / "jobs").write_text(
+            "# prompt answer\n\n" + "".join(f"{a} {b}\n" for a, b in jobs_of_nano())
+        )
         options = ["--workload", str(tmp_path / "jobs")]
     found = run_plan(str(config), "--gpu", "h200", *options)
     assert found["requests"] == 256
-    assert found["forms"][0]["workload_tokens_per_second"] == pytest.approx(tokens_per_second, rel=0.15)
+    assert found["forms"][0]["workload_tokens_per_second"] == pytest.approx(
+        tokens_per_second, rel=0.15
+    )
 
 
 def test_more_requests_than_fit_wait_for_a_place() -> None:
@@ -318,14 +356,18 @@ def test_jobs_that_are_drawn_are_always_the_same_and_cover_their_ranges() -> Non
         ("5 5\n\ud800 5", "can't be read"),
     ],
 )
-def test_a_workload_that_is_wrong_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+def test_a_workload_that_is_wrong_is_refused_with_its_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "jobs"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(InvalidRequestError, match=message):
         read_jobs(path)
 
 
-@pytest.mark.parametrize("text", ["", "0", "-5", "5-", "9-5", "1.5", "five", "1-2-3", "9" * 5000, "٣"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "-5", "5-", "9-5", "1.5", "five", "1-2-3", "9" * 5000, "٣"]
+)
 @pytest.mark.parametrize("option", ["--input", "--output"])
 def test_lengths_that_are_wrong_are_refused_by_name(option: str, text: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"{option}: must be"):
@@ -335,5 +377,7 @@ def test_lengths_that_are_wrong_are_refused_by_name(option: str, text: str) -> N
 def test_a_workload_and_a_number_of_requests_are_not_given_together(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIGS["qwen3-0.6b"]))
-    done = CliRunner().invoke(app, ["plan", str(config), "--gpu", "h200", "--requests", "5", "--workload", "x"])
+    done = CliRunner().invoke(
+        app, ["plan", str(config), "--gpu", "h200", "--requests", "5", "--workload", "x"]
+    )
     assert done.exit_code != 0

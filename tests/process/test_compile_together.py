@@ -1,4 +1,6 @@
-"""What is made for a kernel when many are compiled at once; tests/gpu/test_compiling.py does so on a GPU."""
+"""What is made for a kernel when many are compiled at once; tests/gpu/test_compiling.py does so on
+a GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A build of a native library that is slow, killed, or met by another one. The compilers are scripts."""
+"""A build of a native library that is slow, killed, or met by another one. The compilers are
+scripts.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,14 @@ echo made > "$last"
 
     def start(self) -> subprocess.Popen[bytes]:
         """A build in a process of its own."""
-        command = [sys.executable, "-c", BUILD, str(self.compiler), str(self.sources), str(self.path)]
+        command = [
+            sys.executable,
+            "-c",
+            BUILD,
+            str(self.compiler),
+            str(self.sources),
+            str(self.path),
+        ]
         return subprocess.Popen(command, cwd=ROOT)
 
     def build(self) -> None:
@@ -94,7 +103,9 @@ def processes_of(folder: Path) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux's list of processes")
-def test_a_killed_build_leaves_no_compiler_and_the_next_goes_on_where_it_was(project: Project) -> None:
+def test_a_killed_build_leaves_no_compiler_and_the_next_goes_on_where_it_was(
+    project: Project,
+) -> None:
     project.slow_for(77.25)
     builder = project.start()
     objects = project.path.parent / "build-cpu-1234"
@@ -113,7 +124,9 @@ def test_a_killed_build_leaves_no_compiler_and_the_next_goes_on_where_it_was(pro
 
 
 def test_leftovers_of_other_builds_are_taken_away(project: Project) -> None:
-    """A compiler that outlived its parent may have written into a folder while that was removed: no lock is in it."""
+    """A compiler that outlived its parent may have written into a folder while that was removed: no
+    lock is in it.
+    """
     folder = project.path.parent
     folder.mkdir()
     (folder / "build-abc").mkdir()
@@ -156,7 +169,9 @@ def test_waiting_for_another_build_is_life_and_one_builds_at_a_time(
     assert is_whole(project.path)
 
 
-def test_one_that_never_ends_is_not_waited_for_for_ever(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_never_ends_is_not_waited_for_for_ever(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped, perhaps, while it held the lock: the other one's folder is left alone."""
     monkeypatch.setattr(native_library, "_BUILD_SECONDS", 0.5)
     theirs = project.path.parent / "build-cpu-1234"
@@ -169,7 +184,10 @@ def test_one_that_never_ends_is_not_waited_for_for_ever(project: Project, monkey
     finally:
         os.close(lock)
     assert is_whole(project.path)
-    assert sorted(path.name for path in project.path.parent.iterdir()) == ["build-cpu-1234", "cpu-1234.so"]
+    assert sorted(path.name for path in project.path.parent.iterdir()) == [
+        "build-cpu-1234",
+        "cpu-1234.so",
+    ]
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux's list of processes")

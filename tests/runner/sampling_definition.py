@@ -31,7 +31,9 @@ def before_temperature(logits: list[float], job: Job) -> list[float]:
         if params.repetition_penalty != 1:
             positive = scores[token] > 0
             scores[token] = (
-                scores[token] / params.repetition_penalty if positive else scores[token] * params.repetition_penalty
+                scores[token] / params.repetition_penalty
+                if positive
+                else scores[token] * params.repetition_penalty
             )
     for token, count in counts.items():
         scores[token] -= params.frequency_penalty * count + params.presence_penalty
@@ -54,7 +56,9 @@ def forbidden(token: int, job: Job) -> bool:
             return True
     n = params.no_repeat_ngram_size
     ngram = [*history, token][-n:]
-    return 0 < n <= len(history) and any(history[i : i + n] == ngram for i in range(len(history) - n + 1))
+    return 0 < n <= len(history) and any(
+        history[i : i + n] == ngram for i in range(len(history) - n + 1)
+    )
 
 
 def dry_penalty(token: int, job: Job) -> float:
@@ -66,7 +70,11 @@ def dry_penalty(token: int, job: Job) -> float:
         if history[place + 1] != token:
             continue
         n = 0
-        while n <= place and history[place - n] == history[-1 - n] and history[place - n] not in breakers:
+        while (
+            n <= place
+            and history[place - n] == history[-1 - n]
+            and history[place - n] not in breakers
+        ):
             n += 1
         longest = max(longest, n)
     if longest < params.dry_allowed_length:
@@ -76,8 +84,9 @@ def dry_penalty(token: int, job: Job) -> float:
 
 
 def kept(scores: list[float], job: Job, near: float = 1e-4) -> list[float]:
-    """What the filters leave of scores already divided by the temperature. Raises Unclear where a decision
-    hangs on less than `near`."""
+    """What the filters leave of scores already divided by the temperature. Raises Unclear where a
+    decision hangs on less than `near`.
+    """
     params = job.params
     if params.top_n_sigma:
         scores = within_sigma(scores, params.top_n_sigma, near)
@@ -136,7 +145,9 @@ def nucleus(scores: list[float], costs: list[float], wanted: float, near: float)
     for score, cost in zip(scores, costs, strict=True):
         if score not in (scores[last], NEVER) and abs(cost - costs[last]) < near:
             raise Unclear
-    return [score if cost <= costs[last] else NEVER for score, cost in zip(scores, costs, strict=True)]
+    return [
+        score if cost <= costs[last] else NEVER for score, cost in zip(scores, costs, strict=True)
+    ]
 
 
 def without_top_choices(scores: list[float], job: Job, near: float) -> list[float]:

@@ -1,4 +1,6 @@
-"""Rows to sample, built from requests as the runner builds them, and what the filters made of their scores."""
+"""Rows to sample, built from requests as the runner builds them, and what the filters made of their
+scores.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class RecordingKernels(CpuKernels):
 
     scores: Tensor
 
-    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def gumbel_argmax(
+        self, logits: Tensor, temperature: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor]:
         self.scores = logits / torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
         return super().gumbel_argmax(logits, temperature, keys)
 
@@ -70,9 +74,15 @@ class Batch:
 
 
 def make_batch(
-    jobs: Sequence[Job], vocab_size: int, kernels: Kernels | None = None, first_row: int = 0, device: torch.device = CPU
+    jobs: Sequence[Job],
+    vocab_size: int,
+    kernels: Kernels | None = None,
+    first_row: int = 0,
+    device: torch.device = CPU,
 ) -> Batch:
-    """As the runner makes it; request rows are not the rows of logits, and were someone else's before."""
+    """As the runner makes it; request rows are not the rows of logits, and were someone else's
+    before.
+    """
     longest = max(len(job.history) for job in jobs)
     rows = RequestRows(len(jobs) + first_row, longest + 8, 16, device)
     rows.token_ids.fill_(vocab_size - 1)
@@ -101,12 +111,18 @@ def make_batch(
     masks = None
     if any(job.mask is not None for job in jobs):
         everything = torch.ones(vocab_size, dtype=torch.bool)
-        masks = torch.stack([pack(everything if job.mask is None else job.mask) for job in jobs]).to(device)
-    draws = sampler.draws(np.array(order), np.array([len(job.history) for job in jobs]), rows.token_ids)
+        masks = torch.stack(
+            [pack(everything if job.mask is None else job.mask) for job in jobs]
+        ).to(device)
+    draws = sampler.draws(
+        np.array(order), np.array([len(job.history) for job in jobs]), rows.token_ids
+    )
     return Batch(sampler, replace(draws, masks=masks))
 
 
-def run(logits: Tensor, jobs: Sequence[Job], kernels: RecordingKernels) -> tuple[SampledTokens, Tensor]:
+def run(
+    logits: Tensor, jobs: Sequence[Job], kernels: RecordingKernels
+) -> tuple[SampledTokens, Tensor]:
     """The tokens and the scores they were chosen from (divided by the temperature)."""
     tokens = make_batch(jobs, logits.shape[1], kernels).sample(logits.clone())
     return tokens, kernels.scores

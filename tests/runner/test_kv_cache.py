@@ -17,12 +17,18 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("by_dimension", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_a_block_takes_what_the_plan_says_and_comes_back_from_the_host(dtype: torch.dtype, by_dimension: bool) -> None:
+def test_a_block_takes_what_the_plan_says_and_comes_back_from_the_host(
+    dtype: torch.dtype, by_dimension: bool
+) -> None:
     spec, blocks = SPECS["qwen3"], 5
     cache = KVCache(spec, blocks, 2, 8, dtype, CPU, by_dimension)
     assert all(layer.keys_by_dimension == by_dimension for layer in cache.layers)
-    parts = [[part for part in (c.keys, c.values, *c.scales) if part is not None] for c in cache.layers]
-    assert sum(part.nbytes for layer in parts for part in layer) == blocks * token_bytes(spec, 8, dtype)
+    parts = [
+        [part for part in (c.keys, c.values, *c.scales) if part is not None] for c in cache.layers
+    ]
+    assert sum(part.nbytes for layer in parts for part in layer) == blocks * token_bytes(
+        spec, 8, dtype
+    )
     for part in (part for layer in parts for part in layer):
         part.copy_(torch.randint(-100, 100, part.shape))
     kept = [part[2].clone() for layer in parts for part in layer]

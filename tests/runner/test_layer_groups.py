@@ -20,18 +20,23 @@ from tests.random_models import SPECS
 @pytest.mark.parametrize(
     ("shape", "size", "full", "windowed", "window"),
     [
-        ("gemma-3-4b", 5, 1, 6, 1024),  # 5 layers without a window and 29 with one: one place stays empty
+        # 5 layers without a window and 29 with one: one place stays empty
+        ("gemma-3-4b", 5, 1, 6, 1024),
         ("gpt-oss-20b", 12, 1, 1, 128),
         ("qwen3-0.6b", 28, 1, 0, 0),
     ],
 )
-def test_groups_of_true_shapes(shape: str, size: int, full: int, windowed: int, window: int) -> None:
+def test_groups_of_true_shapes(
+    shape: str, size: int, full: int, windowed: int, window: int
+) -> None:
     spec = spec_of(shape)
     groups = LayerGroups.of(spec, 16, torch.bfloat16)
     assert max(map(len, groups.members)) == size
     assert groups.kept == (BlockGroup(),) * full + (BlockGroup("window", window),) * windowed
     assert groups.is_uniform
-    assert groups.block_bytes == size * token_bytes(spec, 16, torch.bfloat16) // (size * (full + windowed))
+    assert groups.block_bytes == size * token_bytes(spec, 16, torch.bfloat16) // (
+        size * (full + windowed)
+    )
     assert sorted(layer for own in groups.members for layer in own) == list(range(spec.num_layers))
     for group, own in enumerate(groups.members):
         kinds = {spec.layers[layer].mixers[0].sliding_window is not None for layer in own}
@@ -55,22 +60,29 @@ def test_layers_of_a_group_have_memory_of_their_own() -> None:
     cache = KVCache(spec, 5, 0, 16, torch.float32, torch.device("cpu"), groups=groups)
     assert [layer.group for layer in cache.layers] == [1, 0, 1, 0]
     addresses = [layer.keys.data_ptr() for layer in cache.layers]
-    assert addresses[0] == addresses[1] != addresses[2] == addresses[3]  # whichever group a block is of
+    # whichever group a block is of
+    assert addresses[0] == addresses[1] != addresses[2] == addresses[3]
     held = sum({layer.keys.data_ptr(): 2 * layer.keys.nbytes for layer in cache.layers}.values())
     assert held == 5 * token_bytes(spec, 16, torch.float32, groups) // 2
 
 
 def planned(spec: ModelSpec, memory: str, length: int = 65_536) -> tuple[int, float]:
     """Tokens in all, and how many requests of a length run at once."""
-    config = EngineConfig(device="cpu", max_model_len=length, kv_cache_memory=memory, max_num_seqs=64)
+    config = EngineConfig(
+        device="cpu", max_model_len=length, kv_cache_memory=memory, max_num_seqs=64
+    )
     groups, needs = LayerGroups.of(spec, 16, torch.bfloat16, 1, length), Needs(weights=0)
-    plan = plan_cache(spec, config, config.limits(on_gpu=False), torch.bfloat16, 2**40, needs, groups)
+    plan = plan_cache(
+        spec, config, config.limits(on_gpu=False), torch.bfloat16, 2**40, needs, groups
+    )
     return plan.num_tokens, (plan.num_blocks - 1) / plan.blocks_at(length)
 
 
 def test_windows_make_room_for_more_requests() -> None:
     spec = spec_of("gemma-3-4b")
-    plain = replace(spec, layers=tuple(replace(one, mixer=spec.layers[5].mixer) for one in spec.layers))
+    plain = replace(
+        spec, layers=tuple(replace(one, mixer=spec.layers[5].mixer) for one in spec.layers)
+    )
     tokens, at_once = planned(spec, "64GiB")
     all_tokens, all_at_once = planned(plain, "64GiB")
     assert 0.96 * all_tokens < tokens <= all_tokens  # an empty place in 35

@@ -1,4 +1,6 @@
-"""Layers that keep different things share blocks of equal bytes; no number lies where another one does."""
+"""Layers that keep different things share blocks of equal bytes; no number lies where another one
+does.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from quire.errors import CapacityError, UnsupportedModelError
 from quire.kernels.layer_state import LayerState, StoredPart
 from quire.models.config_parts import plain_attention
 from quire.runner.kv_cache import KVCache
-from quire.runner.layer_groups import MOST_GROUPS, LayerGroups, group_layers, layer_bytes, part_bytes, state_places
+from quire.runner.layer_groups import (
+    MOST_GROUPS,
+    LayerGroups,
+    group_layers,
+    layer_bytes,
+    part_bytes,
+    state_places,
+)
 from quire.runner.memory import CachePlan, Needs, blocks_at, plan_cache
 from quire.runner.request_rows import RequestRows
 from quire.sampling_params import SamplingParams
@@ -34,15 +43,27 @@ def keys_and_values(heads: int, head_dim: int, window: int = 0, num_heads: int =
 
 
 def recurrent(chunk: int = 64, heads: int = 32, size: int = 128) -> LayerState:
-    """As of gated delta rules: key, change and decay of each token since the chunk's begin, and a matrix per head."""
-    records = (StoredPart(heads, (size,), FP32), StoredPart(heads, (size,), FP32), StoredPart(heads, (), FP32))
+    """As of gated delta rules: key, change and decay of each token since the chunk's begin, and a
+    matrix per head.
+    """
+    records = (
+        StoredPart(heads, (size,), FP32),
+        StoredPart(heads, (size,), FP32),
+        StoredPart(heads, (), FP32),
+    )
     return LayerState(records, "records", chunk, heads, (StoredPart(heads, (size, size), FP32),))
 
 
-GEMMA_4 = [keys_and_values(2, 512) if i % 6 == 5 else keys_and_values(4, 256, 1024) for i in range(30)]
+GEMMA_4 = [
+    keys_and_values(2, 512) if i % 6 == 5 else keys_and_values(4, 256, 1024) for i in range(30)
+]
 LATENT = [LayerState((StoredPart(1, (576,), BF16),), num_heads=16)] * 27
 QWEN_35 = [keys_and_values(4, 256, num_heads=16) if i % 4 == 3 else recurrent() for i in range(32)]
-LARGE: dict[str, list[LayerState | None]] = {"gemma 4": [*GEMMA_4], "latent": [*LATENT], "qwen 3.5": [*QWEN_35]}
+LARGE: dict[str, list[LayerState | None]] = {
+    "gemma 4": [*GEMMA_4],
+    "latent": [*LATENT],
+    "qwen 3.5": [*QWEN_35],
+}
 
 SMALL: list[LayerState | None] = [
     recurrent(16, 3, 4),
@@ -116,12 +137,20 @@ def test_blocks_hold_at_least_one_head_of_a_state() -> None:
 
 @pytest.mark.parametrize("size", [5, 9])
 def test_heads_of_a_state_are_aligned_in_every_block(size: int) -> None:
-    """Blocks of 50 or 162 bytes could hold one head, but in every second one it would begin amid a word."""
-    state = LayerState((StoredPart(1, (1,), FP32),), "records", 4, 1, (StoredPart(3, (size, size), BF16),))
+    """Blocks of 50 or 162 bytes could hold one head, but in every second one it would begin amid a
+    word.
+    """
+    state = LayerState(
+        (StoredPart(1, (1,), FP32),), "records", 4, 1, (StoredPart(3, (size, size), BF16),)
+    )
     cache, groups = cache_of([state, keys_and_values(1, 3)], 3, 0)
     assert groups.block_bytes % 16 == 0
     views = [cache.state_head(0, head)[1] for head in range(3)]
-    assert all((view[block].data_ptr() - views[0][0].data_ptr()) % 16 == 0 for view in views for block in range(3))
+    assert all(
+        (view[block].data_ptr() - views[0][0].data_ptr()) % 16 == 0
+        for view in views
+        for block in range(3)
+    )
 
 
 @pytest.mark.parametrize("block_bytes", [512, 700, 1024, 100_000])
@@ -143,7 +172,9 @@ def test_heads_of_a_state_are_whole_and_apart(block_bytes: int) -> None:
     assert {number for number, _, _ in taken} == set(range(len(used)))
 
 
-def cache_of(states: list[LayerState | None], num_blocks: int, num_host: int) -> tuple[KVCache, LayerGroups]:
+def cache_of(
+    states: list[LayerState | None], num_blocks: int, num_host: int
+) -> tuple[KVCache, LayerGroups]:
     """Its `layers`, which attention reads, need keys and values; `places` and states need nothing."""
     groups = group_layers(states, 4)
     spec = replace(SPECS["llama"], layers=())
@@ -151,10 +182,14 @@ def cache_of(states: list[LayerState | None], num_blocks: int, num_host: int) ->
 
 
 def contents(cache: KVCache, groups: LayerGroups, kind: int) -> list[Tensor]:
-    """What a block of one group holds, or (the last kinds) each of a state: [num_blocks, ...] per part."""
+    """What a block of one group holds, or (the last kinds) each of a state: [num_blocks, ...] per
+    part.
+    """
     if kind < len(groups.members):
         return [part for place in groups.members[kind] for part in cache.places[place]]
-    heads = [(part, head) for part, stored in enumerate(groups.carried) for head in range(stored.heads)]
+    heads = [
+        (part, head) for part, stored in enumerate(groups.carried) for head in range(stored.heads)
+    ]
     found = (cache.state_head(part, head) for part, head in heads)
     return [view for number, view in found if number == kind - len(groups.members)]
 
@@ -179,7 +214,10 @@ def test_no_number_lies_where_another_one_does(order: int) -> None:
     kinds, source = num_kinds(groups), torch.Generator().manual_seed(order)
     views = [contents(cache, groups, kind) for kind in range(kinds)]
     kind_of = [(block + order) % kinds for block in range(12)]
-    expected = {block: written(views[kind_of[block]], block, source) for block in torch.randperm(12).tolist()}
+    expected = {
+        block: written(views[kind_of[block]], block, source)
+        for block in torch.randperm(12).tolist()
+    }
     for block, numbers in expected.items():
         for view, one in zip(views[kind_of[block]], numbers, strict=True):
             assert torch.equal(view[block], one)
@@ -191,7 +229,9 @@ def test_views_have_the_shapes_that_layers_keep() -> None:
     for members, state in zip(groups.members, groups.states, strict=True):
         for place in members:
             shapes = [(view.shape, view.dtype) for view in cache.places[place]]
-            assert shapes == [((3, part.heads, 4, *part.shape), part.dtype) for part in state.per_token]
+            assert shapes == [
+                ((3, part.heads, 4, *part.shape), part.dtype) for part in state.per_token
+            ]
     assert part_bytes(StoredPart(3, (), torch.int8), 3) == 12  # nine bytes, in whole words
     assert groups.state is not None
     seen = set()
@@ -223,16 +263,21 @@ def test_a_requests_blocks_are_counted_with_its_states() -> None:
     assert groups.state is not None
     states, records = 2 * groups.state.num_blocks, len(groups.kept) - 1
     assert blocks_at(groups, 10, BLOCK) == states + 1 + records
-    assert blocks_at(groups, 1000, BLOCK) == states + 63 + 4 * records  # of records, a chunk at most
+    # of records, a chunk at most
+    assert blocks_at(groups, 1000, BLOCK) == states + 63 + 4 * records
     gemma = group_layers(LARGE["gemma 4"], BLOCK)
     assert blocks_at(gemma, 100, BLOCK) == 6 * 7
     assert blocks_at(gemma, 16_000, BLOCK) == 1000 + 5 * 65
 
 
 def planned(groups: LayerGroups, memory: str, length: int | None) -> CachePlan:
-    config = EngineConfig(device="cpu", max_model_len=length, kv_cache_memory=memory, max_num_seqs=4)
+    config = EngineConfig(
+        device="cpu", max_model_len=length, kv_cache_memory=memory, max_num_seqs=4
+    )
     spec = replace(SPECS["llama"], max_position=262_144)
-    return plan_cache(spec, config, config.limits(on_gpu=False), BF16, 2**40, Needs(weights=0), groups)
+    return plan_cache(
+        spec, config, config.limits(on_gpu=False), BF16, 2**40, Needs(weights=0), groups
+    )
 
 
 def test_a_plan_leaves_room_for_states() -> None:
@@ -241,7 +286,8 @@ def test_a_plan_leaves_room_for_states() -> None:
     count, states = len(groups.members), 2 * groups.state.num_blocks
     plan = planned(groups, "8GiB", 4096)
     assert plan.bytes_per_block == groups.block_bytes
-    assert plan.nbytes <= 8 * 2**30 < plan.nbytes + 2 * count * groups.block_bytes  # the rest is for kept states
+    # the rest is for kept states
+    assert plan.nbytes <= 8 * 2**30 < plan.nbytes + 2 * count * groups.block_bytes
     assert plan.num_blocks - 1 >= states + 256 * count
     assert "every request has two" in plan.describe()
     # Just enough for one request: a little less is refused.
@@ -279,15 +325,23 @@ def test_an_admitted_request_brings_the_tables_of_its_states() -> None:
     assert rows.state_tables[:, 0].tolist() == [[7, 8, 9], [14, 15, 16]]
     assert not rows.state_tables[:, [1, 3]].any()
     assert rows.block_tables[:, 2, 0].tolist() == [10, 11]
-    rows.apply(Step(step_id=1, now=0.0, scheduled=(), admitted=(admit(2, (17, 18), ((20,) * 3, (21,) * 3)),)))
+    rows.apply(
+        Step(
+            step_id=1, now=0.0, scheduled=(), admitted=(admit(2, (17, 18), ((20,) * 3, (21,) * 3)),)
+        )
+    )
     assert rows.state_tables[:, 2].tolist() == [[20] * 3, [21] * 3]
     assert rows.state_tables[:, 0].tolist() == [[7, 8, 9], [14, 15, 16]]
 
 
 def test_places_of_a_models_layers_follow_its_spec() -> None:
-    """Two head sizes: attention's caches are views of the same blocks, and each mixer has its group's heads."""
+    """Two head sizes: attention's caches are views of the same blocks, and each mixer has its
+    group's heads.
+    """
     layers = SPECS["llama"].layers
-    spec = replace(SPECS["llama"], layers=(replace(layers[0], mixer=plain_attention(4, 2, 32)), layers[1]) * 2)
+    spec = replace(
+        SPECS["llama"], layers=(replace(layers[0], mixer=plain_attention(4, 2, 32)), layers[1]) * 2
+    )
     groups = LayerGroups.of(spec, 8, FP32)
     cache = KVCache(spec, 5, 0, 8, FP32, CPU, groups=groups)
     assert [layer.keys.shape for layer in cache.layers] == [(5, 2, 8, 32), (5, 2, 8, 16)] * 2

@@ -1,4 +1,6 @@
-"""Nothing between a step's logits and its tokens makes the host wait for the GPU, whatever is asked for."""
+"""Nothing between a step's logits and its tokens makes the host wait for the GPU, whatever is asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ def test_processors_and_rows_without_a_choice() -> None:
     twice_without_waiting(lambda: draw(batch, logits))
     failures = draw(batch, logits).failures()
     assert list(failures) == [0, 1, 3]
-    assert [word in failures[i] for i, word in ((0, "processor"), (1, "no token"), (3, "NaN"))] == [True] * 3
+    assert [word in failures[i] for i, word in ((0, "processor"), (1, "no token"), (3, "NaN"))] == [
+        True
+    ] * 3
 
 
 @pytest.mark.gpu
@@ -135,7 +139,9 @@ def test_scores() -> None:
 
     twice_without_waiting(score)
     got = read_scores([tensor.cpu() for tensor in score()], num_top)
-    scored = score_rows(logits.cpu(), lambda hidden: hidden, tokens.cpu(), max(num_top), ReferenceKernels())
+    scored = score_rows(
+        logits.cpu(), lambda hidden: hidden, tokens.cpu(), max(num_top), ReferenceKernels()
+    )
     for mine, expected in zip(got, read_scores(scored, num_top), strict=True):
         assert (mine.token_id, mine.rank) == (expected.token_id, expected.rank)
         assert [token_id for token_id, _ in mine.top] == [token_id for token_id, _ in expected.top]
@@ -157,7 +163,12 @@ def test_admission() -> None:
 
 @pytest.mark.gpu
 def test_uploads() -> None:
-    arrays = [np.arange(5), np.zeros((0, 3), np.float32), np.array([True, False]), np.arange(6.0).reshape(2, 3).T]
+    arrays = [
+        np.arange(5),
+        np.zeros((0, 3), np.float32),
+        np.array([True, False]),
+        np.arange(6.0).reshape(2, 3).T,
+    ]
     uploader = Uploader(DEVICE)
     twice_without_waiting(lambda: [uploader.upload(*arrays), uploader.upload(arrays[0])])
     for array, tensor in zip(arrays, uploader.upload(*arrays), strict=True):
@@ -168,7 +179,12 @@ def test_uploads() -> None:
 
 def test_uploads_keep_shapes_and_values() -> None:
     records = np.zeros(1, dtype=[("flag", np.bool_), ("number", np.float32)])
-    arrays = [np.arange(5), np.zeros((0, 3), np.float32), records["number"][:, None], np.arange(6.0).reshape(2, 3).T]
+    arrays = [
+        np.arange(5),
+        np.zeros((0, 3), np.float32),
+        records["number"][:, None],
+        np.arange(6.0).reshape(2, 3).T,
+    ]
     for array, tensor in zip(arrays, Uploader(torch.device("cpu")).upload(*arrays), strict=True):
         assert np.array_equal(tensor.numpy(), array)
         assert tensor.is_contiguous()

@@ -1,4 +1,6 @@
-"""A device of another kind needs a `Device` and kernels, nothing else: the engine runs on one it has never seen."""
+"""A device of another kind needs a `Device` and kernels, nothing else: the engine runs on one it
+has never seen.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ from tests.random_models import SPECS, Bench, random_decoder
 from tests.test_exactness import workload
 
 CPU = torch.device("cpu")
-PROMPTS = [[(7 * i + start) % 97 for i in range(length)] for start, length in ((0, 3), (5, 40), (5, 33), (9, 1))]
+PROMPTS = [
+    [(7 * i + start) % 97 for i in range(length)]
+    for start, length in ((0, 3), (5, 40), (5, 33), (9, 1))
+]
 
 
 def halve(history: Tensor, scores: Tensor) -> Tensor:
@@ -37,7 +42,9 @@ def halve(history: Tensor, scores: Tensor) -> Tensor:
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=12),
-    SamplingParams(temperature=1.0, seed=3, top_p=0.9, max_tokens=9, logprobs=2, repetition_penalty=1.2),
+    SamplingParams(
+        temperature=1.0, seed=3, top_p=0.9, max_tokens=9, logprobs=2, repetition_penalty=1.2
+    ),
     SamplingParams(temperature=0.7, seed=4, top_k=5, max_tokens=14, logits_processors=(halve,)),
     SamplingParams(temperature=1.3, seed=5, max_tokens=10, n=2, logit_bias={3: 1.0}),
 ]
@@ -90,13 +97,22 @@ def test_an_engine_on_another_device_gives_the_same_answers(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-def test_blocks_on_the_host_and_logits_are_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_on_the_host_and_logits_are_the_same(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With little room, a host tier, preemption, and two steps in flight."""
 
     def run(depth: int) -> tuple[dict[str, list[int]], dict[tuple[str, int], Tensor], int]:
         decoder = random_decoder(SPECS[family], select_kernels(CPU, torch.float32), torch.float32)
-        sizes = {"num_blocks": 16, "num_host_blocks": 64, "max_num_seqs": 8, "max_batched_tokens": 96}
-        found = Bench(decoder, preempt_every=4, depth=depth, **sizes).run(*workload(12, seed=1, longest=100))
+        sizes = {
+            "num_blocks": 16,
+            "num_host_blocks": 64,
+            "max_num_seqs": 8,
+            "max_batched_tokens": 96,
+        }
+        found = Bench(decoder, preempt_every=4, depth=depth, **sizes).run(
+            *workload(12, seed=1, longest=100)
+        )
         return found.tokens, found.logits, found.host_tokens
 
     tokens, logits, _ = run(1)
@@ -120,14 +136,22 @@ def test_results_are_not_read_before_they_are_there(monkeypatch: pytest.MonkeyPa
     assert seen == [[0, 1, 2, 3]]
 
 
-def test_a_buffer_is_not_written_before_its_last_copy_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_is_not_written_before_its_last_copy_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     use_late_device(monkeypatch)
     uploader = Uploader(CPU)
-    arrays = np.arange(5), np.zeros((0, 3), np.float32), np.array([True, False]), np.arange(6.0).reshape(2, 3).T
+    arrays = (
+        np.arange(5),
+        np.zeros((0, 3), np.float32),
+        np.array([True, False]),
+        np.arange(6.0).reshape(2, 3).T,
+    )
     for _ in range(10):
         for array, tensor in zip(arrays, uploader.upload(*arrays), strict=True):
             assert np.array_equal(tensor.numpy(), array)
-    assert 1 < LateDevice.used["pinned"] < 10  # some are used again, none while its event has not come
+    # some are used again, none while its event has not come
+    assert 1 < LateDevice.used["pinned"] < 10
 
 
 def test_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +159,11 @@ def test_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     use_late_device(monkeypatch)
     found = EngineMemory(CPU).look(1.0)
     used = {name: size for name, size in found.items() if name.startswith("gpu")}
-    assert used == {"gpu_memory_used": 2**28, "gpu_memory_total": 2**29, "gpu_memory_allocated": 2**20}
+    assert used == {
+        "gpu_memory_used": 2**28,
+        "gpu_memory_total": 2**29,
+        "gpu_memory_allocated": 2**20,
+    }
 
 
 def graph_runner(decoder: Decoder, num_blocks: int, max_num_seqs: int) -> Runner:
@@ -159,7 +187,10 @@ def test_graphs_of_another_device_give_the_same_answers(monkeypatch: pytest.Monk
     use_late_device(monkeypatch)
     spec = SPECS["llama"]
     decoder = random_decoder(replace(spec, layers=spec.layers[:1]), TritonKernels(), torch.float32)
-    params = [SamplingParams(temperature=0, max_tokens=5), SamplingParams(temperature=0.7, seed=4, max_tokens=4)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=5),
+        SamplingParams(temperature=0.7, seed=4, max_tokens=4),
+    ]
 
     def run(has_graphs: bool) -> dict[str, list[int]]:
         bench = Bench(decoder, max_num_seqs=2, depth=2, observes=False)

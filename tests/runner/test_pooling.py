@@ -1,4 +1,6 @@
-"""Pooled hidden states on small random models: the definition, and the same bits under every condition."""
+"""Pooled hidden states on small random models: the definition, and the same bits under every
+condition.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,23 @@ from quire.step import Admission, Pooling, ScheduledRequest
 from tests.random_models import SPECS, Bench, random_decoder
 
 PARAMS = SamplingParams(max_tokens=1, temperature=0)
-PROMPTS = [[(7 * i + j) % 97 for i in range(length)] for j, length in enumerate((1, 5, 37, 100, 64))]
+PROMPTS = [
+    [(7 * i + j) % 97 for i in range(length)] for j, length in enumerate((1, 5, 37, 100, 64))
+]
 
 
 def vectors(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], pooling: Pooling, company: int = 0, **knobs: Any
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    pooling: Pooling,
+    company: int = 0,
+    **knobs: Any,
 ) -> list[bytes]:
     bench = Bench(decoder, **knobs)
     for index in range(company):
-        for request in make_requests(f"company-{index}", PROMPTS[3], SamplingParams(max_tokens=20, seed=index), index):
+        for request in make_requests(
+            f"company-{index}", PROMPTS[3], SamplingParams(max_tokens=20, seed=index), index
+        ):
             bench.core.add_request(request, 0.0)
     for index, prompt in enumerate(prompts):
         for request in make_requests(str(index), prompt, PARAMS, 0, pooling=pooling):
@@ -48,7 +58,11 @@ def vectors(
     return [found[str(index)] for index in range(len(prompts))]
 
 
-@pytest.fixture(scope="module", params=[("llama", torch.float32), ("qwen3_moe", torch.bfloat16)], ids=["llama", "moe"])
+@pytest.fixture(
+    scope="module",
+    params=[("llama", torch.float32), ("qwen3_moe", torch.bfloat16)],
+    ids=["llama", "moe"],
+)
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     family, dtype = request.param
     return random_decoder(SPECS[family], select_kernels(torch.device("cpu"), dtype, "auto"), dtype)
@@ -61,7 +75,13 @@ def test_the_same_bits_whatever_happens(decoder: Decoder, pooling: Pooling) -> N
         {},
         {"max_batched_tokens": 9, "max_num_seqs": 9},
         {"company": 6, "max_batched_tokens": 32, "max_num_seqs": 16},
-        {"company": 3, "preempt_every": 2, "max_batched_tokens": 24, "max_num_seqs": 8, "num_host_blocks": 64},
+        {
+            "company": 3,
+            "preempt_every": 2,
+            "max_batched_tokens": 24,
+            "max_num_seqs": 8,
+            "num_host_blocks": 64,
+        },
         {"num_blocks": 9},
     ]
     for knobs in conditions:
@@ -74,7 +94,9 @@ def test_the_vectors_are_what_they_are_defined_to_be() -> None:
     bench = Bench(decoder)
     original = bench.runner._pooling.add
 
-    def spy(outputs: StepOutputs, scheduled: Sequence[ScheduledRequest], hidden: torch.Tensor) -> None:
+    def spy(
+        outputs: StepOutputs, scheduled: Sequence[ScheduledRequest], hidden: torch.Tensor
+    ) -> None:
         seen.append(hidden.double().clone())
         original(outputs, scheduled, hidden)
 
@@ -90,10 +112,14 @@ def test_the_vectors_are_what_they_are_defined_to_be() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e9])
 @pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_hidden_states_that_are_no_numbers_fail_their_request_alone(bad: float, pooling: Pooling) -> None:
+def test_hidden_states_that_are_no_numbers_fail_their_request_alone(
+    bad: float, pooling: Pooling
+) -> None:
     rows = PoolingRows(torch.device("cpu"))
     for row in (0, 1):
-        rows.admit(Admission(str(row), row, (1, 2), 2, (), 0, 0, PARAMS, 0, (), 0.0, pooling=pooling))
+        rows.admit(
+            Admission(str(row), row, (1, 2), 2, (), 0, 0, PARAMS, 0, (), 0.0, pooling=pooling)
+        )
     hidden = torch.ones(4, 8)
     hidden[1] = bad
     scheduled = [ScheduledRequest(str(row), row, 0, 2, True, ()) for row in (0, 1)]

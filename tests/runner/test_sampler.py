@@ -1,4 +1,6 @@
-"""Sampling: draws against their distribution, the noise against its own, and rows against their company."""
+"""Sampling: draws against their distribution, the noise against its own, and rows against their
+company.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def test_draws_follow_the_definition(name: str, reference: bool, kernels: Record
     draws = 50_000
     job = Job(SamplingParams(seed=1, **DISTRIBUTIONS[name]), prompt=(2, 6), answer=(1, 1, 4))
     batch = make_batch([job], len(LOGITS), ReferenceKernels() if reference else kernels)
-    request_rows, positions = batch.draws.request_rows.repeat(draws), batch.draws.positions.repeat(draws)
+    request_rows, positions = (
+        batch.draws.request_rows.repeat(draws),
+        batch.draws.positions.repeat(draws),
+    )
     many = batch.sampler.draws(request_rows, positions, batch.draws.token_ids)
     many = replace(many, seeds=np.arange(draws, dtype=np.uint64))
     tokens = batch.sampler.sample(torch.tensor([LOGITS]).repeat(draws, 1), many).token_ids
@@ -61,15 +66,23 @@ def test_xtc_strikes_as_often_as_asked(kernels: RecordingKernels) -> None:
     seeds, positions = np.arange(50_000, dtype=np.uint64), np.full(50_000, 3)
     struck = chances(seeds, positions) < 0.3
     keys = noise_keys(seeds, positions).view(np.uint64)[:, 0]
-    assert abs(np.corrcoef(keys.astype(np.float64), chances(seeds, positions))[0, 1]) < 0.02  # not the noise's own bits
+    # not the noise's own bits
+    assert abs(np.corrcoef(keys.astype(np.float64), chances(seeds, positions))[0, 1]) < 0.02
     assert abs(struck.mean() - 0.3) < 4 * (0.3 * 0.7 / 50_000) ** 0.5
-    jobs = [Job(SamplingParams(seed=seed, xtc_probability=0.3, xtc_threshold=0.1), (0, 1, 2)) for seed in range(40)]
+    jobs = [
+        Job(SamplingParams(seed=seed, xtc_probability=0.3, xtc_threshold=0.1), (0, 1, 2))
+        for seed in range(40)
+    ]
     _, scores = run(torch.tensor([[3.0, 2.5, 0.0]]).repeat(40, 1), jobs, kernels)
     assert (scores[:, 0] == float("-inf")).tolist() == struck[:40].tolist()
 
 
-def test_xtc_with_a_threshold_everything_reaches_leaves_the_least_likely(kernels: RecordingKernels) -> None:
-    """Of what the filters before it left: what they excluded is not the least likely token, but none."""
+def test_xtc_with_a_threshold_everything_reaches_leaves_the_least_likely(
+    kernels: RecordingKernels,
+) -> None:
+    """Of what the filters before it left: what they excluded is not the least likely token, but
+    none.
+    """
     params = SamplingParams(seed=1, min_p=0.2, xtc_probability=1.0, xtc_threshold=0.0)
     sampled, scores = run(torch.tensor([[3.0, 2.5, 2.0, -9.0]]), [Job(params)], kernels)
     assert not sampled.failures()
@@ -79,9 +92,12 @@ def test_xtc_with_a_threshold_everything_reaches_leaves_the_least_likely(kernels
 def test_noise_of_neighbouring_positions_and_seeds_is_independent() -> None:
     """Pairs of draws at neighbouring positions, seeds and tokens fill the unit square evenly."""
     positions = np.arange(4000, dtype=np.int64)
-    by_position = gumbel_noise(torch.from_numpy(noise_keys(np.full(4000, 9, np.uint64), positions)), 8)
+    by_position = gumbel_noise(
+        torch.from_numpy(noise_keys(np.full(4000, 9, np.uint64), positions)), 8
+    )
     by_seed = gumbel_noise(
-        torch.from_numpy(noise_keys(np.arange(4000, dtype=np.uint64), np.full(4000, 3, np.int64))), 8
+        torch.from_numpy(noise_keys(np.arange(4000, dtype=np.uint64), np.full(4000, 3, np.int64))),
+        8,
     )
     for noise in (by_position, by_seed):
         uniform = torch.exp(-torch.exp(-noise.double())).numpy()
@@ -113,7 +129,11 @@ def test_temperature_zero_takes_the_lowest_id_among_equals(kernels: RecordingKer
     for temperature in (0.0, 1e-6):
         jobs = [Job(SamplingParams(temperature=temperature, top_p=0.5, top_k=1))] * 3
         for chosen in (kernels, ReferenceKernels()):
-            assert make_batch(jobs, 4, chosen).sample(logits.clone()).token_ids.tolist() == [1, 0, 0]
+            assert make_batch(jobs, 4, chosen).sample(logits.clone()).token_ids.tolist() == [
+                1,
+                0,
+                0,
+            ]
 
 
 def mixed_jobs(vocab_size: int, source: random.Random) -> list[Job]:
@@ -144,7 +164,10 @@ def mixed_jobs(vocab_size: int, source: random.Random) -> list[Job]:
         {"dry_multiplier": 0.3, "dry_base": 1.2, "dry_allowed_length": 4},
         {"top_n_sigma": 0.7, "min_p": 0.01, "top_k": 700, "typical_p": 0.9, "top_p": 0.97},
         {"xtc_probability": 1.0, "xtc_threshold": 0.003},
-        {"structured": StructuredOutput(regex="x"), "allowed_token_ids": (0, vocab_size - 1, 2, 5, 6)},
+        {
+            "structured": StructuredOutput(regex="x"),
+            "allowed_token_ids": (0, vocab_size - 1, 2, 5, 6),
+        },
     ]
     jobs = []
     for i, mix in enumerate(mixes):
@@ -154,13 +177,19 @@ def mixed_jobs(vocab_size: int, source: random.Random) -> list[Job]:
         mask = None
         if "structured" in mix:
             mask = torch.tensor([source.random() < 0.5 for _ in range(vocab_size - 1)] + [True])
-        resolved = ResolvedTokens(((piece[0],), (*piece[-2:], piece[0])) if i % 3 == 0 else (), (piece[0],))
-        jobs.append(Job(SamplingParams(seed=i, **mix), history[:cut], history[cut:], resolved, (3,), mask))
+        resolved = ResolvedTokens(
+            ((piece[0],), (*piece[-2:], piece[0])) if i % 3 == 0 else (), (piece[0],)
+        )
+        jobs.append(
+            Job(SamplingParams(seed=i, **mix), history[:cut], history[cut:], resolved, (3,), mask)
+        )
     return jobs
 
 
 @pytest.mark.parametrize("vocab_size", [7, 8191, 8193, 32000, 49152, 151936])
-def test_a_row_is_sampled_the_same_in_any_company(vocab_size: int, kernels: RecordingKernels) -> None:
+def test_a_row_is_sampled_the_same_in_any_company(
+    vocab_size: int, kernels: RecordingKernels
+) -> None:
     source = random.Random(vocab_size)
     jobs = mixed_jobs(vocab_size, source)
     logits = torch.randn(len(jobs), vocab_size, generator=torch.Generator().manual_seed(0)) * 3
@@ -187,7 +216,11 @@ def test_a_row_is_sampled_the_same_in_any_company(vocab_size: int, kernels: Reco
 def test_a_request_may_draw_at_several_positions_at_once(kernels: RecordingKernels) -> None:
     """Each draw sees the tokens before its own position, as if it were alone."""
     vocab_size = 97
-    jobs = [job for job in mixed_jobs(vocab_size, random.Random(5)) if len(job.answer) > 3 and job.mask is None]
+    jobs = [
+        job
+        for job in mixed_jobs(vocab_size, random.Random(5))
+        if len(job.answer) > 3 and job.mask is None
+    ]
     assert len(jobs) > 8
     for job in jobs:
         shorter = replace(job, answer=job.answer[:-2])
@@ -195,9 +228,13 @@ def test_a_request_may_draw_at_several_positions_at_once(kernels: RecordingKerne
         alone = [run(logits[i : i + 1], [one], kernels) for i, one in enumerate((shorter, job))]
         batch = make_batch([job], vocab_size, kernels)
         positions = np.array([len(shorter.history), len(job.history)])
-        both = batch.sampler.draws(batch.draws.request_rows.repeat(2), positions, batch.draws.token_ids)
+        both = batch.sampler.draws(
+            batch.draws.request_rows.repeat(2), positions, batch.draws.token_ids
+        )
         together = batch.sampler.sample(logits.clone(), both)
-        assert together.token_ids.tolist() == [int(sampled.token_ids) for sampled, _ in alone], job.params
+        assert together.token_ids.tolist() == [int(sampled.token_ids) for sampled, _ in alone], (
+            job.params
+        )
         assert torch.equal(kernels.scores, torch.cat([scores for _, scores in alone])), job.params
 
 
@@ -218,7 +255,10 @@ def test_a_failing_processor_fails_its_request_alone(kernels: RecordingKernels) 
         return scores
 
     functions = (None, broken, shapeless, poisonous, forces_two)
-    jobs = [Job(SamplingParams(logits_processors=() if f is None else (f,), seed=1), (4,), (1,)) for f in functions]
+    jobs = [
+        Job(SamplingParams(logits_processors=() if f is None else (f,), seed=1), (4,), (1,))
+        for f in functions
+    ]
     logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(0)).repeat(5, 1)
     sampled, _ = run(logits, jobs, kernels)
     failures = sampled.failures()
@@ -231,12 +271,17 @@ def test_a_failing_processor_fails_its_request_alone(kernels: RecordingKernels) 
 def test_what_was_in_a_row_before_does_not_count(kernels: RecordingKernels) -> None:
     """Behind its own tokens a row holds those of earlier requests."""
     params = SamplingParams(
-        temperature=0.0, repetition_penalty=4.0, frequency_penalty=1.0, no_repeat_ngram_size=1, dry_multiplier=5.0
+        temperature=0.0,
+        repetition_penalty=4.0,
+        frequency_penalty=1.0,
+        no_repeat_ngram_size=1,
+        dry_multiplier=5.0,
     )
     long = Job(params, (1, 1, 1, 1, 1), (1, 1))
     short = Job(params, (1,), (2,))
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, 9.0]]).repeat(2, 1)
-    sampled, scores = run(logits, [long, short], kernels)  # unwritten places of the rows hold token 4
+    # unwritten places of the rows hold token 4
+    sampled, scores = run(logits, [long, short], kernels)
     assert sampled.token_ids.tolist() == [4, 4]
     assert scores[:, 4].tolist() == [9.0, 9.0]
 
@@ -250,8 +295,12 @@ def test_sums_over_the_vocabulary_have_the_same_bits_in_any_company() -> None:
             together = sum_rows(values)
             for count in (1, 2):
                 torch.set_num_threads(count)
-                assert all(torch.equal(sum_rows(values[i : i + 1]), together[i : i + 1]) for i in range(16))
-            torch.testing.assert_close(together[:, 0].double(), values.double().sum(-1), rtol=1e-6, atol=0)
+                assert all(
+                    torch.equal(sum_rows(values[i : i + 1]), together[i : i + 1]) for i in range(16)
+                )
+            torch.testing.assert_close(
+                together[:, 0].double(), values.double().sum(-1), rtol=1e-6, atol=0
+            )
     finally:
         torch.set_num_threads(threads)
 
@@ -260,7 +309,11 @@ def test_dry_stops_at_breakers(kernels: RecordingKernels) -> None:
     params = SamplingParams(temperature=0.0, dry_multiplier=1.0, dry_base=2.0, dry_allowed_length=1)
     history = (1, 2, 7, 3, 4, 1, 2, 7, 3)
     for breakers, lost in (((), 8.0), ((7,), 1.0), ((2,), 2.0), ((3,), 0.0), ((4,), 0.0)):
-        _, scores = run(torch.zeros(1, 8), [Job(params, history, resolved=ResolvedTokens((), breakers))], kernels)
+        _, scores = run(
+            torch.zeros(1, 8),
+            [Job(params, history, resolved=ResolvedTokens((), breakers))],
+            kernels,
+        )
         assert scores[0].tolist() == [0.0] * 4 + [-lost] + [0.0] * 3
 
 
@@ -280,10 +333,15 @@ def test_a_plain_batch_costs_the_choice_alone() -> None:
     """With nothing but temperatures asked for, the logits are read once and changed nowhere."""
 
     class OnlyChoosing:
-        def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        def gumbel_argmax(
+            self, logits: Tensor, temperature: Tensor, keys: Tensor
+        ) -> tuple[Tensor, Tensor]:
             return ReferenceKernels().gumbel_argmax(logits, temperature, keys)
 
-    jobs = [Job(SamplingParams(temperature=t, top_k=0 if t else 5, seed=1, min_tokens=2), (0,), (1, 2)) for t in (0, 1)]
+    jobs = [
+        Job(SamplingParams(temperature=t, top_k=0 if t else 5, seed=1, min_tokens=2), (0,), (1, 2))
+        for t in (0, 1)
+    ]
     batch = make_batch(jobs, 4, OnlyChoosing())  # type: ignore[arg-type]
     logits = torch.randn(2, 4)
     before = logits.clone()
@@ -294,7 +352,9 @@ def test_a_plain_batch_costs_the_choice_alone() -> None:
 
 @pytest.mark.parametrize("changes", DISTRIBUTIONS.values(), ids=list(DISTRIBUTIONS))
 def test_whoever_asks_for_more_is_not_plain(changes: dict[str, Any]) -> None:
-    assert make_batch([Job(SamplingParams(**changes))], 7).is_plain == (set(changes) <= {"temperature"})
+    assert make_batch([Job(SamplingParams(**changes))], 7).is_plain == (
+        set(changes) <= {"temperature"}
+    )
 
 
 def test_every_mix_but_the_first_two_is_more_than_plain() -> None:
@@ -306,7 +366,11 @@ def test_every_mix_but_the_first_two_is_more_than_plain() -> None:
 
 
 def test_a_nan_fails_its_row_though_it_is_masked(kernels: RecordingKernels) -> None:
-    jobs = [Job(SamplingParams(seed=1, allowed_token_ids=(0, 1))), Job(SamplingParams(seed=1)), Job(SamplingParams())]
+    jobs = [
+        Job(SamplingParams(seed=1, allowed_token_ids=(0, 1))),
+        Job(SamplingParams(seed=1)),
+        Job(SamplingParams()),
+    ]
     logits = torch.zeros(3, 5)
     logits[0, 4] = logits[1, 2] = float("nan")
     sampled, _ = run(logits, jobs, kernels)

@@ -60,7 +60,9 @@ def jobs(draw: st.DrawFn, fields: tuple[str, ...]) -> Job:
     )
     resolved = ResolvedTokens(
         tuple(draw(st.lists(words, max_size=3))) if "bad_words" in fields else (),
-        tuple(sorted(draw(st.sets(st.integers(0, 4), max_size=2)))) if "dry_multiplier" in fields else (),
+        tuple(sorted(draw(st.sets(st.integers(0, 4), max_size=2))))
+        if "dry_multiplier" in fields
+        else (),
     )
     return Job(params, history[:prompt], history[prompt:], resolved, eos=(5, VOCAB + 3), mask=mask)
 
@@ -80,7 +82,9 @@ def check(logits: list[float], job: Job, kernels: RecordingKernels) -> None:
     assert not sampled.failures()
     greedy, plain = run(row, [replace(job, params=replace(job.params, temperature=0.0))], kernels)
     # Equal but for the rounding of a power of dry_base.
-    torch.testing.assert_close(plain[0].double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        plain[0].double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0
+    )
     assert greedy.token_ids.item() == expected.index(max(expected))
     try:
         left = kept([score / job.params.temperature for score in expected], job)
@@ -88,7 +92,11 @@ def check(logits: list[float], job: Job, kernels: RecordingKernels) -> None:
         assume(False)
     assert [score == NEVER for score in scores[0].tolist()] == [score == NEVER for score in left]
     torch.testing.assert_close(
-        scores[0].softmax(-1), torch.tensor(probabilities(left)), rtol=1e-5, atol=1e-6, check_dtype=False
+        scores[0].softmax(-1),
+        torch.tensor(probabilities(left)),
+        rtol=1e-5,
+        atol=1e-6,
+        check_dtype=False,
     )
     assert left[sampled.token_ids.item()] != NEVER
 
@@ -110,9 +118,13 @@ def test_one_parameter(
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), logits=logits_rows)
-def test_any_combination(data: st.DataObject, logits: list[float], kernels: RecordingKernels) -> None:
+def test_any_combination(
+    data: st.DataObject, logits: list[float], kernels: RecordingKernels
+) -> None:
     names = [*FIELDS, "structured", "bad_words"]
-    fields = data.draw(st.lists(st.sampled_from(names), unique=True, min_size=2, max_size=len(names)))
+    fields = data.draw(
+        st.lists(st.sampled_from(names), unique=True, min_size=2, max_size=len(names))
+    )
     check(logits, data.draw(jobs(tuple(fields))), kernels)
 
 
@@ -132,12 +144,21 @@ WIDE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("vocab_size", [8191, 8193, 32000, 49152, 151936])
 def test_wide_vocabularies(vocab_size: int, kernels: RecordingKernels) -> None:
-    """Among so many tokens some always lie at a limit's edge: those float32 may put on the other side."""
-    logits = torch.randn(len(WIDE), vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 1.5
+    """Among so many tokens some always lie at a limit's edge: those float32 may put on the other
+    side.
+    """
+    logits = (
+        torch.randn(len(WIDE), vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+        * 1.5
+    )
     jobs = [Job(SamplingParams(temperature=0.75, seed=1, **filters)) for filters in WIDE.values()]
     sampled, scores = run(logits, jobs, kernels)
-    for name, job, row, own, token in zip(WIDE, jobs, logits, scores, sampled.token_ids, strict=True):
-        expected = torch.tensor(kept((row.double() / 0.75).tolist(), job, near=0.0), dtype=torch.float64)
+    for name, job, row, own, token in zip(
+        WIDE, jobs, logits, scores, sampled.token_ids, strict=True
+    ):
+        expected = torch.tensor(
+            kept((row.double() / 0.75).tolist(), job, near=0.0), dtype=torch.float64
+        )
         wrong = (own == NEVER) != (expected == NEVER)
         assert wrong.sum() <= 2, name
         assert (row.double() / 0.75).softmax(-1)[wrong].sum() < 1e-3, name

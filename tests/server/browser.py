@@ -13,7 +13,9 @@ from tests.late_import import LateModule
 
 playwright: Any = LateModule("playwright.sync_api")
 
-PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PROGRAM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 HOW = "no browser: apt-get install chromium, pip install playwright"
 PATIENCE = 90_000
 """Milliseconds for anything to happen, on a machine that has much else to do."""

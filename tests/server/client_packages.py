@@ -1,6 +1,7 @@
-"""Where the clients are that tests run as programs: agents from npm, and Python packages that would bring half of PyPI
-into our own environment. `make clients` installs them; without, their tests are skipped with a word, and what they send
-is tested all the same (`test_recorded_clients`)."""
+"""Where the clients are that tests run as programs: agents from npm, and Python packages that would
+bring half of PyPI into our own environment. `make clients` installs them; without, their tests are
+skipped with a word, and what they send is tested all the same (`test_recorded_clients`).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ NPM_PACKAGES = (
 PYTHON_PACKAGES = {
     "python": (
         *("litellm", "mcp", "lm-eval[api]", "transformers", "ollama", "guidance"),
-        *("autogen-agentchat", "autogen-ext[openai]", "strands-agents[openai]", "mirascope[openai]"),
+        *(
+            "autogen-agentchat",
+            "autogen-ext[openai]",
+            "strands-agents[openai]",
+            "mirascope[openai]",
+        ),
     ),
     "inspect": ("inspect-ai", "openai"),
 }
@@ -62,7 +68,10 @@ def main() -> None:
     if shutil.which("npm") is None:
         print("npm is not installed: Codex, Claude Code and all others from npm are left out")
     else:
-        subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(NPM), *NPM_PACKAGES], check=True)
+        subprocess.run(
+            ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(NPM), *NPM_PACKAGES],
+            check=True,
+        )
     for python, packages in zip(PYTHONS, PYTHON_PACKAGES.values(), strict=True):
         if not python.exists():
             subprocess.run([sys.executable, "-m", "venv", str(python.parents[1])], check=True)

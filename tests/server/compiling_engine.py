@@ -1,4 +1,6 @@
-"""An engine process that compiles for as long as QUIRE_TEST_SECONDS says, then finds that the model is wrong."""
+"""An engine process that compiles for as long as QUIRE_TEST_SECONDS says, then finds that the model
+is wrong.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,9 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def shared_small_server(small_model: str) -> Iterator[Server]:
     """A server of that model, for modules that leave it as they found it."""
-    with Server(model=small_model, engine=SMALL_ENGINE, served_model_names=["small", "m"]) as server:
+    with Server(
+        model=small_model, engine=SMALL_ENGINE, served_model_names=["small", "m"]
+    ) as server:
         yield server
 
 
@@ -65,8 +67,15 @@ SCRIPTS = {
     "long": "word, " * 40 + "end.",
     "done": "I have seen what came back.",
 }
-"""What the scripted model says to a user who writes @NAME; else "hello", and "done" to the results of tools."""
-SCRIPTED_ENGINE = {"kv_cache_memory": "32MiB", "max_model_len": 16384, "max_num_seqs": 8, "dtype": "float32"}
+"""What the scripted model says to a user who writes @NAME; else "hello", and "done" to the results
+of tools.
+"""
+SCRIPTED_ENGINE = {
+    "kv_cache_memory": "32MiB",
+    "max_model_len": 16384,
+    "max_num_seqs": 8,
+    "dtype": "float32",
+}
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +89,9 @@ def scripted_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def scripted(scripted_model: str) -> Iterator[Server]:
     """A server of a model that says what its script wants, to whatever client."""
-    with Server(model=scripted_model, engine=SCRIPTED_ENGINE, served_model_names=["scripted"]) as server:
+    with Server(
+        model=scripted_model, engine=SCRIPTED_ENGINE, served_model_names=["scripted"]
+    ) as server:
         yield server
 
 
@@ -93,5 +104,7 @@ def keyed() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """For one module at a time: while it is there, nobody else can have an event loop in this thread."""
+    """For one module at a time: while it is there, nobody else can have an event loop in this
+    thread.
+    """
     yield from open_browser()

@@ -1,5 +1,6 @@
-"""Faults that are counted down: with "engine_send 3" in the file named by QUIRE_TEST_FAULT the third such call fails,
-and the file is empty then. So a test knows whether the fault was met."""
+"""Faults that are counted down: with "engine_send 3" in the file named by QUIRE_TEST_FAULT the
+third such call fails, and the file is empty then. So a test knows whether the fault was met.
+"""
 
 from __future__ import annotations
 

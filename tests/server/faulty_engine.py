@@ -1,5 +1,6 @@
-"""The engine process with faults on demand: the file named by QUIRE_TEST_FAULT says what the next steps, sends or
-allocations do."""
+"""The engine process with faults on demand: the file named by QUIRE_TEST_FAULT says what the next
+steps, sends or allocations do.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Servers forked from a process that has everything imported: starting Python and importing takes seconds of a
-processor, and tests start dozens of servers."""
+"""Servers forked from a process that has everything imported: starting Python and importing takes
+seconds of a processor, and tests start dozens of servers.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +19,18 @@ _ROOT = Path(__file__).parents[2]
 class ForkedServer:
     """A process that serves, with the methods of those of `subprocess`."""
 
-    def __init__(self, fields: dict[str, Any], environment: dict[str, str], log: Path, faults: bool) -> None:
+    def __init__(
+        self, fields: dict[str, Any], environment: dict[str, str], log: Path, faults: bool
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.server.run_faulty_server", "tests.server.faulty_engine", "pytest"])
+        context.set_forkserver_preload(
+            ["tests.server.run_faulty_server", "tests.server.faulty_engine", "pytest"]
+        )
         log.touch()
         arguments = (fields, environment, str(log), faults)
-        self._process: ForkServerProcess = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process: ForkServerProcess = context.Process(
+            target=_serve, args=arguments, daemon=True
+        )
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

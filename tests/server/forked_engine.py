@@ -1,7 +1,8 @@
-"""Engine processes forked from a test's server, which has imported what they need: importing torch takes two seconds of
-a processor, and tests start a hundred engines.
+"""Engine processes forked from a test's server, which has imported what they need: importing torch
+takes two seconds of a processor, and tests start a hundred engines.
 
-What the commands of Quire start (`quire serve`, `quire batch`) is started in the real way, by the tests of those.
+What the commands of Quire start (`quire serve`, `quire batch`) is started in the real way, by the
+tests of those.
 """
 
 from __future__ import annotations

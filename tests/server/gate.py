@@ -1,4 +1,6 @@
-"""A door in front of a server that can be shut: for a browser the server is gone then, and comes back."""
+"""A door in front of a server that can be shut: for a browser the server is gone then, and comes
+back.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +59,13 @@ class Gate:
                 inner = socket.create_connection(("127.0.0.1", self._target))
                 self._connections += (outer, inner)
                 threading.Thread(target=self._pass_on, args=(outer, inner), daemon=True).start()
-                threading.Thread(target=self._pass_on, args=(inner, outer, True), daemon=True).start()
+                threading.Thread(
+                    target=self._pass_on, args=(inner, outer, True), daemon=True
+                ).start()
 
-    def _pass_on(self, source: socket.socket, target: socket.socket, is_answer: bool = False) -> None:
+    def _pass_on(
+        self, source: socket.socket, target: socket.socket, is_answer: bool = False
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 target.sendall(data)

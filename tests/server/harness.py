@@ -31,18 +31,22 @@ SMALL_ENGINE = {
 """For the small random model; its prompts take several steps."""
 KEY = "secret-key"
 MEMORY_ROOM = 256 * 1024
-"""KiB that a process may gain over its first canary: the cache's pages, which are touched as they are used, and what
-the largest bodies leave behind."""
+"""KiB that a process may gain over its first canary: the cache's pages, which are touched as they
+are used, and what the largest bodies leave behind.
+"""
 CANARY = {"prompt": "The capital of France is", "max_tokens": 8, "ignore_eos": True}
 
 
 PATIENCE = 120.0
-"""Seconds for anything to happen, on a machine that has much else to do: a test that wants something to be quick has to
-look at something else than a clock."""
+"""Seconds for anything to happen, on a machine that has much else to do: a test that wants
+something to be quick has to look at something else than a clock.
+"""
 
 
 def wait_for(condition: Callable[[], Any], what: str = "it") -> Any:
-    """The condition's first true value. Who waits longer asks less often: asking takes time from what is waited for."""
+    """The condition's first true value. Who waits longer asks less often: asking takes time from
+    what is waited for.
+    """
     start = time.monotonic()
     while (waited := time.monotonic() - start) < PATIENCE:
         value = condition()
@@ -72,14 +76,19 @@ def engines_of(pid: int) -> Iterator[int]:
     """Engine processes that this one has started, or forked."""
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         process = Path(f"/proc/{child}")
-        if b"engine" in (process / "cmdline").read_bytes() or (process / "comm").read_text() == "engine\n":
+        if (
+            b"engine" in (process / "cmdline").read_bytes()
+            or (process / "comm").read_text() == "engine\n"
+        ):
             yield int(child)
 
 
 class Server:
     """`with Server(max_queued_requests=2) as server:` any field of ServerConfig."""
 
-    def __init__(self, faults: bool = False, environment: dict[str, str] | None = None, **fields: Any) -> None:
+    def __init__(
+        self, faults: bool = False, environment: dict[str, str] | None = None, **fields: Any
+    ) -> None:
         self.port = free_port()
         self.url = f"{'https' if 'tls_key' in fields else 'http'}://127.0.0.1:{self.port}"
         self._folder = tempfile.TemporaryDirectory()
@@ -114,7 +123,10 @@ class Server:
         self.process = ForkedServer(self.fields, self._environment, self.log_file, self._faults)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self.process is not None and self.process.poll() is None:
             for _ in range(2):
@@ -141,7 +153,8 @@ class Server:
 
     def client(self, **options: Any) -> httpx.Client:
         options.setdefault("timeout", 60)
-        options.setdefault("verify", False)  # else each client reads all the world's certificates, 50 ms of them
+        # else each client reads all the world's certificates, 50 ms of them
+        options.setdefault("verify", False)
         return httpx.Client(base_url=self.url, **options)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
@@ -159,14 +172,21 @@ class Server:
             return 0
 
     def complete(self, **fields: Any) -> dict[str, Any]:
-        response = self.post("/v1/completions", {"temperature": 0, "return_token_ids": True, **fields})
+        response = self.post(
+            "/v1/completions", {"temperature": 0, "return_token_ids": True, **fields}
+        )
         assert response.status_code == 200, response.text
         body: dict[str, Any] = response.json()
         return body
 
-    def stream(self, path: str, body: dict[str, Any], client: httpx.Client | None = None) -> Iterator[Any]:
+    def stream(
+        self, path: str, body: dict[str, Any], client: httpx.Client | None = None
+    ) -> Iterator[Any]:
         """The events of a stream, decoded; ends at [DONE] or when the stream does."""
-        with client or self.client() as opened, opened.stream("POST", path, json={**body, "stream": True}) as response:
+        with (
+            client or self.client() as opened,
+            opened.stream("POST", path, json={**body, "stream": True}) as response,
+        ):
             if response.status_code != 200:
                 raise AssertionError(response.read().decode())
             for line in response.iter_lines():
@@ -176,8 +196,10 @@ class Server:
                     yield json.loads(line[6:])
 
     def stream_to_deadline(self, path: str, body: dict[str, Any], deadline: float) -> list[Any]:
-        """The events of a stream that has begun when its deadline ends it. A busy machine may need longer to begin (and
-        answer with 504, or with the error alone): then it is tried again with a later one."""
+        """The events of a stream that has begun when its deadline ends it. A busy machine may need
+        longer to begin (and answer with 504, or with the error alone): then it is tried again with
+        a later one.
+        """
         while deadline < 8:
             with suppress(AssertionError):
                 events = list(self.stream(path, {**body, "deadline": deadline}))
@@ -195,7 +217,9 @@ class Server:
     def metrics(self, *names: str) -> list[float]:
         """Several of them, at one moment."""
         text = self.get("/metrics").text.splitlines()
-        found = [[line for line in text if line.startswith((name + "{", name + " "))] for name in names]
+        found = [
+            [line for line in text if line.startswith((name + "{", name + " "))] for name in names
+        ]
         assert all(found), names
         return [sum(float(line.rsplit(" ", 1)[1]) for line in lines) for lines in found]
 
@@ -207,7 +231,11 @@ class Server:
     @property
     def is_idle(self) -> bool:
         """Nothing runs or waits, and all blocks are free."""
-        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+        names = (
+            "vllm:num_requests_running",
+            "vllm:num_requests_waiting",
+            "vllm:kv_cache_usage_perc",
+        )
         return not any(self.metrics(*names))
 
     def canary(self) -> list[int]:

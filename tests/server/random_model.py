@@ -1,5 +1,6 @@
-"""A folder with a tiny random model that has a chat template of its choice: it writes nonsense, and under a grammar
-whatever the grammar wants."""
+"""A folder with a tiny random model that has a chat template of its choice: it writes nonsense, and
+under a grammar whatever the grammar wants.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +16,13 @@ from tests.frontend.helpers import train_byte_level
 def write_model(folder: Path, template: str, special: Sequence[str] = ()) -> None:
     """`special`: further control tokens, of which the last ends answers."""
     backend = train_byte_level("qwen2")
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in special]
+    )
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=special[-1] if special else "<|im_end|>", chat_template=template
+        tokenizer_object=backend,
+        eos_token=special[-1] if special else "<|im_end|>",
+        chat_template=template,
     )
     tokenizer.save_pretrained(folder)
     config = transformers.LlamaConfig(

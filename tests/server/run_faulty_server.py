@@ -1,4 +1,6 @@
-"""The HTTP process with faults on demand, like `faulty_engine`: its sends to the engine and its writes to clients."""
+"""The HTTP process with faults on demand, like `faulty_engine`: its sends to the engine and its
+writes to clients.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""An engine process without a model: it starts at once and gives made-up tokens, so that every fault can be tried at
-every phase. The file named by QUIRE_TEST_FAULT says what it does next: `loading` (goes on loading), `slow 0.1` (takes
-so many seconds for a step), `exit`, `fatal`, `hang`, `nonsense`. A prompt of more than LONG_PROMPT tokens has no answer
-before the file says `release`. `say 5 7 9` has every answer consist of these tokens, of which the last ends it."""
+"""An engine process without a model: it starts at once and gives made-up tokens, so that every
+fault can be tried at every phase. The file named by QUIRE_TEST_FAULT says what it does next:
+`loading` (goes on loading), `slow 0.1` (takes so many seconds for a step), `exit`, `fatal`, `hang`,
+`nonsense`. A prompt of more than LONG_PROMPT tokens has no answer before the file says `release`.
+`say 5 7 9` has every answer consist of these tokens, of which the last ends it.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,14 @@ class ScriptedEngine:
         context = zmq.Context()
         self._commands: zmq.Socket[bytes] = context.socket(zmq.PULL)
         self._events: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-        for one, address in ((self._commands, config.commands_address), (self._events, config.events_address)):
+        for one, address in (
+            (self._commands, config.commands_address),
+            (self._events, config.events_address),
+        ):
             monitor = one.get_monitor_socket(zmq.EVENT_CONNECTED)
             one.connect(address)
-            recv_monitor_message(monitor)  # connected by now: what becomes of the address does not matter any more
+            # connected by now: what becomes of the address does not matter any more
+            recv_monitor_message(monitor)
             one.disable_monitor()
         self._running: dict[str, messages.AddRequest] = {}
         self._counts: dict[str, int] = {}
@@ -78,12 +84,16 @@ class ScriptedEngine:
     def _take(self, command: messages.Command, out: messages.Updates) -> None:
         if isinstance(command, messages.AddRequest):
             n = command.params.get("n", 1)
-            names = [command.request_id] if n == 1 else [f"{command.request_id}/{i}" for i in range(n)]
+            names = (
+                [command.request_id] if n == 1 else [f"{command.request_id}/{i}" for i in range(n)]
+            )
             if command.resume is not None:
                 names = list(command.resume.outputs)
             self._counts.update(dict.fromkeys(names, 0))
             if command.resume is not None:  # it counts on where another one was
-                self._counts.update({name: len(tokens) for name, tokens in command.resume.outputs.items()})
+                self._counts.update(
+                    {name: len(tokens) for name, tokens in command.resume.outputs.items()}
+                )
             self._running.update(dict.fromkeys(names, command))
             order = self._order.read_text() if self._order.exists() else ""
             if order.startswith("say"):
@@ -105,7 +115,9 @@ class ScriptedEngine:
         if count < request.params.get("max_tokens", 16) and request.pooling is None:
             return RequestUpdate(name, (count,))
         del self._running[name]
-        metrics = RequestMetrics(name, 0.0, 0.0, 0.0, 1.0, len(request.prompt_token_ids), count, 0, 0, 0, 0)
+        metrics = RequestMetrics(
+            name, 0.0, 0.0, 0.0, 1.0, len(request.prompt_token_ids), count, 0, 0, 0, 0
+        )
         if request.pooling is not None:
             return RequestUpdate(name, (), "stop", metrics=metrics, pooled=b"\0" * 32)
         return RequestUpdate(name, (count,), "length", metrics=metrics)
@@ -121,10 +133,14 @@ class ScriptedEngine:
         if count < min(most, len(script)):
             return RequestUpdate(name, tokens, scores=scores)
         del self._running[name], self._scripts[name]
-        metrics = RequestMetrics(name, 0.0, 0.0, 0.0, 1.0, len(request.prompt_token_ids), count, 0, 0, 0, 0)
+        metrics = RequestMetrics(
+            name, 0.0, 0.0, 0.0, 1.0, len(request.prompt_token_ids), count, 0, 0, 0, 0
+        )
         if count < len(script):
             return RequestUpdate(name, tokens, "length", metrics=metrics, scores=scores)
-        return RequestUpdate(name, tokens, "stop", stop_token_id=tokens[-1], metrics=metrics, scores=scores)
+        return RequestUpdate(
+            name, tokens, "stop", stop_token_id=tokens[-1], metrics=metrics, scores=scores
+        )
 
     def _obey(self) -> str:
         order = self._order.read_text() if self._order.exists() else ""

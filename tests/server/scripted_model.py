@@ -1,5 +1,7 @@
-"""A model that says what a script wants, for clients that can't be told to ask for a form of answer: its chat template
-chooses the script by what the user wrote, and its weights know one thing, which token follows which."""
+"""A model that says what a script wants, for clients that can't be told to ask for a form of
+answer: its chat template chooses the script by what the user wrote, and its weights know one thing,
+which token follows which.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +43,20 @@ _TEMPLATE = """
 """
 
 
-def write_scripted_model(folder: Path, scripts: Mapping[str, str], default: str, after_tool: str, context: int) -> None:
-    """`scripts`: what the model says to a user who writes @NAME; `default` and `after_tool` name the ones for other
-    users and for results of tools."""
+def write_scripted_model(
+    folder: Path, scripts: Mapping[str, str], default: str, after_tool: str, context: int
+) -> None:
+    """`scripts`: what the model says to a user who writes @NAME; `default` and `after_tool` name
+    the ones for other users and for results of tools.
+    """
     tokenizer = train_byte_level("qwen2")
     flat: list[str] = []
     pieces = {name: _pieces(text, flat) for name, text in scripts.items()}
     tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in flat])
     starts = {name: f"<|{name}|>" for name in scripts}
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in starts.values()])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in starts.values()]
+    )
     template = _TEMPLATE.replace("DEFAULT", default).replace("AFTER_TOOL", after_tool)
     template = template.replace("NAMES", json.dumps(list(scripts))).replace("SHOWN", str(_SHOWN))
     whole = transformers.PreTrainedTokenizerFast(
@@ -92,7 +99,9 @@ def _pieces(text: str, taken: list[str]) -> list[str]:
     """The text cut into pieces that no script has yet: each has one successor."""
     pieces: list[str] = []
     while text:
-        length = next(length for length in range(_PIECE, len(text) + _PIECE) if text[:length] not in taken)
+        length = next(
+            length for length in range(_PIECE, len(text) + _PIECE) if text[:length] not in taken
+        )
         length = length if length + _PIECE <= len(text) else len(text)
         pieces.append(text[:length])
         taken.append(text[:length])

@@ -39,14 +39,24 @@ PATHS = (
 def server(tmp_path_factory: pytest.TempPathFactory, small_model: str) -> Iterator[Server]:
     """All that is off by default, on."""
     folder = tmp_path_factory.mktemp("tls")
-    command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
-    )
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost"
+    command += " -addext subjectAltName=IP:127.0.0.1"
     files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
     subprocess.run([*command.split(), *files], check=True, capture_output=True)
-    fields: dict[str, Any] = {"api_keys": ["first", "second"], "admin_keys": ["boss"], "cors_origins": [ORIGIN]}
-    fields |= {"allowed_hosts": ["127.0.0.1"], "header_seconds": 3.0, "model": small_model, "engine": SMALL_ENGINE}
-    with Server(tls_certificate=str(folder / "cert.pem"), tls_key=str(folder / "key.pem"), **fields) as server:
+    fields: dict[str, Any] = {
+        "api_keys": ["first", "second"],
+        "admin_keys": ["boss"],
+        "cors_origins": [ORIGIN],
+    }
+    fields |= {
+        "allowed_hosts": ["127.0.0.1"],
+        "header_seconds": 3.0,
+        "model": small_model,
+        "engine": SMALL_ENGINE,
+    }
+    with Server(
+        tls_certificate=str(folder / "cert.pem"), tls_key=str(folder / "key.pem"), **fields
+    ) as server:
         server.certificate = folder / "cert.pem"  # type: ignore[attr-defined]
         yield server
 
@@ -61,7 +71,15 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 def test_everything_but_health_needs_a_key(client: httpx.Client) -> None:
     assert client.get("/health").status_code == 200
-    for path in (*PATHS, "/health/", "/health/x", "//health", "/health%2f", "/HEALTH", "/v1/models?/health"):
+    for path in (
+        *PATHS,
+        "/health/",
+        "/health/x",
+        "//health",
+        "/health%2f",
+        "/HEALTH",
+        "/v1/models?/health",
+    ):
         response = client.get(path)
         assert response.status_code == 401, path
         assert response.headers["www-authenticate"] == "Bearer"
@@ -112,11 +130,16 @@ def test_other_hosts_are_turned_away(client: httpx.Client) -> None:
 
 
 def test_pages_of_the_allowed_origin_only(client: httpx.Client) -> None:
-    ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    ask = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization",
+    }
     allowed = client.options("/v1/chat/completions", headers={"origin": ORIGIN, **ask})
     assert allowed.status_code == 200
     assert allowed.headers["access-control-allow-origin"] == ORIGIN
-    other = client.options("/v1/chat/completions", headers={"origin": "https://evil.example", **ask})
+    other = client.options(
+        "/v1/chat/completions", headers={"origin": "https://evil.example", **ask}
+    )
     assert "access-control-allow-origin" not in other.headers
 
 
@@ -130,7 +153,13 @@ def raw_status(server: Server, request_line: str, *headers: str) -> int:
     """Of a request as it is written: clients tidy paths up."""
     certificate: Path = server.certificate  # type: ignore[attr-defined]
     context = ssl.create_default_context(cafile=str(certificate))
-    lines = [f"{request_line} HTTP/1.1", *(headers or ("host: 127.0.0.1",)), "connection: close", "", ""]
+    lines = [
+        f"{request_line} HTTP/1.1",
+        *(headers or ("host: 127.0.0.1",)),
+        "connection: close",
+        "",
+        "",
+    ]
     with (
         socket.create_connection(("127.0.0.1", server.port), timeout=60) as plain,
         context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
@@ -139,7 +168,9 @@ def raw_status(server: Server, request_line: str, *headers: str) -> int:
         return int(connection.recv(1024).split(b" ", 2)[1])
 
 
-@pytest.mark.parametrize("target", ["/health", "/%68ealth", "/health?x=/v1/models", "http://evil.example/health"])
+@pytest.mark.parametrize(
+    "target", ["/health", "/%68ealth", "/health?x=/v1/models", "http://evil.example/health"]
+)
 def test_what_the_router_takes_for_health_is_open(server: Server, target: str) -> None:
     assert raw_status(server, f"GET {target}") == 200
     assert raw_status(server, f"POST {target}") == 405
@@ -182,7 +213,12 @@ def test_a_second_host_is_refused(server: Server) -> None:
         ("host: 127.0.0.1", "x-original-url: /health"),
         ("host: 127.0.0.1", "x-rewrite-url: /health"),
         ("host: 127.0.0.1", "x-forwarded-prefix: /health"),
-        ("host: 127.0.0.1", "connection: upgrade", "upgrade: websocket", "sec-websocket-version: 13"),
+        (
+            "host: 127.0.0.1",
+            "connection: upgrade",
+            "upgrade: websocket",
+            "sec-websocket-version: 13",
+        ),
     ],
 )
 def test_no_header_opens_a_path(server: Server, headers: tuple[str, ...]) -> None:
@@ -206,7 +242,14 @@ def test_a_browser_without_a_key_sees_a_form_and_nothing_else(client: httpx.Clie
     assert "default-src 'none'; script-src 'none'; style-src 'sha256-" in policy
     assert "src=" not in form.text
     assert "href=" not in form.text
-    for path in ("/page/main.js", "/page/about", "/page/watch", "/v1/models", "/docs", "/index.html"):
+    for path in (
+        "/page/main.js",
+        "/page/about",
+        "/page/watch",
+        "/v1/models",
+        "/docs",
+        "/index.html",
+    ):
         other = client.get(path, headers=HTML)
         assert other.status_code == 401, path
         assert other.json()["error"]["code"] == "invalid_api_key"
@@ -225,13 +268,24 @@ def test_a_cookie_is_given_for_a_key_and_is_as_good(client: httpx.Client) -> Non
     assert "second" not in cookie
     page = client.get("/", headers=HTML)
     assert page.status_code == 200
-    assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+    assert page.headers["content-security-policy"].startswith(
+        "default-src 'none'; script-src 'self'; style-src 'self'"
+    )
     assert client.get("/v1/models").status_code == 200
-    # What changes something is taken from our own page only: others on this host are sent the cookie, too.
+    # What changes something is taken from our own page only: others on this host are sent the
+    # cookie, too.
     body = {"prompt": "x"}
     own = f"https://127.0.0.1:{client.base_url.port}"
-    for origin, status in ((own, 200), ("https://127.0.0.1:1", 401), (ORIGIN, 401), ("null", 401), ("", 401)):
-        assert client.post("/tokenize", json=body, headers={"origin": origin}).status_code == status, origin
+    for origin, status in (
+        (own, 200),
+        ("https://127.0.0.1:1", 401),
+        (ORIGIN, 401),
+        ("null", 401),
+        ("", 401),
+    ):
+        assert (
+            client.post("/tokenize", json=body, headers={"origin": origin}).status_code == status
+        ), origin
     assert client.post("/tokenize", json=body).status_code == 401
     # A key that is sent goes before the cookie, a wrong one too.
     assert client.get("/v1/models", headers={"authorization": "Bearer wrong"}).status_code == 401
@@ -244,7 +298,15 @@ def test_cookies_that_nobody_gave(client: httpx.Client) -> None:
     until, _, proof = value.partition(".")
     client.cookies.clear()
     later, dead = str(int(until) + 1), "1000000000"
-    for made in (f"{later}.{proof}", f"{dead}.{proof}", f"{until}.", f".{proof}", "first", "", f"{until}.{proof[:-1]}"):
+    for made in (
+        f"{later}.{proof}",
+        f"{dead}.{proof}",
+        f"{until}.",
+        f".{proof}",
+        "first",
+        "",
+        f"{until}.{proof[:-1]}",
+    ):
         header = {"cookie": f"quire_page_{client.base_url.port}={made}"}
         assert client.get("/v1/models", headers=header).status_code == 401, made
     header = {"cookie": f"a=b; quire_page_{client.base_url.port}={value}"}
@@ -253,27 +315,49 @@ def test_cookies_that_nobody_gave(client: httpx.Client) -> None:
     assert client.post("/", content=b"key=" + b"x" * 20_000).status_code == 413
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://[", "https://127.0.0.1:1", "x"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://[", "https://127.0.0.1:1", "x"]
+)
 def test_another_sites_page_cant_sign_in_here(client: httpx.Client, origin: str) -> None:
     answer = client.post("/", data={"key": "first"}, headers={"origin": origin})
     assert answer.status_code == 403
     assert "set-cookie" not in answer.headers
-    own = client.post("/", data={"key": "first"}, headers={"origin": f"https://127.0.0.1:{client.base_url.port}"})
+    own = client.post(
+        "/", data={"key": "first"}, headers={"origin": f"https://127.0.0.1:{client.base_url.port}"}
+    )
     assert own.status_code == 303
 
 
 @pytest.mark.parametrize(
-    "body", [b"&".join(b"a%d=b" % i for i in range(9)), b"key=\xff", b"&" * 5000, b"%", b"key", b"key=%ff%fe"]
+    "body",
+    [
+        b"&".join(b"a%d=b" % i for i in range(9)),
+        b"key=\xff",
+        b"&" * 5000,
+        b"%",
+        b"key",
+        b"key=%ff%fe",
+    ],
 )
 def test_a_sign_in_form_that_is_none(client: httpx.Client, body: bytes) -> None:
-    answer = client.post("/", content=body, headers={"content-type": "application/x-www-form-urlencoded"})
+    answer = client.post(
+        "/", content=body, headers={"content-type": "application/x-www-form-urlencoded"}
+    )
     assert answer.status_code in (400, 401)
     assert "Traceback" not in answer.text
 
 
 def test_no_address_leads_to_where_the_host_header_says(client: httpx.Client) -> None:
     key = {"authorization": "Bearer first", "host": "127.0.0.1"}
-    for path in ("/v1/responses/..%2f", "/v1/models/", "/docs/", "/v1/files/", "/page/", "//evil.example/", "/health/"):
+    for path in (
+        "/v1/responses/..%2f",
+        "/v1/models/",
+        "/docs/",
+        "/v1/files/",
+        "/page/",
+        "//evil.example/",
+        "/health/",
+    ):
         answer = client.get(path, headers=key)
         assert answer.status_code in (200, 404), path
         assert "location" not in answer.headers
@@ -281,9 +365,12 @@ def test_no_address_leads_to_where_the_host_header_says(client: httpx.Client) ->
 
 def test_handshakes_that_stop_are_timed_out(server: Server) -> None:
     """`header_seconds` is 10 by default: the test's server has less."""
-    connections = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(30)]
+    connections = [
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(30)
+    ]
     for each in connections[::2]:
-        each.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")  # the beginning of a ClientHello
+        # the beginning of a ClientHello
+        each.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
     for each in connections:
         assert each.recv(100) == b""
         each.close()
@@ -314,13 +401,18 @@ def test_a_key_sees_its_own_requests_and_an_admin_key_all(client: httpx.Client) 
     for name in ids.values():
         shown = client.get(f"/v1/requests/{name}/explain", headers=as_key("boss"), timeout=60)
         assert shown.json()["response_id"] == name
-    assert client.get("/v1/requests/the-same", headers=as_key("boss")).json()["response_id"] == ids["second"]
+    assert (
+        client.get("/v1/requests/the-same", headers=as_key("boss")).json()["response_id"]
+        == ids["second"]
+    )
 
 
 def watched(client: httpx.Client, key: str, until: str, seconds: float = 60) -> str:
     """What the live view tells a key until it tells of something."""
     text = ""
-    with client.stream("GET", "/page/watch", headers={"authorization": f"Bearer {key}"}, timeout=seconds) as stream:
+    with client.stream(
+        "GET", "/page/watch", headers={"authorization": f"Bearer {key}"}, timeout=seconds
+    ) as stream:
         for piece in stream.iter_text():
             text += piece
             if until in text:
@@ -342,7 +434,12 @@ def test_the_live_view_shows_a_key_its_own_requests(client: httpx.Client) -> Non
 def test_who_signs_in_owns_what_the_key_owns(client: httpx.Client) -> None:
     """A response stored with the key is there for its cookie, and for no other's."""
     key = {"authorization": "Bearer first"}
-    made = client.post("/v1/responses", json={"input": "x", "max_output_tokens": 1, "seed": 1}, headers=key, timeout=60)
+    made = client.post(
+        "/v1/responses",
+        json={"input": "x", "max_output_tokens": 1, "seed": 1},
+        headers=key,
+        timeout=60,
+    )
     assert made.status_code == 200, made.text
     sign_in(client, "first")
     assert client.get(f"/v1/responses/{made.json()['id']}").status_code == 200
@@ -361,7 +458,8 @@ def test_in_a_browser(server: Server, browser: Any) -> None:
         assert context.cookies() == []
         page.fill("#key", "first")
         page.keyboard.press("Enter")
-        expect(page.locator("#tab-watch")).to_have_attribute("aria-selected", "true")  # the fragment is still there
+        # the fragment is still there
+        expect(page.locator("#tab-watch")).to_have_attribute("aria-selected", "true")
         expect(page.locator("#step-text")).not_to_be_empty()  # frames come
         page.click("#tab-talk")
         context.clear_cookies()

@@ -16,7 +16,11 @@ from tests.server.harness import Server, wait_for
 WEATHER = {
     "name": "weather",
     "description": "The weather in a city.",
-    "input_schema": {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]},
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+        "required": ["city"],
+    },
 }
 HI = [{"role": "user", "content": "Hi!"}]
 
@@ -43,18 +47,32 @@ def refusal(response: httpx.Response, status: int = 400) -> str:
 
 
 def test_an_answer_is_what_chat_completions_give(server: Server) -> None:
-    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Name a colour."}]
-    chat = server.post("/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 12}).json()
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Name a colour."},
+    ]
+    chat = server.post(
+        "/v1/chat/completions", {"messages": messages, "temperature": 0, "max_tokens": 12}
+    ).json()
     system = [{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}]
-    user = [{"role": "user", "content": [{"type": "text", "text": "Name a "}, {"type": "text", "text": "colour."}]}]
+    user = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Name a "}, {"type": "text", "text": "colour."}],
+        }
+    ]
     body = ask(server, system=system, messages=user, metadata={"user_id": "me"})
     assert body["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
     assert (body["type"], body["role"], body["model"]) == ("message", "assistant", "smollm2")
     assert body["id"].startswith("msg_")
     usage = body["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+    assert (
+        usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+    )
     assert usage["output_tokens"] == chat["usage"]["completion_tokens"]
-    counted = server.post("/v1/messages/count_tokens", {"model": "smollm2", "system": "Be short.", "messages": user})
+    counted = server.post(
+        "/v1/messages/count_tokens", {"model": "smollm2", "system": "Be short.", "messages": user}
+    )
     assert counted.json() == {"input_tokens": chat["usage"]["prompt_tokens"]}
     assert server.get(f"/v1/requests/{body['id']}").json()["notes"] == {"user": "me"}
 
@@ -65,7 +83,9 @@ def test_tokens_are_counted_as_they_will_be_used(server: Server, choice: Any) ->
     counted = server.post("/v1/messages/count_tokens", fields).json()["input_tokens"]
     usage = ask(server, **fields, max_tokens=1)["usage"]
     assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
-    plain = server.post("/v1/messages/count_tokens", {"model": "smollm2", "messages": HI}).json()["input_tokens"]
+    plain = server.post("/v1/messages/count_tokens", {"model": "smollm2", "messages": HI}).json()[
+        "input_tokens"
+    ]
     assert (counted > plain) == (choice is None)
 
 
@@ -85,7 +105,9 @@ def test_a_stream_tells_the_whole_message_in_order(server: Server) -> None:
     names = [event["type"] for event in events]
     assert names[:3] == ["message_start", "ping", "content_block_start"]
     assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
-    text = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
+    text = "".join(
+        event["delta"]["text"] for event in events if event["type"] == "content_block_delta"
+    )
     assert text == whole["content"][0]["text"]
     assert events[0]["message"]["content"] == []
     assert events[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -110,27 +132,55 @@ def test_the_last_message_is_continued(server: Server) -> None:
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 def test_calls_and_their_results(server: Server, choice: dict[str, Any]) -> None:
-    fields = {"tools": [WEATHER], "tool_choice": {**choice, "disable_parallel_tool_use": True}, "max_tokens": 100}
+    fields = {
+        "tools": [WEATHER],
+        "tool_choice": {**choice, "disable_parallel_tool_use": True},
+        "max_tokens": 100,
+    }
     body = ask(server, **fields)
     (block,) = body["content"]
-    assert (block["type"], block["name"], body["stop_reason"]) == ("tool_use", "weather", "tool_use")
+    assert (block["type"], block["name"], body["stop_reason"]) == (
+        "tool_use",
+        "weather",
+        "tool_use",
+    )
     assert block["input"]["city"] in ("Rome", "Oslo")
     events = list(server.stream("/v1/messages", body_of(**fields)))
     (start,) = [event for event in events if event["type"] == "content_block_start"]
-    assert start["content_block"] | {"id": ""} == {"type": "tool_use", "id": "", "name": "weather", "input": {}}
-    pieces = [event["delta"]["partial_json"] for event in events if event["type"] == "content_block_delta"]
+    assert start["content_block"] | {"id": ""} == {
+        "type": "tool_use",
+        "id": "",
+        "name": "weather",
+        "input": {},
+    }
+    pieces = [
+        event["delta"]["partial_json"] for event in events if event["type"] == "content_block_delta"
+    ]
     assert json.loads("".join(pieces)) == block["input"]
-    result = {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": "sunny"}]}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": block["id"],
+        "content": [{"type": "text", "text": "sunny"}],
+    }
     turns = [*HI, {"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
     follow_up = ask(server, messages=turns, tools=[WEATHER], tool_choice={"type": "none"})
     assert follow_up["content"][0]["type"] == "text"
-    longer = server.post("/v1/messages/count_tokens", {"model": "smollm2", "messages": turns, "tools": [WEATHER]})
+    longer = server.post(
+        "/v1/messages/count_tokens", {"model": "smollm2", "messages": turns, "tools": [WEATHER]}
+    )
     assert longer.json()["input_tokens"] > 60
 
 
 def test_structure(server: Server) -> None:
-    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
-    body = ask(server, output_config={"format": {"type": "json_schema", "schema": schema}}, max_tokens=30)
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    body = ask(
+        server, output_config={"format": {"type": "json_schema", "schema": schema}}, max_tokens=30
+    )
     assert json.loads(body["content"][0]["text"]) in ({"n": 1}, {"n": 2})
 
 
@@ -146,7 +196,10 @@ def test_blocks_become_openai_messages() -> None:
             "system": "S",
             "messages": [
                 {"role": "user", "content": "Q"},
-                {"role": "assistant", "content": [hidden, thought, {"type": "text", "text": "A"}, call]},
+                {
+                    "role": "assistant",
+                    "content": [hidden, thought, {"type": "text", "text": "A"}, call],
+                },
                 {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
             ],
             "thinking": {"type": "enabled", "budget_tokens": 2000},
@@ -174,17 +227,25 @@ def test_thinking_text_and_calls_are_blocks_of_their_own() -> None:
         GenerationEvent(0, reasoning="Hm"),
         GenerationEvent(0, content="Let "),
         GenerationEvent(0, content="me"),
-        GenerationEvent(0, tool_calls=(ToolCallDelta(0, "a", "f", "{}"), ToolCallDelta(1, "b", "f", ""))),
+        GenerationEvent(
+            0, tool_calls=(ToolCallDelta(0, "a", "f", "{}"), ToolCallDelta(1, "b", "f", ""))
+        ),
         GenerationEvent(0, tool_calls=(ToolCallDelta(1, None, None, "{}"),)),
     ):
         lines += blocks.take(event)
     lines += blocks.close()
     lines += blocks.close()
     events = [json.loads(line.split(b"data: ")[1]) for line in lines]
-    started = [(e["index"], e["content_block"]["type"]) for e in events if e["type"] == "content_block_start"]
+    started = [
+        (e["index"], e["content_block"]["type"])
+        for e in events
+        if e["type"] == "content_block_start"
+    ]
     assert started == [(0, "thinking"), (1, "text"), (2, "tool_use"), (3, "tool_use")]
     assert [e["index"] for e in events if e["type"] == "content_block_stop"] == [0, 1, 2, 3]
-    deltas = [(e["index"], e["delta"]["type"]) for e in events if e["type"] == "content_block_delta"]
+    deltas = [
+        (e["index"], e["delta"]["type"]) for e in events if e["type"] == "content_block_delta"
+    ]
     assert deltas == [
         (0, "thinking_delta"),
         (1, "text_delta"),
@@ -206,8 +267,14 @@ def test_arguments_that_are_no_object_are_passed_on_as_text() -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": []}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages.content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},
+            "messages.content",
+        ),
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": [{"role": "user", "content": "word " * 2000}]}, "1024"),
@@ -220,7 +287,10 @@ def test_arguments_that_are_no_object_are_passed_on_as_text() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 3}}}}, "output_config.format.schema"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": 3}}}},
+            "output_config.format.schema",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(server: Server, fields: dict[str, Any], named: str) -> None:
@@ -243,7 +313,9 @@ def test_what_has_no_meaning_here_is_named_in_a_header(server: Server) -> None:
 
 def test_a_client_that_leaves_ends_its_message(server: Server) -> None:
     lost_before = server.metric("quire_answers_not_finished_total")
-    stream = server.stream("/v1/messages", body_of(max_tokens=900, messages=[{"role": "user", "content": "Count."}]))
+    stream = server.stream(
+        "/v1/messages", body_of(max_tokens=900, messages=[{"role": "user", "content": "Count."}])
+    )
     for _ in range(6):
         next(stream)
     stream.close()  # type: ignore[attr-defined]

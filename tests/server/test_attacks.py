@@ -1,5 +1,7 @@
-"""Attacks on files, batches, the page, structured output and HTTP, on one server: none gets an error of the server's
-own, and after all of them it is as it was: the canary's tokens, free blocks, descriptors, files."""
+"""Attacks on files, batches, the page, structured output and HTTP, on one server: none gets an
+error of the server's own, and after all of them it is as it was: the canary's tokens, free blocks,
+descriptors, files.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def server(small_model: str, folder: Path) -> Iterator[Server]:
         wait_for(lambda: len(os.listdir(descriptors)) <= before + 2, "descriptors to be closed")
         for file in server.get("/v1/files").json()["data"]:
             assert server.client().delete(f"/v1/files/{file['id']}").status_code == 200
-        left = [path for path in folder.rglob("*") if path.is_file() and path.suffix in (".data", ".unfinished")]
+        left = [
+            path
+            for path in folder.rglob("*")
+            if path.is_file() and path.suffix in (".data", ".unfinished")
+        ]
         assert left == list((folder / "work").iterdir()) == []
         assert "Traceback" not in server.log
         assert " 500" not in server.log
@@ -53,7 +59,10 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 def check(answer: httpx.Response, *statuses: int) -> None:
     """Right or refused, and refused in the right form."""
-    assert answer.status_code in (statuses or range(200, 500)), (answer.status_code, answer.text[:300])
+    assert answer.status_code in (statuses or range(200, 500)), (
+        answer.status_code,
+        answer.text[:300],
+    )
     is_told = answer.status_code >= 400 and answer.headers["content-type"] == "application/json"
     if is_told and answer.request.method != "HEAD":
         error_of(answer, answer.status_code)
@@ -152,7 +161,9 @@ HEAD = b"Content-Disposition: form-data; name=file; filename=a"
         form(PURPOSE, HEAD.replace(b"name=file", b"name=file; name=file") + b"\r\n\r\n{}"),
         form(PURPOSE, HEAD.replace(b"name=file", b'name="fi\\le"') + b"\r\n\r\n{}"),
         form(PURPOSE, HEAD + b"\r\nContent-Length: -1\r\n\r\n{}"),
-        form(PURPOSE, HEAD + b"\r\nContent-Type: multipart/mixed; boundary=c\r\n\r\n--c\r\n\r\n--c--"),
+        form(
+            PURPOSE, HEAD + b"\r\nContent-Type: multipart/mixed; boundary=c\r\n\r\n--c\r\n\r\n--c--"
+        ),
         form(PURPOSE, HEAD + b"\r\n\r\n" + b"x" * 2**20),
         b"--b" * 10_000,
         b"\r\n--b\r\n" * 1000,
@@ -160,7 +171,9 @@ HEAD = b"Content-Disposition: form-data; name=file; filename=a"
     ],
 )
 def test_forms(client: httpx.Client, folder: Path, body: bytes) -> None:
-    answer = client.post("/v1/files", content=body, headers={"content-type": "multipart/form-data; boundary=b"})
+    answer = client.post(
+        "/v1/files", content=body, headers={"content-type": "multipart/form-data; boundary=b"}
+    )
     check(answer, 200, 400, 413)
     assert list((folder / "work").iterdir()) == []
     if answer.status_code == 200:
@@ -173,13 +186,26 @@ BATCH = {"input_file_id": "file-x", "endpoint": URL, "completion_window": "24h"}
 
 
 @pytest.mark.parametrize("field", [*BATCH, "metadata"])
-@pytest.mark.parametrize("value", [None, 1, True, [], {}, "", "x" * 200, [DEEP[:200]], {"a": {"b": 1}}, "\x00"])
+@pytest.mark.parametrize(
+    "value", [None, 1, True, [], {}, "", "x" * 200, [DEEP[:200]], {"a": {"b": 1}}, "\x00"]
+)
 def test_bodies_of_batches(client: httpx.Client, field: str, value: Any) -> None:
     check(client.post("/v1/batches", json=BATCH | {field: value}), 400, 404)
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[]", b"null", b"{", DEEP.encode(), b'{"a": ' + HUGE.encode() + b"}", b"\xff", b'"x"', b"{}" * 100]
+    "body",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"{",
+        DEEP.encode(),
+        b'{"a": ' + HUGE.encode() + b"}",
+        b"\xff",
+        b'"x"',
+        b"{}" * 100,
+    ],
 )
 def test_bodies_that_are_none(client: httpx.Client, body: bytes) -> None:
     for path in ("/v1/batches", "/v1/completions", "/v1/responses", "/tokenize"):
@@ -197,7 +223,8 @@ LINES: list[bytes] = [
     b'{"custom_id": "h", "url": "/v1/completions", "method": "DELETE", "body": {"prompt": "a"}}',
     b'{"custom_id": "i", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": -1}}',
     b'{"custom_id": "j", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 1e999}}',
-    b'{"custom_id": "k", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": %s}}' % HUGE.encode(),
+    b'{"custom_id": "k", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": %s}}'
+    % HUGE.encode(),
     b'{"custom_id": "l", "url": "/v1/completions", "body": {"prompt": %s}}' % DEEP.encode(),
     b'{"custom_id": "m", "url": "/v1/completions", "body": {"prompt": "a", "stream": true}}',
     b'{"custom_id": "n", "url": "/v1/completions", "body": {"prompt": "a", "model": "/etc/passwd"}}',
@@ -225,9 +252,13 @@ LINES: list[bytes] = [
 
 def test_lines_of_batches(client: httpx.Client) -> None:
     """Each fails alone, with its number or its status, and the good one among them is answered."""
-    good = b'{"custom_id": "good", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 1}}'
+    good = (
+        b'{"custom_id": "good", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 1}}'
+    )
     data = b"\n".join([*LINES[:16], good, *LINES[16:]])
-    file = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("x", data)}).json()["id"]
+    file = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("x", data)}).json()[
+        "id"
+    ]
     batch = client.post("/v1/batches", json=BATCH | {"input_file_id": file}).json()["id"]
 
     def over() -> Any:
@@ -236,7 +267,11 @@ def test_lines_of_batches(client: httpx.Client) -> None:
 
     found = wait_for(over, "the batch")
     assert found["status"] == "completed"
-    assert found["request_counts"] == {"total": len(LINES) + 1, "completed": 1, "failed": len(LINES)}
+    assert found["request_counts"] == {
+        "total": len(LINES) + 1,
+        "completed": 1,
+        "failed": len(LINES),
+    }
     answers = client.get(f"/v1/files/{found['error_file_id']}/content").text.splitlines()
     for answer in map(json.loads, answers):
         body = answer["error"] or answer["response"]["body"]["error"]
@@ -300,11 +335,20 @@ def test_paths_of_the_page(client: httpx.Client, path: str) -> None:
         {"traceparent": "00-" + "z" * 32 + "-0-0"},
         {"x-forwarded-host": "evil.example", "x-forwarded-proto": "javascript"},
         {"expect": "x"},
-        {"upgrade": "h2c", "connection": "upgrade, http2-settings", "http2-settings": "AAMAAABkAAQAAP__"},
+        {
+            "upgrade": "h2c",
+            "connection": "upgrade, http2-settings",
+            "http2-settings": "AAMAAABkAAQAAP__",
+        },
     ],
 )
 def test_headers(client: httpx.Client, headers: dict[str, str]) -> None:
-    for method, path in (("GET", "/"), ("GET", "/page/about"), ("POST", "/"), ("GET", "/v1/models")):
+    for method, path in (
+        ("GET", "/"),
+        ("GET", "/page/about"),
+        ("POST", "/"),
+        ("GET", "/v1/models"),
+    ):
         answer = client.request(method, path, headers=headers)
         assert answer.status_code < 500, answer.text
         assert "evil.example" not in answer.headers.get("location", "")
@@ -357,7 +401,10 @@ SCHEMAS: list[Any] = [
     {"type": "string", "pattern": "(a+)+b"},
     {"type": "string", "minLength": 10**9},
     {"type": "array", "minItems": 10**9},
-    {"properties": {str(i): {"type": "string"} for i in range(500)}, "required": [str(i) for i in range(500)]},
+    {
+        "properties": {str(i): {"type": "string"} for i in range(500)},
+        "required": [str(i) for i in range(500)],
+    },
     {"type": ["object", "x"]},
     {"type": "object", "properties": []},
     {"x-guidance": {"whitespace_pattern": "(a+)+"}},
@@ -427,7 +474,10 @@ RAW = [
     POST + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
     POST + b"transfer-encoding:\x0bchunked\r\n\r\n0\r\n\r\n",
     POST + b"transfer-encoding : chunked\r\n\r\n0\r\n\r\n",
-    POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 20,
+    POST
+    + b"content-length: %d\r\n\r\n" % len(BODY)
+    + BODY
+    + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 20,
     GET + b"a: b\r\n c: folded\r\n\r\n",
     GET + b"a\x00b: c\r\n\r\n",
     GET + b": empty\r\n\r\n",
@@ -485,10 +535,14 @@ def test_the_stream_of_an_innocent_goes_on_beside_expensive_masks(server: Server
 
     statuses: list[int] = []
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(14)]
-    alone = server.complete(prompt="Once", max_tokens=100, ignore_eos=True, seed=1)["choices"][0]["token_ids"]
+    alone = server.complete(prompt="Once", max_tokens=100, ignore_eos=True, seed=1)["choices"][0][
+        "token_ids"
+    ]
     for thread in threads:
         thread.start()
-    tokens = server.complete(prompt="Once", max_tokens=100, ignore_eos=True, seed=1)["choices"][0]["token_ids"]
+    tokens = server.complete(prompt="Once", max_tokens=100, ignore_eos=True, seed=1)["choices"][0][
+        "token_ids"
+    ]
     for thread in threads:
         thread.join()
     assert tokens == alone

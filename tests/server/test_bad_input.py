@@ -1,4 +1,6 @@
-"""Bad input: every row of that table in HARDENING. Each answer names the field; afterwards the server is sound."""
+"""Bad input: every row of that table in HARDENING. Each answer names the field; afterwards the
+server is sound.
+"""
 
 from __future__ import annotations
 
@@ -79,13 +81,27 @@ def test_numbers_out_of_range_or_of_the_wrong_kind(server: Server, field: str) -
         for value in NUMBERS[field]:
             response = client.post(COMPLETIONS, json={"prompt": PROMPT, field: value})
             error_of(response, 400, field)
-        for raw in ("NaN", "Infinity", "-Infinity", "1e400", "true", '"1x"', "[]", "{}", "1" * 5000):
+        for raw in (
+            "NaN",
+            "Infinity",
+            "-Infinity",
+            "1e400",
+            "true",
+            '"1x"',
+            "[]",
+            "{}",
+            "1" * 5000,
+        ):
             body = f'{{"prompt": "{PROMPT}", "max_tokens": 1, "{field}": {raw}}}'
             if field == "max_tokens":
                 body = f'{{"prompt": "{PROMPT}", "{field}": {raw}}}'
-            response = client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+            response = client.post(
+                COMPLETIONS, content=body, headers={"content-type": "application/json"}
+            )
             assert response.status_code == 400, (field, raw, response.text)
-        response = client.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 1} | {field: None})
+        response = client.post(
+            COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 1} | {field: None}
+        )
         if field in NULLABLE:  # OpenAI's clients may send null for what they do not set
             assert response.status_code == 200, response.text
         else:
@@ -94,7 +110,12 @@ def test_numbers_out_of_range_or_of_the_wrong_kind(server: Server, field: str) -
 
 def test_what_asks_for_nothing_is_not_refused(server: Server) -> None:
     """As vLLM's clients send it who fill in every field."""
-    nothing = {"use_beam_search": False, "length_penalty": 1.0, "logits_processors": None, "repetition_min_count": 0}
+    nothing = {
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "logits_processors": None,
+        "repetition_min_count": 0,
+    }
     response = server.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1, **nothing})
     assert response.status_code == 200, response.text
     assert "x-quire-ignored" not in response.headers
@@ -121,7 +142,11 @@ def test_what_asks_for_nothing_is_not_refused(server: Server) -> None:
         (COMPLETIONS, {"prompt": PROMPT, "stop": ["x"] * 65}, "stop"),
         (COMPLETIONS, {"prompt": PROMPT, "stop": [""]}, "stop"),
         (COMPLETIONS, {"prompt": PROMPT, "stop": "x" * 2000}, "stop"),
-        (COMPLETIONS, {"prompt": PROMPT, "logit_bias": {str(i): 1 for i in range(2000)}}, "logit_bias"),
+        (
+            COMPLETIONS,
+            {"prompt": PROMPT, "logit_bias": {str(i): 1 for i in range(2000)}},
+            "logit_bias",
+        ),
         (COMPLETIONS, {"prompt": PROMPT, "logit_bias": {"-1": 1}}, "logit_bias"),
         (COMPLETIONS, {"prompt": PROMPT, "logit_bias": {"x": 1}}, "logit_bias"),
         (COMPLETIONS, {"prompt": PROMPT, "logit_bias": {"99999999": 1}}, "logit_bias"),
@@ -129,16 +154,27 @@ def test_what_asks_for_nothing_is_not_refused(server: Server) -> None:
         (COMPLETIONS, {"prompt": PROMPT, "stop_token_ids": [10**6]}, "stop_token_ids"),
         (COMPLETIONS, {"prompt": PROMPT, "best_of": 3, "stream": True}, "best_of"),
         (COMPLETIONS, {"prompt": PROMPT, "n": 3, "best_of": 2, "temperature": 1}, "best_of"),
-        (COMPLETIONS, {"prompt": PROMPT, "stream_options": {"include_usage": True}}, "stream_options"),
+        (
+            COMPLETIONS,
+            {"prompt": PROMPT, "stream_options": {"include_usage": True}},
+            "stream_options",
+        ),
         (COMPLETIONS, {"prompt": PROMPT, "guided_regex": "a", "guided_json": {}}, "guided_regex"),
         (COMPLETIONS, {"prompt": PROMPT, "guided_choice": []}, "guided_choice"),
         (COMPLETIONS, {"prompt": PROMPT, "structured_outputs": {}}, "structured_outputs"),
         (
             COMPLETIONS,
-            {"prompt": PROMPT, "structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            {
+                "prompt": PROMPT,
+                "structured_outputs": {"regex": "a", "disable_any_whitespace": True},
+            },
             "structured_outputs.disable_any_whitespace",
         ),
-        (COMPLETIONS, {"prompt": PROMPT, "repetition_detection": {"max_pattern_size": 9}}, "repetition_detection"),
+        (
+            COMPLETIONS,
+            {"prompt": PROMPT, "repetition_detection": {"max_pattern_size": 9}},
+            "repetition_detection",
+        ),
         (COMPLETIONS, {"prompt": PROMPT, "length_penalty": 1.5}, "length_penalty"),
         (CHAT, {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
         (COMPLETIONS, {"prompt": PROMPT, "guided_regex": "a" * 20_000}, "guided_regex"),
@@ -150,7 +186,11 @@ def test_what_asks_for_nothing_is_not_refused(server: Server) -> None:
         (COMPLETIONS, {"prompt": PROMPT, "allowed_token_ids": [1] * 190_000}, "allowed_token_ids"),
         (COMPLETIONS, {"prompt": PROMPT, "stop_token_ids": [1] * 20_000}, "stop_token_ids"),
         (COMPLETIONS, {"prompt": PROMPT, "bad_words": ["x"] * 20_000}, "bad_words"),
-        (COMPLETIONS, {"prompt": PROMPT, "dry_sequence_breakers": ["x"] * 20_000}, "dry_sequence_breakers"),
+        (
+            COMPLETIONS,
+            {"prompt": PROMPT, "dry_sequence_breakers": ["x"] * 20_000},
+            "dry_sequence_breakers",
+        ),
         (COMPLETIONS, {"prompt": PROMPT, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         (COMPLETIONS, {"prompt": PROMPT, "chat_template": "{{ 1 }}"}, "chat_template"),
         (COMPLETIONS, {"prompt": PROMPT, "cache_salt": "x" * 2000}, "cache_salt"),
@@ -164,21 +204,41 @@ def test_what_asks_for_nothing_is_not_refused(server: Server) -> None:
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
         (CHAT, {"messages": [{"role": "alien", "content": "x"}]}, "messages[0].role"),
         (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+        ),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 21, "logprobs": True}, "top_logprobs"),
-        (CHAT, {"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        (
+            CHAT,
+            {"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 4},
+            "max_completion_tokens",
+        ),
         (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
         (CHAT, {"messages": MESSAGES, "tool_choice": "sometimes"}, "tool_choice"),
         (CHAT, {"messages": MESSAGES, "tools": [{"type": "x"}]}, "tools[0].type"),
         (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format.type"),
-        (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            CHAT,
+            {"messages": MESSAGES, "response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+        ),
         (CHAT, {"messages": MESSAGES, "documents": [{"a": "b"}]}, "documents"),
         (CHAT, {"messages": MESSAGES, "continue_final_message": True}, "continue_final_message"),
-        (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        (
+            CHAT,
+            {"messages": MESSAGES, "chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs.messages",
+        ),
         (CHAT, {"messages": MESSAGES, "stream": "yes"}, "stream"),
         (CHAT, {"messages": [{"role": "user", "content": ""}]}, "messages"),
-        (CHAT, {"messages": [{"role": "system", "content": " "}, {"role": "user", "content": "\n\t"}]}, "messages"),
+        (
+            CHAT,
+            {"messages": [{"role": "system", "content": " "}, {"role": "user", "content": "\n\t"}]},
+            "messages",
+        ),
         (CHAT, {"messages": [{"role": "user", "content": []}]}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": "so " * 3000}]}, "messages"),
         (CHAT, {"messages": MESSAGES * 500}, "messages"),
@@ -212,7 +272,9 @@ def test_what_asks_for_nothing_is_not_refused(server: Server) -> None:
         ("/detokenize", {"tokens": [True]}, "tokens[0]"),
     ],
 )
-def test_a_field_that_is_wrong_is_named(server: Server, path: str, body: dict[str, Any], field: str) -> None:
+def test_a_field_that_is_wrong_is_named(
+    server: Server, path: str, body: dict[str, Any], field: str
+) -> None:
     error_of(server.post(path, body), 400, field)
 
 
@@ -227,22 +289,35 @@ def test_a_field_that_is_wrong_is_named(server: Server, path: str, body: dict[st
         ({"messages": [{"role": "user", "content": "so " * 3000}]}, "messages"),
         ({"max_tokens": 10**12}, "max_tokens"),
         ({"stop_sequences": ["x"] * 65}, "stop_sequences"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"a": "b" * 300_000}}}}, "output_config"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"a": "b" * 300_000}}}},
+            "output_config",
+        ),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"tools": [{"name": "f", "input_schema": {}}] * 200}, "tools"),
     ],
 )
-def test_anthropics_fields_are_named_too(server: Server, fields: dict[str, Any], field: str) -> None:
+def test_anthropics_fields_are_named_too(
+    server: Server, fields: dict[str, Any], field: str
+) -> None:
     model = server.get("/v1/models").json()["data"][0]["id"]
-    response = server.post("/v1/messages", {"model": model, "max_tokens": 1, "messages": MESSAGES, **fields})
+    response = server.post(
+        "/v1/messages", {"model": model, "max_tokens": 1, "messages": MESSAGES, **fields}
+    )
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith(field)
     assert response.json()["request_id"] == response.headers["x-request-id"]
 
 
 def test_calls_of_tools_count_as_text(server: Server) -> None:
-    """What a client says a tool was called with is as long as it likes; it is not tokenized to find that out."""
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "so " * 100_000})}}
+    """What a client says a tool was called with is as long as it likes; it is not tokenized to find
+    that out.
+    """
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "f", "arguments": json.dumps({"a": "so " * 100_000})},
+    }
     messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
     assert "at least" in error_of(server.post(CHAT, {"messages": messages}), 400, "messages")
 
@@ -273,7 +348,9 @@ def test_prompts_beyond_the_context_say_both_numbers(server: Server) -> None:
         ({"guided_json": {"type": "no such type"}}, "guided_json"),
     ],
 )
-def test_hostile_grammars_hurt_nobody_else(server: Server, fields: dict[str, Any], field: str | None) -> None:
+def test_hostile_grammars_hurt_nobody_else(
+    server: Server, fields: dict[str, Any], field: str | None
+) -> None:
     """Each is answered or refused, and a plain request beside it is not held up by it."""
     finished: list[object] = []
 
@@ -282,7 +359,9 @@ def test_hostile_grammars_hurt_nobody_else(server: Server, fields: dict[str, Any
 
     thread = threading.Thread(target=beside)
     thread.start()
-    response = server.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, **fields})
+    response = server.post(
+        COMPLETIONS, {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, **fields}
+    )
     thread.join(60)
     assert finished
     if field is not None:
@@ -295,7 +374,11 @@ def test_many_distinct_schemas_leave_the_memory_bounded(server: Server) -> None:
     def use(start: int) -> None:
         with server.client() as client:
             for i in range(start, start + 40):
-                body = {"prompt": PROMPT, "max_tokens": 1, "guided_regex": f"[a-f]{{{i % 7 + 1}}}-{i}"}
+                body = {
+                    "prompt": PROMPT,
+                    "max_tokens": 1,
+                    "guided_regex": f"[a-f]{{{i % 7 + 1}}}-{i}",
+                }
                 assert client.post(COMPLETIONS, json=body).status_code == 200
 
     use(0)
@@ -319,7 +402,9 @@ def test_deep_json_and_broken_json(server: Server) -> None:
             "[]",
             '"text"',
             "\x00",
-            '{"messages": [{"role": "user", "content": "\ud800"}]}'.encode("utf-8", "surrogatepass"),
+            '{"messages": [{"role": "user", "content": "\ud800"}]}'.encode(
+                "utf-8", "surrogatepass"
+            ),
             b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
         ):
             error_of(client.post(CHAT, content=body, headers=headers), 400)
@@ -330,12 +415,28 @@ def test_deep_json_and_broken_json(server: Server) -> None:
 def test_media_types_and_encodings(server: Server) -> None:
     body = json.dumps({"prompt": PROMPT, "max_tokens": 1})
     with server.client() as client:
-        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+        for kind in (
+            "text/plain",
+            "application/x-www-form-urlencoded",
+            "multipart/form-data; boundary=x",
+            "",
+        ):
             error_of(client.post(COMPLETIONS, content=body, headers={"content-type": kind}), 415)
-        for coding in ("gzip", "GZIP", "deflate", "br", "zstd", "identity, gzip", "gzip, gzip", "x"):
+        for coding in (
+            "gzip",
+            "GZIP",
+            "deflate",
+            "br",
+            "zstd",
+            "identity, gzip",
+            "gzip, gzip",
+            "x",
+        ):
             packed = {"content-type": "application/json", "content-encoding": coding}
             error_of(client.post(COMPLETIONS, content=body, headers=packed), 415)
-        plain = client.post(COMPLETIONS, content=body, headers={"content-type": "application/json; charset=utf-8"})
+        plain = client.post(
+            COMPLETIONS, content=body, headers={"content-type": "application/json; charset=utf-8"}
+        )
         assert plain.status_code == 200
 
 

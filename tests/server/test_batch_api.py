@@ -1,4 +1,6 @@
-"""/v1/files and /v1/batches with OpenAI's own client: they survive restarts, give way, and can be cancelled."""
+"""/v1/files and /v1/batches with OpenAI's own client: they survive restarts, give way, and can be
+cancelled.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,25 @@ def requests(count: int, tokens: int = 20) -> bytes:
             "custom_id": f"id-{i}",
             "method": "POST",
             "url": URL,
-            "body": {"messages": [{"role": "user", "content": f"say {i}"}], "max_tokens": tokens, "ignore_eos": True},
+            "body": {
+                "messages": [{"role": "user", "content": f"say {i}"}],
+                "max_tokens": tokens,
+                "ignore_eos": True,
+            },
         }
         for i in range(count)
     ]
-    lines.append({"custom_id": "wrong", "method": "POST", "url": URL, "body": {"messages": [], "max_tokens": -1}})
-    lines.append({"custom_id": "other", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}})
+    lines.append(
+        {
+            "custom_id": "wrong",
+            "method": "POST",
+            "url": URL,
+            "body": {"messages": [], "max_tokens": -1},
+        }
+    )
+    lines.append(
+        {"custom_id": "other", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
+    )
     return "\n".join(map(json.dumps, lines)).encode()
 
 
@@ -48,7 +63,10 @@ def begin(client: Any, data: bytes) -> str:
     file = client.files.create(file=("requests.jsonl", data), purpose="batch")
     assert (file.bytes, file.filename, file.purpose) == (len(data), "requests.jsonl", "batch")
     batch = client.batches.create(
-        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"a": "b"}
+        input_file_id=file.id,
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+        metadata={"a": "b"},
     )
     assert batch.metadata == {"a": "b"}
     return str(batch.id)
@@ -69,8 +87,14 @@ def lines_of(client: Any, file_id: str | None) -> list[dict[str, Any]]:
 
 
 def test_a_batch_from_upload_to_answers_over_a_restart(small_model: str, tmp_path: Path) -> None:
-    """The server is killed in the middle; the next one goes on, and live requests are answered meanwhile."""
-    options: dict[str, Any] = {"model": small_model, "engine": ENGINE, "batches": str(tmp_path / "batches")}
+    """The server is killed in the middle; the next one goes on, and live requests are answered
+    meanwhile.
+    """
+    options: dict[str, Any] = {
+        "model": small_model,
+        "engine": ENGINE,
+        "batches": str(tmp_path / "batches"),
+    }
     with Server(**options) as server, client_of(server) as client:
         batch_id = begin(client, requests(60, 120))
         work = tmp_path / "batches" / "work" / f"{batch_id}.output"
@@ -88,7 +112,10 @@ def test_a_batch_from_upload_to_answers_over_a_restart(small_model: str, tmp_pat
         batch = ended(client, batch_id, "completed")
         counts = batch.request_counts
         assert (counts.total, counts.completed, counts.failed) == (62, 60, 2)
-        answers, errors = lines_of(client, batch.output_file_id), lines_of(client, batch.error_file_id)
+        answers, errors = (
+            lines_of(client, batch.output_file_id),
+            lines_of(client, batch.error_file_id),
+        )
         assert [one["custom_id"] for one in answers] == [f"id-{i}" for i in range(60)]
         assert all(one["response"]["body"]["usage"]["completion_tokens"] == 120 for one in answers)
         assert [one["custom_id"] for one in errors] == ["wrong", "other"]
@@ -115,7 +142,8 @@ def check_cancelling(client: Any) -> None:
 
 def check_files(server: Server, client: Any) -> None:
     assert [one.filename for one in client.files.list(purpose="batch")] == ["requests.jsonl"] * 3
-    assert {one.purpose for one in client.files.list(limit=1)} == {"batch", "batch_output"}  # page by page
+    # page by page
+    assert {one.purpose for one in client.files.list(limit=1)} == {"batch", "batch_output"}
     file = client.files.create(file=("x.jsonl", b"\r\n--not the boundary\r\n"), purpose="batch")
     assert client.files.content(file.id).read() == b"\r\n--not the boundary\r\n"
     assert client.files.retrieve(file.id).bytes == 22
@@ -125,7 +153,9 @@ def check_files(server: Server, client: Any) -> None:
     body = {"input_file_id": "none", "endpoint": URL, "completion_window": "24h"}
     error_of(server.post("/v1/batches", body), 404, "file_id")
     error_of(server.post("/v1/batches", body | {"endpoint": "/v1/responses"}), 400, "endpoint")
-    error_of(server.post("/v1/batches", body | {"completion_window": "1h"}), 400, "completion_window")
+    error_of(
+        server.post("/v1/batches", body | {"completion_window": "1h"}), 400, "completion_window"
+    )
     error_of(server.post("/v1/files", body), 415)
     with pytest.raises(openai.BadRequestError, match="purpose"):
         client.files.create(file=("x.jsonl", b"{}"), purpose="fine-tune")
@@ -142,7 +172,9 @@ def store(tmp_path: Path) -> Iterator[BatchStore]:
     store.close()
 
 
-def read_form(store: BatchStore, body: bytes, content_type: str, step: int = 2**20) -> tuple[FormReader, bytes]:
+def read_form(
+    store: BatchStore, body: bytes, content_type: str, step: int = 2**20
+) -> tuple[FormReader, bytes]:
     """A form that comes `step` bytes at a time, and the file in it."""
     upload = store.new_upload("me")
     try:
@@ -157,7 +189,15 @@ def read_form(store: BatchStore, body: bytes, content_type: str, step: int = 2**
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"--b", b"--b\r\n", b"--b\r\nno header\r\n--b--", b"--b--", b"--b\r\n\r\n\r\n--b--", b"x" * 1000],
+    [
+        b"",
+        b"--b",
+        b"--b\r\n",
+        b"--b\r\nno header\r\n--b--",
+        b"--b--",
+        b"--b\r\n\r\n\r\n--b--",
+        b"x" * 1000,
+    ],
 )
 def test_a_form_that_is_none_is_refused(body: bytes, store: BatchStore) -> None:
     with pytest.raises(ApiError) as caught:
@@ -169,7 +209,10 @@ def test_a_form_that_is_none_is_refused(body: bytes, store: BatchStore) -> None:
 def test_a_form_is_taken_apart_however_it_comes(step: int, store: BatchStore) -> None:
     header = b'Content-Disposition: form-data; name="%s"'
     content = b"{}\r\n--bb\r\n--c\r\n"
-    parts = [header % b"purpose" + b"\r\n\r\nbatch", header % b"file" + b'; filename="a.jsonl"\r\n\r\n' + content]
+    parts = [
+        header % b"purpose" + b"\r\n\r\nbatch",
+        header % b"file" + b'; filename="a.jsonl"\r\n\r\n' + content,
+    ]
     body = b"--b\r\n" + b"\r\n--b\r\n".join(parts) + b"\r\n--b--\r\n"
     form, file = read_form(store, body, 'multipart/form-data; boundary="b"', step)
     assert form.fields == {"purpose": "batch"}
@@ -199,5 +242,7 @@ def test_the_folder_has_one_owner_and_is_bounded(tmp_path: Path) -> None:
     assert again.room.taken("me") == taken
     again.delete_file("me", stored.id)
     assert again.room.taken() == 0
-    assert [path for path in again.folder.rglob("*") if path.is_file() and path.name != ".lock"] == []
+    assert [
+        path for path in again.folder.rglob("*") if path.is_file() and path.name != ".lock"
+    ] == []
     again.close()

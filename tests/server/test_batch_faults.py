@@ -1,4 +1,6 @@
-"""Files and batches of several keys: bad lines, hostile forms, a folder that is full, clients that leave."""
+"""Files and batches of several keys: bad lines, hostile forms, a folder that is full, clients that
+leave.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(small_model: str, folder: Path) -> Iterator[Server]:
-    options: dict[str, Any] = {"model": small_model, "engine": {}, "engine_module": "tests.server.scripted_engine"}
+    options: dict[str, Any] = {
+        "model": small_model,
+        "engine": {},
+        "engine_module": "tests.server.scripted_engine",
+    }
     keys = {"api_keys": KEYS, "admin_keys": ["boss"]}
-    with Server(batches=str(folder), max_batch_bytes=3 * SHARE, body_seconds=1.0, **keys, **options) as server:
+    with Server(
+        batches=str(folder), max_batch_bytes=3 * SHARE, body_seconds=1.0, **keys, **options
+    ) as server:
         yield server
         assert " 500" not in server.log
         assert "Traceback" not in server.log
@@ -94,12 +102,16 @@ def ended(client: httpx.Client, batch_id: str) -> dict[str, Any]:
 
 
 def lines_of(client: httpx.Client, file_id: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in client.get(f"/v1/files/{file_id}/content").text.splitlines()]
+    return [
+        json.loads(line) for line in client.get(f"/v1/files/{file_id}/content").text.splitlines()
+    ]
 
 
 def line(number: int, **body: Any) -> bytes:
     asked = {"prompt": "a", "max_tokens": 1, **body}
-    return json.dumps({"custom_id": f"id-{number}", "method": "POST", "url": URL, "body": asked}).encode()
+    return json.dumps(
+        {"custom_id": f"id-{number}", "method": "POST", "url": URL, "body": asked}
+    ).encode()
 
 
 HEAD = b'{"custom_id": "bad", "url": "/v1/completions", "body": {"prompt": '
@@ -126,7 +138,11 @@ def test_a_bad_line_fails_with_its_number_and_the_rest_goes_on(one: httpx.Client
     lines = [each for number, bad in enumerate(BAD_LINES) for each in (line(number), bad)]
     batch = ended(one, begin(one, b"\n".join(lines)))
     assert batch["status"] == "completed"
-    assert batch["request_counts"] == {"total": len(lines), "completed": len(BAD_LINES), "failed": len(BAD_LINES)}
+    assert batch["request_counts"] == {
+        "total": len(lines),
+        "completed": len(BAD_LINES),
+        "failed": len(BAD_LINES),
+    }
     good, bad = lines_of(one, batch["output_file_id"]), lines_of(one, batch["error_file_id"])
     assert [each["custom_id"] for each in good] == [f"id-{i}" for i in range(len(BAD_LINES))]
     for number, each in enumerate(bad):
@@ -164,7 +180,9 @@ def form(*parts: bytes) -> bytes:
     return b"--b\r\n" + b"\r\n--b\r\n".join(parts) + b"\r\n--b--\r\n"
 
 
-def post_form(client: httpx.Client, body: bytes, kind: str = "multipart/form-data; boundary=b") -> httpx.Response:
+def post_form(
+    client: httpx.Client, body: bytes, kind: str = "multipart/form-data; boundary=b"
+) -> httpx.Response:
     return client.post("/v1/files", content=body, headers={"content-type": kind})
 
 
@@ -196,7 +214,8 @@ def test_a_file_name_that_cant_be_read_is_refused_and_leaves_nothing(
     one: httpx.Client, folder: Path, name: bytes
 ) -> None:
     answer = post_form(one, form(PART, FILE + name + b"\r\n\r\n" + b"x" * 1000))
-    if name.startswith(b"filename*0"):  # continuations mean nothing in a form: the plain name counts
+    # continuations mean nothing in a form: the plain name counts
+    if name.startswith(b"filename*0"):
         assert answer.json()["filename"] == "c"
         return
     error_of(answer, 400)
@@ -238,7 +257,14 @@ GOOD = FILE + b'filename="a"\r\n\r\n{}'
         (400, form(*[PART.replace(b"purpose", b"x%d" % i) for i in range(40)], GOOD)),
         (400, form(PART, b'Content-Disposition: form-data; name="x"\r\n\r\n' + b"v" * 5000, GOOD)),
         (400, form(PART, b'Content-Disposition: form-data; name="x"\r\n\r\n\xff', GOOD)),
-        (400, form(PART, b'Content-Disposition: form-data; name="expires_after[anchor]"\r\n\r\ncreated_at', GOOD)),
+        (
+            400,
+            form(
+                PART,
+                b'Content-Disposition: form-data; name="expires_after[anchor]"\r\n\r\ncreated_at',
+                GOOD,
+            ),
+        ),
         (400, form(PART, b"Content-Transfer-Encoding: base64\r\n" + GOOD)),
         (400, form(PART, b"Content-Disposition: attachment\r\n" + GOOD)),
         (400, form(PART, b"Content-Disposition: attachment; name=file\r\n\r\n{}")),
@@ -297,7 +323,11 @@ def test_content_types(one: httpx.Client, status: int, kind: str) -> None:
 def test_metadata_has_bounds_wherever_it_is_taken(one: httpx.Client, metadata: Any) -> None:
     batch = {"input_file_id": "x", "endpoint": URL, "completion_window": "24h"}
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
-    for path, body in (("/v1/batches", batch), ("/v1/chat/completions", chat), ("/v1/responses", {"input": "a"})):
+    for path, body in (
+        ("/v1/batches", batch),
+        ("/v1/chat/completions", chat),
+        ("/v1/responses", {"input": "a"}),
+    ):
         error_of(one.post(path, json=body | {"metadata": metadata}), 400, "metadata")
 
 
@@ -331,7 +361,9 @@ def test_a_key_fills_its_own_share_and_nobody_elses(one: httpx.Client, two: http
     assert (found["status"], found["request_counts"]["completed"]) == ("completed", 40)
 
 
-def test_a_batch_without_room_waits_and_then_goes_on(one: httpx.Client, two: httpx.Client, server: Server) -> None:
+def test_a_batch_without_room_waits_and_then_goes_on(
+    one: httpx.Client, two: httpx.Client, server: Server
+) -> None:
     data = b"\n".join(line(i, max_tokens=5, logprobs=5) for i in range(60))
     filler = upload(one, b"x" * (SHARE - 30_000 - len(data))).json()["id"]
     batch = begin(one, data)
@@ -341,10 +373,14 @@ def test_a_batch_without_room_waits_and_then_goes_on(one: httpx.Client, two: htt
     assert one.delete(f"/v1/files/{filler}").status_code == 200
     found = ended(one, batch)
     assert found["request_counts"] == {"total": 60, "completed": 60, "failed": 0}
-    assert [each["custom_id"] for each in lines_of(one, found["output_file_id"])] == [f"id-{i}" for i in range(60)]
+    assert [each["custom_id"] for each in lines_of(one, found["output_file_id"])] == [
+        f"id-{i}" for i in range(60)
+    ]
 
 
-def test_a_batch_that_waits_can_be_cancelled_and_keeps_what_it_has(one: httpx.Client, server: Server) -> None:
+def test_a_batch_that_waits_can_be_cancelled_and_keeps_what_it_has(
+    one: httpx.Client, server: Server
+) -> None:
     data = b"\n".join(line(i, max_tokens=5, logprobs=5) for i in range(60))
     upload(one, b"x" * (SHARE - 40_000 - len(data)))
     batch, other = begin(one, data), begin(one, line(0))
@@ -356,7 +392,9 @@ def test_a_batch_that_waits_can_be_cancelled_and_keeps_what_it_has(one: httpx.Cl
     assert len(lines_of(one, found["output_file_id"])) == found["request_counts"]["completed"] > 0
 
 
-def test_eight_uploads_at_once_dont_pass_the_limit_together(one: httpx.Client, server: Server) -> None:
+def test_eight_uploads_at_once_dont_pass_the_limit_together(
+    one: httpx.Client, server: Server
+) -> None:
     found: list[int] = []
 
     def send() -> None:
@@ -392,7 +430,9 @@ def test_uploads_deletions_and_listings_get_along(server: Server, one: httpx.Cli
     assert statuses == {200}
 
 
-def test_a_key_sees_its_own_and_an_admin_key_all(one: httpx.Client, two: httpx.Client, server: Server) -> None:
+def test_a_key_sees_its_own_and_an_admin_key_all(
+    one: httpx.Client, two: httpx.Client, server: Server
+) -> None:
     batch = begin(one, line(0), metadata={"a": "b"})
     file = ended(one, batch)["output_file_id"]
     for path in (f"/v1/files/{file}", f"/v1/files/{file}/content", f"/v1/batches/{batch}"):
@@ -416,7 +456,9 @@ def test_a_key_sees_its_own_and_an_admin_key_all(one: httpx.Client, two: httpx.C
 def raw_upload(server: Server, length: int, sent: bytes) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     head = f"POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer one\r\ncontent-length: {length}\r\n"
-    connection.sendall(head.encode() + b"content-type: multipart/form-data; boundary=b\r\n\r\n" + sent)
+    connection.sendall(
+        head.encode() + b"content-type: multipart/form-data; boundary=b\r\n\r\n" + sent
+    )
     return connection
 
 
@@ -431,7 +473,9 @@ def test_an_upload_that_stops_is_timed_out(one: httpx.Client, server: Server, fo
     assert upload(one, b"x" * (SHARE - 10_000)).status_code == 200
 
 
-def test_a_client_that_leaves_is_no_error_of_the_server(one: httpx.Client, server: Server, folder: Path) -> None:
+def test_a_client_that_leaves_is_no_error_of_the_server(
+    one: httpx.Client, server: Server, folder: Path
+) -> None:
     before = server.log.count("the client left")
     with raw_upload(server, 500_000, form(PART, GOOD)[:-30]):
         wait_for(lambda: not is_tidy(folder), "the upload to begin")
@@ -457,7 +501,9 @@ def test_a_file_that_vanished_is_missing_and_its_batch_fails_alone(
     assert one.delete(f"/v1/files/{file}").status_code == 200
 
 
-def test_a_link_in_the_place_of_a_file_is_not_followed(one: httpx.Client, folder: Path, tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_a_file_is_not_followed(
+    one: httpx.Client, folder: Path, tmp_path: Path
+) -> None:
     file = upload(one, line(0)).json()["id"]
     path, secret = folder / "files" / f"{file}.data", tmp_path / "secret"
     secret.write_text("secret")
@@ -472,7 +518,13 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(one: httpx.Client, folder
 
 
 def stored_batch(name: str = "batch_1", **fields: Any) -> StoredBatch:
-    common = {"owner": "me", "created_at": 1, "endpoint": URL, "input_file_id": "f", "completion_window": "24h"}
+    common = {
+        "owner": "me",
+        "created_at": 1,
+        "endpoint": URL,
+        "input_file_id": "f",
+        "completion_window": "24h",
+    }
     return StoredBatch(id=name, **common | fields)
 
 
@@ -511,7 +563,11 @@ def test_a_full_disk_leaves_no_half_files(tmp_path: Path) -> None:
         work.write([BatchAnswer(b"3\n", False), BatchAnswer(b"x" * 1000, True)])
     work.close()
     assert (work.output.size, work.errors.size, store.room.taken()) == (2, 2, 4)
-    found = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"}
+    found = {
+        path.name: path.read_bytes()
+        for path in tmp_path.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
     assert found == {"batch_1.output": b"1\n", "batch_1.errors": b"2\n"}
     store.close()
 
@@ -521,7 +577,10 @@ def test_a_start_removes_what_belongs_to_nobody(tmp_path: Path) -> None:
     upload = store.new_upload("me")
     upload.write(b"x" * 100)
     file = store.add_file(upload, "a", "batch")
-    running, over = stored_batch("batch_1", input_file_id=file.id), stored_batch("batch_2", input_file_id=file.id)
+    running, over = (
+        stored_batch("batch_1", input_file_id=file.id),
+        stored_batch("batch_2", input_file_id=file.id),
+    )
     for batch in (running, over):
         store.add_batch(batch)
         work = store.open_work(batch)
@@ -530,7 +589,12 @@ def test_a_start_removes_what_belongs_to_nobody(tmp_path: Path) -> None:
     over.status = "failed"
     store.save(over)
     taken = store.room.taken() - 2
-    for name in ("work/batch_3.part", "work/upload-1", "files/file-x.data", "files/file-x.unfinished"):
+    for name in (
+        "work/batch_3.part",
+        "work/upload-1",
+        "files/file-x.data",
+        "files/file-x.unfinished",
+    ):
         (tmp_path / name).write_bytes(b"x" * 100_000)
     (tmp_path / "batches" / "batch_9.json").write_bytes(b"[" * 5000)
     (tmp_path / "files" / "file-9.json").write_bytes(b"\xff")
@@ -575,7 +639,8 @@ def test_what_was_cut_off_is_answered_again_and_counted_once(tmp_path: Path) -> 
     store = BatchStore(tmp_path / "store", FolderLimits.of(MIB, 1))
     work = store.open_work(stored_batch())
     lines = [json.dumps({"id": each}).encode() + b"\n" for each in ids]
-    work.write([BatchAnswer(lines[0], False), BatchAnswer(lines[2], False)])  # the error of line 1 did not come
+    # the error of line 1 did not come
+    work.write([BatchAnswer(lines[0], False), BatchAnswer(lines[2], False)])
     left = work.resume(iter(requests))
     assert [each.number for each in left] == [1, 2, 3]
     assert (work.output.num_lines, work.errors.num_lines) == (1, 0)

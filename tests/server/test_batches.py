@@ -1,4 +1,6 @@
-"""`quire batch`: the same bytes however often it is killed, no line lost or twice, and errors where they belong."""
+"""`quire batch`: the same bytes however often it is killed, no line lost or twice, and errors where
+they belong.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,36 @@ from quire.server.batches.run import BatchJob, run_batch
 from tests.server.harness import ROOT, wait_for
 
 ENGINE: dict[str, object] = {"device": "cpu", "kv_cache_memory": "8MiB", "max_num_seqs": 4}
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def line(number: int, url: str, body: dict[str, Any], **more: Any) -> str:
-    return json.dumps({"custom_id": f"id-{number}", "method": "POST", "url": url, "body": body} | more)
+    return json.dumps(
+        {"custom_id": f"id-{number}", "method": "POST", "url": url, "body": body} | more
+    )
 
 
 def write_requests(path: Path, count: int) -> list[str]:
     """Chats, completions and embeddings in turns, then lines that are wrong in several ways."""
     lines = []
     for i in range(count):
-        chat = {"messages": [{"role": "user", "content": f"say {i}"}], "max_tokens": 40, "logprobs": i % 2 == 0}
+        chat = {
+            "messages": [{"role": "user", "content": f"say {i}"}],
+            "max_tokens": 40,
+            "logprobs": i % 2 == 0,
+        }
         if i % 4 == 3:
             chat |= {"tools": [TOOL], "tool_choice": "required"}
-        text = {"prompt": [f"once {i}", "then"], "max_tokens": 60, "n": 2, "temperature": 0.9, "ignore_eos": True}
+        text = {
+            "prompt": [f"once {i}", "then"],
+            "max_tokens": 60,
+            "n": 2,
+            "temperature": 0.9,
+            "ignore_eos": True,
+        }
         embedding = {"input": [f"text {i}", "other"], "encoding_format": "base64"}
         lines += [
             line(3 * i, "/v1/chat/completions", chat),
@@ -56,7 +73,9 @@ def write_requests(path: Path, count: int) -> list[str]:
 
 
 def job(folder: Path, model: str, name: str = "answers.jsonl", **fields: Any) -> BatchJob:
-    return BatchJob(folder / "requests.jsonl", folder / name, model, ENGINE, concurrency=6, **fields)
+    return BatchJob(
+        folder / "requests.jsonl", folder / name, model, ENGINE, concurrency=6, **fields
+    )
 
 
 def report(done: int, total: int, num_tokens: int) -> None:
@@ -89,7 +108,9 @@ def test_every_request_has_its_answer_in_its_place(undisturbed: bytes) -> None:
     assert len(text["choices"]) == 4
     assert text["usage"]["completion_tokens"] == 240
     assert [one["index"] for one in vector["data"]] == [0, 1]
-    calls = [one["response"]["body"]["choices"][0]["message"].get("tool_calls") for one in found[9:72:12]]
+    calls = [
+        one["response"]["body"]["choices"][0]["message"].get("tool_calls") for one in found[9:72:12]
+    ]
     assert all(calls)
     assert len({one["id"] for one in found}) == 80
     malformed, twice, limit, url, stream, model, method, body = found[72:]
@@ -109,7 +130,16 @@ def test_every_request_has_its_answer_in_its_place(undisturbed: bytes) -> None:
 
 
 def command(folder: Path, model: str, name: str) -> Sequence[str]:
-    options = ["--device", "cpu", "--kv-cache-memory", "8MiB", "--max-num-seqs", "4", "--concurrency", "6"]
+    options = [
+        "--device",
+        "cpu",
+        "--kv-cache-memory",
+        "8MiB",
+        "--max-num-seqs",
+        "4",
+        "--concurrency",
+        "6",
+    ]
     files = [str(folder / "requests.jsonl"), "-o", str(folder / name)]
     return [sys.executable, "-m", "quire", "batch", *files, "--model", model, *options]
 
@@ -120,7 +150,9 @@ def engine_of(pid: int) -> Iterator[int]:
             yield int(child)
 
 
-def test_killed_at_any_moment_it_comes_out_the_same(folder: Path, undisturbed: bytes, small_model: str) -> None:
+def test_killed_at_any_moment_it_comes_out_the_same(
+    folder: Path, undisturbed: bytes, small_model: str
+) -> None:
     """The command is killed in the middle; in the second run the engine is."""
     part = folder / "killed.jsonl.part"
     arguments = command(folder, small_model, "killed.jsonl")
@@ -148,7 +180,9 @@ def test_killed_at_any_moment_it_comes_out_the_same(folder: Path, undisturbed: b
     assert not part.exists()
 
 
-def test_a_run_that_is_complete_does_nothing(folder: Path, undisturbed: bytes, small_model: str) -> None:
+def test_a_run_that_is_complete_does_nothing(
+    folder: Path, undisturbed: bytes, small_model: str
+) -> None:
     def never(done: int, total: int, num_tokens: int) -> None:
         raise AssertionError("something was computed")
 
@@ -164,7 +198,10 @@ def test_what_a_killed_run_leaves_is_taken_up_at_every_byte(tmp_path: Path) -> N
     write_requests(tmp_path / "requests.jsonl", 1)
     requests = RequestFile(tmp_path / "requests.jsonl", "options")
     answered = [
-        json.dumps({"id": f"batch_req_{one.id}", "response": {"status_code": 200}, "error": None}).encode() + b"\n"
+        json.dumps(
+            {"id": f"batch_req_{one.id}", "response": {"status_code": 200}, "error": None}
+        ).encode()
+        + b"\n"
         for one in requests
     ][:3]
     whole = b"".join(answered)
@@ -188,7 +225,10 @@ def test_in_any_order_a_run_takes_up_whatever_is_there(tmp_path: Path) -> None:
     requests = RequestFile(tmp_path / "requests.jsonl", "options")
     everyone = list(requests)
     lines = {
-        one.number: json.dumps({"id": one.answer_id, "response": {"status_code": 200}, "error": None}).encode() + b"\n"
+        one.number: json.dumps(
+            {"id": one.answer_id, "response": {"status_code": 200}, "error": None}
+        ).encode()
+        + b"\n"
         for one in everyone
     }
     for order in ([], [5], [3, 0, 7], [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0]):
@@ -197,20 +237,28 @@ def test_in_any_order_a_run_takes_up_whatever_is_there(tmp_path: Path) -> None:
         file = AnswerFile(tmp_path / "out.jsonl", restart=False)
         done, failed, left = file.resume_in_any_order(requests)
         assert (done, failed) == (len(order), 0)
-        assert [one.number for one in left] == [one.number for one in everyone if one.number not in order]
+        assert [one.number for one in left] == [
+            one.number for one in everyone if one.number not in order
+        ]
         file.close()
         assert (tmp_path / "out.jsonl.part").exists() == bool(order)
         if order:
             assert (tmp_path / "out.jsonl.part").read_bytes() == whole
-    (tmp_path / "out.jsonl.part").write_bytes(lines[1] + b'{"id": "batch_req_x", "response": null, "error": null}\n')
+    (tmp_path / "out.jsonl.part").write_bytes(
+        lines[1] + b'{"id": "batch_req_x", "response": null, "error": null}\n'
+    )
     file = AnswerFile(tmp_path / "out.jsonl", restart=False)
     with pytest.raises(QuireError, match="some lines answer another request"):
         file.resume_in_any_order(requests)
     file.close()
 
 
-def test_in_any_order_the_lines_are_the_same(folder: Path, undisturbed: bytes, small_model: str) -> None:
-    """The first half of an answer file stands there backwards; the long requests of the rest come when they come."""
+def test_in_any_order_the_lines_are_the_same(
+    folder: Path, undisturbed: bytes, small_model: str
+) -> None:
+    """The first half of an answer file stands there backwards; the long requests of the rest come
+    when they come.
+    """
     lines = undisturbed.splitlines(keepends=True)
     (folder / "any.jsonl.part").write_bytes(b"".join(lines[39::-1]))
     summary = run_batch(job(folder, small_model, "any.jsonl", any_order=True), report)
@@ -282,26 +330,44 @@ def check_parquet(folder: Path) -> None:
     file.complete()
     file.close()
     found = pyarrow.parquet.read_table(folder / "answers.parquet").to_pylist()
-    assert found == [{"id": "a", "custom_id": "b", "response": '{"status_code":200}', "error": None}]
+    assert found == [
+        {"id": "a", "custom_id": "b", "response": '{"status_code":200}', "error": None}
+    ]
 
 
 def check_parquet_bodies(folder: Path) -> None:
-    """Bodies as structs, which have the fields of all rows, and what is no body; other columns don't matter."""
+    """Bodies as structs, which have the fields of all rows, and what is no body; other columns
+    don't matter.
+    """
     import pyarrow
     import pyarrow.parquet
 
     bodies: list[Any] = [
         {"prompt": "a", "max_tokens": 3},
-        {"messages": [{"role": "user", "content": "b"}, {"role": "assistant", "content": None, "name": "c"}]},
+        {
+            "messages": [
+                {"role": "user", "content": "b"},
+                {"role": "assistant", "content": None, "name": "c"},
+            ]
+        },
     ]
-    rows = [{"custom_id": str(i), "method": "POST", "url": "/v1/x", "body": body} for i, body in enumerate(bodies)]
+    rows = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/x", "body": body}
+        for i, body in enumerate(bodies)
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "structs.parquet")
     read = [json.loads(one.body) for one in RequestFile(folder / "structs.parquet", "")]
     assert read[0] == bodies[0]
-    assert read[1]["messages"] == [{"role": "user", "content": "b"}, {"role": "assistant", "name": "c"}]
+    assert read[1]["messages"] == [
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "name": "c"},
+    ]
 
     texts = ['{"prompt": "a"}', "{no json", '{}, "url": "/v1/embeddings"', None, "[]"]
-    rows = [{"custom_id": str(i), "url": "/v1/x", "body": body, "more": 1.5} for i, body in enumerate(texts)]
+    rows = [
+        {"custom_id": str(i), "url": "/v1/x", "body": body, "more": 1.5}
+        for i, body in enumerate(texts)
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "texts.parquet")
     file = RequestFile(folder / "texts.parquet", "")
     assert file.count() == 5
@@ -313,23 +379,32 @@ def check_parquet_bodies(folder: Path) -> None:
         list(RequestFile(folder / "broken.parquet", ""))
 
 
-def test_parquet_in_and_out_says_what_lines_say(tmp_path: Path, undisturbed: bytes, small_model: str) -> None:
+def test_parquet_in_and_out_says_what_lines_say(
+    tmp_path: Path, undisturbed: bytes, small_model: str
+) -> None:
     """The same answers, in rows."""
     pytest.importorskip("pyarrow")
     import pyarrow
     import pyarrow.parquet
 
-    lines = [json.loads(one) for one in write_requests(tmp_path / "requests.jsonl", 1) if one != "{not json"]
-    rows = [one | {"body": json.dumps(one["body"])} for one in (lines[2], lines[4])]  # one of them is wrong
+    lines = [
+        json.loads(one)
+        for one in write_requests(tmp_path / "requests.jsonl", 1)
+        if one != "{not json"
+    ]
+    # one of them is wrong
+    rows = [one | {"body": json.dumps(one["body"])} for one in (lines[2], lines[4])]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "requests.parquet")
     summary = run_batch(
-        BatchJob(tmp_path / "requests.parquet", tmp_path / "answers.parquet", small_model, ENGINE), report
+        BatchJob(tmp_path / "requests.parquet", tmp_path / "answers.parquet", small_model, ENGINE),
+        report,
     )
     assert (summary.done, summary.failed) == (2, 1)
     good, bad = pyarrow.parquet.read_table(tmp_path / "answers.parquet").to_pylist()
     expected = json.loads(undisturbed.splitlines()[2])
     assert (good["custom_id"], good["error"]) == (expected["custom_id"], None)
-    body = json.loads(good["response"])["body"] | {"id": expected["response"]["body"]["id"]}  # each has its own
+    # each has its own
+    body = json.loads(good["response"])["body"] | {"id": expected["response"]["body"]["id"]}
     assert body == expected["response"]["body"]
     assert json.loads(bad["response"])["status_code"] == 400
     assert not (tmp_path / "answers.parquet.part").exists()

@@ -34,7 +34,9 @@ class TestWorkloads:
         counts = [len(prompt) - 7 for prompt in prompts]
         assert (min(counts) >= 50, max(counts) <= 150, len(set(counts)) > 50) == (True, True, True)
         assert all(20 <= job.max_tokens <= 60 for job in jobs)
-        assert all(0 <= token < 500 for prompt in prompts for token in prompt if isinstance(token, int))
+        assert all(
+            0 <= token < 500 for prompt in prompts for token in prompt if isinstance(token, int)
+        )
 
     def test_words(self) -> None:
         (job,) = random_jobs(1, Lengths(25, 25), Lengths(3, 3), TokenSource(0))
@@ -42,19 +44,24 @@ class TestWorkloads:
         assert len(job.prompt.split()) == 25
 
     def test_prefixes_are_shared_evenly(self) -> None:
-        jobs = prefix_jobs(12, TokenSource(0, 1000), num_prefixes=3, prefix_len=5, suffix_len=4, output_len=9)
+        jobs = prefix_jobs(
+            12, TokenSource(0, 1000), num_prefixes=3, prefix_len=5, suffix_len=4, output_len=9
+        )
         starts = [tuple(job.prompt[:5]) for job in jobs]
         assert sorted(starts.count(start) for start in set(starts)) == [4, 4, 4]
         assert len({tuple(job.prompt) for job in jobs}) == 12
 
     def test_files(self, tmp_path: Path) -> None:
         path = tmp_path / "requests.jsonl"
-        path.write_text('{"prompt": "a", "output_tokens": 3}\n\n{"messages": [{"role": "user", "content": "b"}]}\n')
+        path.write_text(
+            '{"prompt": "a", "output_tokens": 3}\n\n{"messages": [{"role": "user", "content": "b"}]}\n'
+        )
         jobs = file_jobs(path, 3, 50)
         assert jobs == [Job("a", 3), Job([{"role": "user", "content": "b"}], 50), Job("a", 3)]
 
     @pytest.mark.parametrize(
-        "line", ["{", "[]", "{}", '{"prompt": ""}', '{"prompt": 3}', '{"prompt": "a", "output_tokens": 0}']
+        "line",
+        ["{", "[]", "{}", '{"prompt": ""}', '{"prompt": 3}', '{"prompt": "a", "output_tokens": 0}'],
     )
     def test_bad_files_name_the_line(self, tmp_path: Path, line: str) -> None:
         path = tmp_path / "requests.jsonl"
@@ -73,7 +80,12 @@ class TestWorkloads:
     def test_bodies(self) -> None:
         load = Load(model="m", ignore_eos=True, temperature=0.0, extra_body={"top_k": 5})
         body = load.body(Job((1, 2), 9))
-        assert (body["prompt"], body["max_tokens"], body["ignore_eos"], body["top_k"]) == ((1, 2), 9, True, 5)
+        assert (body["prompt"], body["max_tokens"], body["ignore_eos"], body["top_k"]) == (
+            (1, 2),
+            9,
+            True,
+            5,
+        )
         chat = Load(backend="openai-chat").body(Job("hi", 9))
         assert chat["messages"] == [{"role": "user", "content": "hi"}]
         assert chat["max_completion_tokens"] == 9
@@ -117,7 +129,9 @@ class TestReport:
 
     def test_the_table_has_vllms_words(self, capsys: pytest.CaptureFixture[str]) -> None:
         def shown(load: Load, metrics: Metrics) -> str:
-            serving_report({"server": "x"}, load, "random", self.RESULTS, 2.0, metrics, False).print()
+            serving_report(
+                {"server": "x"}, load, "random", self.RESULTS, 2.0, metrics, False
+            ).print()
             return capsys.readouterr().out
 
         text = shown(Load(request_rate=3.0, max_concurrency=8), Metrics())
@@ -136,12 +150,22 @@ class TestReport:
         assert "Inter-token" not in shown(Load(), Metrics(shown=["ttft"]))
 
     def test_percentiles(self) -> None:
-        assert [percentile_of([1.0, 2.0, 4.0], p) for p in (0, 25, 50, 75, 100)] == [1.0, 1.5, 2.0, 3.0, 4.0]
+        assert [percentile_of([1.0, 2.0, 4.0], p) for p in (0, 25, 50, 75, 100)] == [
+            1.0,
+            1.5,
+            2.0,
+            3.0,
+            4.0,
+        ]
         assert percentile_of([3.0], 99) == 3.0
 
     def test_nothing_succeeded(self) -> None:
         figures = summarize(self.RESULTS[2:], 1.0, Metrics())
-        assert (figures["completed"], figures["output_throughput"], figures["max_output_tokens_per_s"]) == (0, 0, 0)
+        assert (
+            figures["completed"],
+            figures["output_throughput"],
+            figures["max_output_tokens_per_s"],
+        ) == (0, 0, 0)
 
     def test_goodput(self) -> None:
         assert parse_goodput(["ttft:500", "tpot:20.5"]) == {"ttft": 500.0, "tpot": 20.5}
@@ -153,9 +177,12 @@ class TestReport:
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def with_server(answer: bytes, use: Callable[[HttpClient], Awaitable[Any]], pieces: int = 1) -> tuple[Any, int]:
-    """What `use` does with a server that gives every request this answer, cut into pieces; and how many connections
-    it took."""
+def with_server(
+    answer: bytes, use: Callable[[HttpClient], Awaitable[Any]], pieces: int = 1
+) -> tuple[Any, int]:
+    """What `use` does with a server that gives every request this answer, cut into pieces; and how
+    many connections it took.
+    """
     connections = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -163,7 +190,12 @@ def with_server(answer: bytes, use: Callable[[HttpClient], Awaitable[Any]], piec
         connections += 1
         while head := await reader.readuntil(b"\r\n\r\n"):
             length = next(
-                (int(line[15:]) for line in head.split(b"\r\n") if line[:15].lower() == b"content-length:"), 0
+                (
+                    int(line[15:])
+                    for line in head.split(b"\r\n")
+                    if line[:15].lower() == b"content-length:"
+                ),
+                0,
             )
             await reader.readexactly(length)
             size = math.ceil(len(answer) / pieces)
@@ -185,7 +217,9 @@ def with_server(answer: bytes, use: Callable[[HttpClient], Awaitable[Any]], piec
         server = await asyncio.start_server(quiet, "127.0.0.1", 0)
         async with (
             server,
-            HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/root", timeout=5) as client,
+            HttpClient(
+                f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/root", timeout=5
+            ) as client,
         ):
             return await use(client)
 
@@ -222,7 +256,11 @@ class TestClient:
 
     def test_connections_are_kept(self) -> None:
         async def use(client: HttpClient) -> list[Any]:
-            return [await client.get_json("/a"), await client.post_json("/b", {"c": 1}), await client.get_json("/d")]
+            return [
+                await client.get_json("/a"),
+                await client.post_json("/b", {"c": 1}),
+                await client.get_json("/d"),
+            ]
 
         answer = b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n[1,2,3]"
         assert with_server(answer, use) == ([[1, 2, 3]] * 3, 1)
@@ -234,8 +272,14 @@ class TestClient:
     @pytest.mark.parametrize(
         ("answer", "message"),
         [
-            (b'HTTP/1.1 429 No\r\nContent-Length: 31\r\n\r\n{"error": {"message": "full up"}', "HTTP 429: "),
-            (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n5\r\nab", "closed"),
+            (
+                b'HTTP/1.1 429 No\r\nContent-Length: 31\r\n\r\n{"error": {"message": "full up"}',
+                "HTTP 429: ",
+            ),
+            (
+                b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n5\r\nab",
+                "closed",
+            ),
             (b"SSH-2.0-OpenSSH_9.6 close\r\n\r\n", "no HTTP"),
             (chunked('{"error": {"message": "it broke"}}'), "it broke"),
             (chunked("{nonsense"), "Expecting"),
@@ -271,7 +315,9 @@ class TestClient:
 
 @pytest.fixture(scope="module")
 def server(small_model: str) -> Iterator[Server]:
-    with Server(model=small_model, engine=SMALL_ENGINE, served_model_names=["small"], api_keys=[KEY]) as server:
+    with Server(
+        model=small_model, engine=SMALL_ENGINE, served_model_names=["small"], api_keys=[KEY]
+    ) as server:
         yield server
 
 
@@ -285,7 +331,9 @@ class TestAgainstAServer:
         assert result.exit_code == 0, result.output
         assert "Successful requests:                     6" in result.output
         found = json.loads(figures.read_text())
-        jobs = random_jobs(6, Lengths.around("", 20, 0.4), Lengths.around("", 5, 0.4), TokenSource(0, 200))
+        jobs = random_jobs(
+            6, Lengths.around("", 20, 0.4), Lengths.around("", 5, 0.4), TokenSource(0, 200)
+        )
         assert found["input_lens"] == [len(job.prompt) for job in jobs]
         assert found["output_lens"] == [job.max_tokens for job in jobs]
         assert (found["model_id"], found["completed"], found["failed"]) == ("small", 6, 0)
@@ -298,17 +346,26 @@ class TestAgainstAServer:
 
     def test_chat_at_a_rate(self, server: Server) -> None:
         options = "--backend openai-chat --num-prompts 3 --request-rate 50 --burstiness 2 --random-input-len 5"
-        result = self.run(server, *options.split(), "--random-output-len", "4", "--ignore-eos", "--temperature", "0")
+        result = self.run(
+            server,
+            *options.split(),
+            "--random-output-len",
+            "4",
+            "--ignore-eos",
+            "--temperature",
+            "0",
+        )
         assert result.exit_code == 0, result.output
         assert "Total generated tokens:                  12" in result.output
         assert "Request rate configured (RPS):           50.00" in result.output
 
     def test_shared_prefixes_are_found_in_the_servers_cache(self, server: Server) -> None:
         before = self.cached(server)
-        options = "--dataset-name prefix_repetition --num-prompts 4 --max-concurrency 1 --vocab-size 200"
-        options += (
-            " --prefix-repetition-prefix-len 64 --prefix-repetition-suffix-len 8 --prefix-repetition-num-prefixes 1"
+        options = (
+            "--dataset-name prefix_repetition --num-prompts 4 --max-concurrency 1 --vocab-size 200"
         )
+        options += " --prefix-repetition-prefix-len 64 --prefix-repetition-suffix-len 8"
+        options += " --prefix-repetition-num-prefixes 1"
         result = self.run(server, *options.split(), "--prefix-repetition-output-len", "2")
         assert result.exit_code == 0, result.output
         assert self.cached(server) - before == 3 * 64
@@ -340,9 +397,13 @@ class TestAgainstAServer:
         assert result.exception.field == field
 
     def run(self, server: Server, *options: str) -> Any:
-        return CliRunner().invoke(app, ["bench", "serve", "--base-url", server.url, "--api-key", KEY, *options])
+        return CliRunner().invoke(
+            app, ["bench", "serve", "--base-url", server.url, "--api-key", KEY, *options]
+        )
 
     def cached(self, server: Server) -> float:
         page = server.get("/metrics", headers={"authorization": f"Bearer {KEY}"}).text
-        lines = [line for line in page.splitlines() if line.startswith("vllm:prefix_cache_hits_total{")]
+        lines = [
+            line for line in page.splitlines() if line.startswith("vllm:prefix_cache_hits_total{")
+        ]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

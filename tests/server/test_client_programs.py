@@ -1,4 +1,6 @@
-"""Clients as their users run them, where they are installed (`make clients`): agents, frameworks, libraries."""
+"""Clients as their users run them, where they are installed (`make clients`): agents, frameworks,
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,19 @@ DONE = "I have seen what came back."
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
     """What a program prints. It has a home of its own, so that nobody's settings count."""
-    given = {**os.environ, "HOME": str(folder), "PWD": str(folder), "NO_PROXY": "127.0.0.1", **environment}
-    options: Any = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 240}
+    given = {
+        **os.environ,
+        "HOME": str(folder),
+        "PWD": str(folder),
+        "NO_PROXY": "127.0.0.1",
+        **environment,
+    }
+    options: Any = {
+        "capture_output": True,
+        "text": True,
+        "stdin": subprocess.DEVNULL,
+        "timeout": 240,
+    }
     done = subprocess.run(command, cwd=folder, env=given, check=False, **options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
@@ -43,7 +56,9 @@ request_max_retries = 0
 stream_max_retries = 0
 """
     )
-    out = run([str(program), "exec", "--skip-git-repo-check", ask], tmp_path, CODEX_HOME=str(tmp_path))
+    out = run(
+        [str(program), "exec", "--skip-git-repo-check", ask], tmp_path, CODEX_HOME=str(tmp_path)
+    )
     assert out.strip().endswith(answer)
 
 
@@ -66,7 +81,12 @@ def test_vercel_ai_sdk(scripted: Server, tmp_path: Path) -> None:
     script = folder / "vercel.mjs"  # packages are found from where a script lies
     script.write_text((SCRIPTS / "vercel.mjs").read_text())
     found = json.loads(run(["node", str(script), f"{scripted.url}/v1"], tmp_path))
-    assert found == {"first": HELLO, "second": HELLO, "third": "I look it up." + DONE, "results": ["sunny in Rome"]}
+    assert found == {
+        "first": HELLO,
+        "second": HELLO,
+        "third": "I look it up." + DONE,
+        "results": ["sunny in Rome"],
+    }
 
 
 def run_module(name: str, package: str, folder: Path, url: str) -> Any:
@@ -88,7 +108,9 @@ def test_ollama_for_javascript(scripted: Server, tmp_path: Path) -> None:
 
 def test_ollama(scripted: Server, tmp_path: Path) -> None:
     python = need_python("ollama")
-    found = json.loads(run([python, str(SCRIPTS / "ollama_calls.py"), scripted.url], tmp_path).splitlines()[-1])
+    found = json.loads(
+        run([python, str(SCRIPTS / "ollama_calls.py"), scripted.url], tmp_path).splitlines()[-1]
+    )
     assert found.pop("vector") > 0
     assert found == {
         "models": ["scripted"],
@@ -105,7 +127,12 @@ def test_ollama(scripted: Server, tmp_path: Path) -> None:
 def test_pi(scripted: Server, tmp_path: Path, ask: str, answer: str) -> None:
     program = need_npm("@earendil-works/pi-coding-agent") / "node_modules" / ".bin" / "pi"
     model = {"id": "scripted", "contextWindow": 16384, "maxTokens": 2048}
-    provider = {"baseUrl": f"{scripted.url}/v1", "api": "openai-completions", "apiKey": "none", "models": [model]}
+    provider = {
+        "baseUrl": f"{scripted.url}/v1",
+        "api": "openai-completions",
+        "apiKey": "none",
+        "models": [model],
+    }
     settings = tmp_path / ".pi" / "agent" / "models.json"
     settings.parent.mkdir(parents=True)
     settings.write_text(json.dumps({"providers": {"quire": provider}}))
@@ -118,17 +145,29 @@ def test_opencode(scripted: Server, tmp_path: Path, ask: str, answer: str) -> No
     program = need_npm("opencode-ai") / "node_modules" / ".bin" / "opencode"
     options = {"baseURL": f"{scripted.url}/v1", "apiKey": "none"}
     models = {"scripted": {"name": "scripted", "limit": {"context": 16384, "output": 2048}}}
-    provider = {"npm": "@ai-sdk/openai-compatible", "name": "Quire", "options": options, "models": models}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "Quire",
+        "options": options,
+        "models": models,
+    }
     (tmp_path / "opencode.json").write_text(json.dumps({"provider": {"quire": provider}}))
     assert answer in run([str(program), "run", "-m", "quire/scripted", ask], tmp_path)
 
 
 def test_continue(scripted: Server, tmp_path: Path) -> None:
     program = need_npm("@continuedev/cli") / "node_modules" / ".bin" / "cn"
-    model = {"name": "scripted", "provider": "openai", "model": "scripted", "apiBase": f"{scripted.url}/v1"}
+    model = {
+        "name": "scripted",
+        "provider": "openai",
+        "model": "scripted",
+        "apiBase": f"{scripted.url}/v1",
+    }
     models = [{**model, "apiKey": "none", "roles": ["chat"]}]
     config = tmp_path / "config.yaml"  # which JSON is as well
-    config.write_text(json.dumps({"name": "quire", "version": "1.0.0", "schema": "v1", "models": models}))
+    config.write_text(
+        json.dumps({"name": "quire", "version": "1.0.0", "schema": "v1", "models": models})
+    )
     assert run([str(program), "-p", "hi", "--config", str(config)], tmp_path).strip() == HELLO
 
 
@@ -145,7 +184,11 @@ def test_frameworks(scripted: Server, tmp_path: Path, name: str) -> None:
 
 def test_litellm(scripted: Server, tmp_path: Path) -> None:
     python = need_python("litellm")
-    out = run([python, str(SCRIPTS / "litellm_calls.py"), scripted.url], tmp_path, LITELLM_LOCAL_MODEL_COST_MAP="True")
+    out = run(
+        [python, str(SCRIPTS / "litellm_calls.py"), scripted.url],
+        tmp_path,
+        LITELLM_LOCAL_MODEL_COST_MAP="True",
+    )
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     assert set(found.values()) == {HELLO}
     assert len(found) == 7
@@ -188,16 +231,26 @@ QUESTIONS = [
 
 
 def test_lm_eval(scripted: Server, tmp_path: Path) -> None:
-    """A task over a local file, tokenized here by the server; its loglikelihoods are the server's own."""
+    """A task over a local file, tokenized here by the server; its loglikelihoods are the server's
+    own.
+    """
     python = need_python("lm_eval")
     data = tmp_path / "questions.jsonl"
     data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     for name, task in (("local_choice", TASK), ("local_writing", WRITING)):
         (tmp_path / f"{name}.yaml").write_text(task.replace("FILE", str(data)))
     url = f"base_url={scripted.url}/v1/completions"
-    arguments = f"model=scripted,{url},tokenizer_backend=remote,tokenized_requests=True,max_retries=1"
+    arguments = (
+        f"model=scripted,{url},tokenizer_backend=remote,tokenized_requests=True,max_retries=1"
+    )
     command = [python, "-m", "lm_eval", "--model", "local-completions", "--model_args", arguments]
-    command += ["--include_path", str(tmp_path), "--tasks", "local_choice,local_writing", "--log_samples"]
+    command += [
+        "--include_path",
+        str(tmp_path),
+        "--tasks",
+        "local_choice,local_writing",
+        "--log_samples",
+    ]
     out = tmp_path / "out"
     run([*command, "--output_path", str(out)], tmp_path, OPENAI_API_KEY="none", HF_HUB_OFFLINE="1")
     (written,) = out.rglob("samples_local_writing*.jsonl")
@@ -210,6 +263,10 @@ def test_lm_eval(scripted: Server, tmp_path: Path) -> None:
     for line in lines:
         for choice, (found, _) in zip(line["doc"]["choices"], line["filtered_resps"], strict=True):
             before, whole = line["doc"]["question"], f"{line['doc']['question']} {choice}"
-            scored = scripted.complete(prompt=whole, echo=True, logprobs=1, max_tokens=0)["choices"][0]["logprobs"]
-            skipped = scripted.post("/tokenize", {"prompt": before, "add_special_tokens": False}).json()["count"]
+            scored = scripted.complete(prompt=whole, echo=True, logprobs=1, max_tokens=0)[
+                "choices"
+            ][0]["logprobs"]
+            skipped = scripted.post(
+                "/tokenize", {"prompt": before, "add_special_tokens": False}
+            ).json()["count"]
             assert math.isclose(float(found), sum(scored["token_logprobs"][skipped:]), abs_tol=1e-9)

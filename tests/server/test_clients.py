@@ -85,14 +85,23 @@ def test_chat(client: Any) -> None:
     assert made.usage.total_tokens == made.usage.prompt_tokens + made.usage.completion_tokens
     assert made.usage.prompt_tokens_details is not None
     again = client.chat.completions.create(
-        model="smollm2", messages=ASK, seed=3, max_tokens=10, temperature=0.9, stop=["zebra", "\n\n\n"]
+        model="smollm2",
+        messages=ASK,
+        seed=3,
+        max_tokens=10,
+        temperature=0.9,
+        stop=["zebra", "\n\n\n"],
     )
-    third = client.chat.completions.create(model="smollm2", messages=ASK, seed=3, max_tokens=10, temperature=0.9)
+    third = client.chat.completions.create(
+        model="smollm2", messages=ASK, seed=3, max_tokens=10, temperature=0.9
+    )
     assert again.choices[0].message.content == third.choices[0].message.content
 
 
 def test_chat_streams(client: Any) -> None:
-    whole = client.chat.completions.create(model="smollm2", messages=ASK, temperature=0, max_tokens=12)
+    whole = client.chat.completions.create(
+        model="smollm2", messages=ASK, temperature=0, max_tokens=12
+    )
     chunks = list(
         client.chat.completions.create(
             model="smollm2",
@@ -118,10 +127,16 @@ def test_chat_streams(client: Any) -> None:
 
 
 def test_chat_parses_what_a_schema_shaped(client: Any) -> None:
-    parsed = client.chat.completions.parse(model="smollm2", messages=ASK, response_format=Weather, temperature=0)
+    parsed = client.chat.completions.parse(
+        model="smollm2", messages=ASK, response_format=Weather, temperature=0
+    )
     assert isinstance(parsed.choices[0].message.parsed, Weather)
     loose = client.chat.completions.create(
-        model="smollm2", messages=ASK, response_format={"type": "json_object"}, temperature=0, max_tokens=5
+        model="smollm2",
+        messages=ASK,
+        response_format={"type": "json_object"},
+        temperature=0,
+        max_tokens=5,
     )
     assert (loose.choices[0].message.content or "").startswith("{")
 
@@ -151,7 +166,9 @@ def test_chat_tools(client: Any, choice: Any) -> None:
         parsed.choices[0].message.to_dict(),
         {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
     ]
-    answer = client.chat.completions.create(model="smollm2", messages=history, tools=[tool()], max_tokens=5)
+    answer = client.chat.completions.create(
+        model="smollm2", messages=history, tools=[tool()], max_tokens=5
+    )
     assert answer.usage is not None
     plain = client.chat.completions.create(
         model="smollm2", messages=ASK, tools=[tool()], tool_choice="none", max_tokens=5
@@ -161,14 +178,23 @@ def test_chat_tools(client: Any, choice: Any) -> None:
 
 def test_completions(client: Any) -> None:
     made = client.completions.create(
-        model="smollm2", prompt=["One, two,", "A, B,"], max_tokens=4, temperature=0, echo=True, logprobs=2
+        model="smollm2",
+        prompt=["One, two,", "A, B,"],
+        max_tokens=4,
+        temperature=0,
+        echo=True,
+        logprobs=2,
     )
     assert [choice.index for choice in made.choices] == [0, 1]
     assert made.choices[0].text.startswith("One, two,")
     assert made.choices[0].logprobs is not None
     tokens = client.completions.create(model="smollm2", prompt=[[504, 3575], [28]], max_tokens=2)
     assert len(tokens.choices) == 2
-    chunks = list(client.completions.create(model="smollm2", prompt="One,", max_tokens=3, temperature=0, stream=True))
+    chunks = list(
+        client.completions.create(
+            model="smollm2", prompt="One,", max_tokens=3, temperature=0, stream=True
+        )
+    )
     whole = client.completions.create(model="smollm2", prompt="One,", max_tokens=3, temperature=0)
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
     with pytest.raises(openai.BadRequestError, match="suffix"):
@@ -176,11 +202,15 @@ def test_completions(client: Any) -> None:
 
 
 def test_embeddings(client: Any) -> None:
-    made = client.embeddings.create(model="smollm2", input=["red", "blue"])  # in base64, as this client likes it
+    # in base64, as this client likes it
+    made = client.embeddings.create(model="smollm2", input=["red", "blue"])
     plain = client.embeddings.create(model="smollm2", input="red", encoding_format="float")
     assert len(made.data) == 2
     assert made.data[0].embedding == pytest.approx(plain.data[0].embedding, abs=1e-7)
-    assert len(client.embeddings.create(model="smollm2", input="red", dimensions=16).data[0].embedding) == 16
+    assert (
+        len(client.embeddings.create(model="smollm2", input="red", dimensions=16).data[0].embedding)
+        == 16
+    )
 
 
 def test_responses(client: Any) -> None:
@@ -189,7 +219,9 @@ def test_responses(client: Any) -> None:
     made = client.responses.create(**arguments, max_output_tokens=100, instructions="Be short.")
     assert made.status == "completed"
     assert made.output_text
-    with client.responses.stream(**arguments, max_output_tokens=100, instructions="Be short.") as stream:
+    with client.responses.stream(
+        **arguments, max_output_tokens=100, instructions="Be short."
+    ) as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
         final = stream.get_final_response()
     assert "".join(deltas) == final.output_text == made.output_text
@@ -197,7 +229,11 @@ def test_responses(client: Any) -> None:
     assert isinstance(parsed.output_parsed, Weather)
     (follow_up,) = client.responses.create(
         model="smollm2",
-        input=[{"role": "user", "content": "Hi"}, *made.output, {"role": "user", "content": "And?"}],  # type: ignore[list-item]
+        input=[
+            {"role": "user", "content": "Hi"},
+            *made.output,
+            {"role": "user", "content": "And?"},
+        ],  # type: ignore[list-item]
         max_output_tokens=3,
     ).output
     assert follow_up.type == "message"
@@ -250,7 +286,9 @@ def test_errors_are_the_clients_own(keyed: Server, client: Any) -> None:
 
 def test_openai_async(keyed: Server) -> None:
     async def run() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{keyed.url}/v1", api_key=KEY, max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{keyed.url}/v1", api_key=KEY, max_retries=0
+        ) as client:
             fields: dict[str, Any] = {"model": "smollm2", "temperature": 0, "max_tokens": 8}
             many = [client.chat.completions.create(messages=ASK, **fields) for _ in range(4)]
             texts = {one.choices[0].message.content for one in await asyncio.gather(*many)}
@@ -261,7 +299,9 @@ def test_openai_async(keyed: Server) -> None:
             assert done.choices[0].text
             vectors = await client.embeddings.create(model="smollm2", input="red")
             assert len(vectors.data) == 1
-            async with client.responses.stream(model="smollm2", input="Hi", temperature=0) as responses:
+            async with client.responses.stream(
+                model="smollm2", input="Hi", temperature=0
+            ) as responses:
                 async for _ in responses:
                     pass
                 assert (await responses.get_final_response()).output_text
@@ -269,12 +309,16 @@ def test_openai_async(keyed: Server) -> None:
                 await client.chat.completions.create(messages=[], **fields)
             assert [model.id async for model in client.models.list()] == ["smollm2"]
             many_tokens: dict[str, Any] = {**fields, "max_tokens": 100}
-            parsed = await client.chat.completions.parse(messages=ASK, response_format=Weather, **many_tokens)
+            parsed = await client.chat.completions.parse(
+                messages=ASK, response_format=Weather, **many_tokens
+            )
             assert isinstance(parsed.choices[0].message.parsed, Weather)
             called = await client.chat.completions.create(
                 messages=ASK, tools=[tool()], tool_choice=NAMED, stream=True, **many_tokens
             )
-            deltas = [call async for chunk in called for call in chunk.choices[0].delta.tool_calls or ()]
+            deltas = [
+                call async for chunk in called for call in chunk.choices[0].delta.tool_calls or ()
+            ]
             arguments = "".join(call.function.arguments or "" for call in deltas if call.function)
             assert Weather.model_validate_json(arguments)
 
@@ -318,7 +362,11 @@ def test_messages(claude: Any) -> None:
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 def test_messages_tools(claude: Any, choice: Any) -> None:
-    function: Any = {"name": "weather", "description": "d", "input_schema": Weather.model_json_schema()}
+    function: Any = {
+        "name": "weather",
+        "description": "d",
+        "input_schema": Weather.model_json_schema(),
+    }
     arguments: dict[str, Any] = {
         "model": "smollm2",
         "max_tokens": 100,
@@ -339,7 +387,11 @@ def test_messages_tools(claude: Any, choice: Any) -> None:
     assert again.type == "tool_use"
     assert again.input == block.input
     result: Any = {"type": "tool_result", "tool_use_id": block.id, "content": "sunny"}
-    turns: Any = [*ASK, {"role": "assistant", "content": made.content}, {"role": "user", "content": [result]}]
+    turns: Any = [
+        *ASK,
+        {"role": "assistant", "content": made.content},
+        {"role": "user", "content": [result]},
+    ]
     answer = claude.messages.create(model="smollm2", max_tokens=4, messages=turns, tools=[function])
     assert answer.content
 
@@ -358,15 +410,23 @@ def test_anthropic_errors(keyed: Server, claude: Any) -> None:
 
 def test_anthropic_async(keyed: Server) -> None:
     async def run() -> None:
-        async with anthropic.AsyncAnthropic(base_url=keyed.url, api_key=KEY, max_retries=0) as client:
-            fields: dict[str, Any] = {"model": "smollm2", "max_tokens": 8, "extra_body": {"temperature": 0}}
+        async with anthropic.AsyncAnthropic(
+            base_url=keyed.url, api_key=KEY, max_retries=0
+        ) as client:
+            fields: dict[str, Any] = {
+                "model": "smollm2",
+                "max_tokens": 8,
+                "extra_body": {"temperature": 0},
+            }
             made = await client.messages.create(messages=ASK, **fields)
             async with client.messages.stream(messages=ASK, **fields) as stream:
                 text = "".join([piece async for piece in stream.text_stream])
             assert made.content[0].type == "text"
             assert made.content[0].text == text
             counted = await client.messages.count_tokens(model="smollm2", messages=ASK)
-            assert counted.input_tokens == made.usage.input_tokens + (made.usage.cache_read_input_tokens or 0)
+            assert counted.input_tokens == made.usage.input_tokens + (
+                made.usage.cache_read_input_tokens or 0
+            )
             function: Any = {"name": "weather", "input_schema": Weather.model_json_schema()}
             many_tokens: dict[str, Any] = {**fields, "max_tokens": 100, "tools": [function]}
             async with client.messages.stream(

@@ -1,4 +1,6 @@
-"""Output through the server equals the offline API token for token, however many requests there are at once."""
+"""Output through the server equals the offline API token for token, however many requests there are
+at once.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,29 @@ from quire import LLM, SamplingParams
 from tests.long_runs import short_or_long
 from tests.server.harness import Server
 
-WORDS = ["the", "a", "sea", "sky", "red", "blue", "one", "two", "three", "king", "queen", "ran", "saw", "old", "new"]
+WORDS = [
+    "the",
+    "a",
+    "sea",
+    "sky",
+    "red",
+    "blue",
+    "one",
+    "two",
+    "three",
+    "king",
+    "queen",
+    "ran",
+    "saw",
+    "old",
+    "new",
+]
 
 
 def mixed_requests(count: int) -> list[dict[str, Any]]:
-    """Chats and texts, short and long, greedy and sampled, streamed and not, with everything that can end them."""
+    """Chats and texts, short and long, greedy and sampled, streamed and not, with everything that
+    can end them.
+    """
     chance = random.Random(0)
     requests = []
     for i in range(count):
@@ -45,14 +65,22 @@ def mixed_requests(count: int) -> list[dict[str, Any]]:
 
 
 def offline(llm: LLM, request: dict[str, Any]) -> list[list[int]]:
-    fields = {name: value for name, value in request.items() if name not in ("messages", "prompt", "stream")}
+    fields = {
+        name: value
+        for name, value in request.items()
+        if name not in ("messages", "prompt", "stream")
+    }
     for name in ("stop", "stop_token_ids"):
         if name in fields:
             fields[name] = tuple(fields[name])
     if "guided_regex" in fields:
         fields["structured"] = {"regex": fields.pop("guided_regex")}
     params = SamplingParams(**fields)
-    output = llm.chat(request["messages"], params) if "messages" in request else llm.generate(request["prompt"], params)
+    output = (
+        llm.chat(request["messages"], params)
+        if "messages" in request
+        else llm.generate(request["prompt"], params)
+    )
     return [list(completion.token_ids) for completion in output[0].completions]
 
 
@@ -79,7 +107,9 @@ def test_many_mixed_requests_at_once(server: Server, llm: LLM) -> None:
 
     async def run() -> list[list[list[int]]]:
         limits = httpx.Limits(max_connections=100)
-        async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits, verify=False) as client:
+        async with httpx.AsyncClient(
+            base_url=server.url, timeout=120, limits=limits, verify=False
+        ) as client:
             return await asyncio.gather(*(online(client, request) for request in requests))
 
     for request, found, wanted in zip(requests, asyncio.run(run()), expected, strict=True):

@@ -13,7 +13,12 @@ from quire.errors import InvalidRequestError
 from quire.server.protocol.structure import ConstraintFields
 from tests.server.harness import Server
 
-SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 2]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 GBNF = 'root ::= "go" | stay\nstay ::= "st" [a] "y" # rules\n'
 WORDS = "go|stay"
 JSON = r'\{"a": [12]\}'
@@ -36,7 +41,10 @@ FORMS: dict[str, tuple[Any, str]] = {
     "vLLM's former choice": ({"guided_choice": ["go", "stay"]}, WORDS),
     "vLLM's grammar": ({"structured_outputs": {"grammar": GBNF}}, WORDS),
     "vLLM's schema": ({"structured_outputs": {"json": SCHEMA}}, JSON),
-    "OpenAI's": ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, JSON),
+    "OpenAI's": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        JSON,
+    ),
 }
 
 
@@ -57,11 +65,15 @@ def ask(server: Server, api: str, **fields: Any) -> str:
         assert response.status_code == 200, response.text
         text = response.json()["content"][0]["text"]
     elif api == "responses":
-        response = server.post("/v1/responses", {"input": "What now?", "max_output_tokens": 20, **fields})
+        response = server.post(
+            "/v1/responses", {"input": "What now?", "max_output_tokens": 20, **fields}
+        )
         assert response.status_code == 200, response.text
         text = response.json()["output"][0]["content"][0]["text"]
     elif api == "chat":
-        response = server.post("/v1/chat/completions", {"messages": turns, "max_tokens": 20, **fields})
+        response = server.post(
+            "/v1/chat/completions", {"messages": turns, "max_tokens": 20, **fields}
+        )
         assert response.status_code == 200, response.text
         text = response.json()["choices"][0]["message"]["content"]
     else:
@@ -85,7 +97,12 @@ def test_it_is_applied_in_every_api(small: Server, name: str) -> None:
 
 
 def test_the_exact_answer_can_be_had_by_any_route(small: Server) -> None:
-    for fields in ({"seed": 11}, {"seed": 12}, {"seed": 11, "top_k": 5, "repetition_penalty": 1.3}, {"temperature": 0}):
+    for fields in (
+        {"seed": 11},
+        {"seed": 12},
+        {"seed": 11, "top_k": 5, "repetition_penalty": 1.3},
+        {"temperature": 0},
+    ):
         assert len({ask(small, api, **fields) for api in APIS}) == 1
     assert ask(small, "messages", seed=11) != ask(small, "messages", seed=12)
     assert ask(small, "responses", seed=11) != ask(small, "responses", seed=12)
@@ -95,7 +112,11 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/completions": {"prompt": "Hi"},
     "/v1/responses": {"input": "Hi"},
-    "/v1/messages": {"model": "small", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
+    "/v1/messages": {
+        "model": "small",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 1,
+    },
 }
 
 
@@ -105,8 +126,14 @@ BODIES: dict[str, dict[str, Any]] = {
     [
         ({"structural_tag": "x"}, "structural_tag"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
-        ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
-        ({"structured_outputs": {"structural_tag": "x", "regex": "a"}}, "structured_outputs.structural_tag"),
+        (
+            {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": "x", "regex": "a"}},
+            "structured_outputs.structural_tag",
+        ),
         ({"nvext": {"guided_json": SCHEMA}}, "nvext"),
         ({"guided_decoding": {"regex": "a"}}, "guided_decoding"),
         ({"grammar": GBNF, "grammar_lazy": True}, "grammar_lazy"),
@@ -121,7 +148,9 @@ BODIES: dict[str, dict[str, Any]] = {
         ({"json_schema": "{", "max_tokens": 1}, "json_schema"),
     ],
 )
-def test_what_cant_be_applied_is_refused(small: Server, path: str, fields: dict[str, Any], field: str) -> None:
+def test_what_cant_be_applied_is_refused(
+    small: Server, path: str, fields: dict[str, Any], field: str
+) -> None:
     fields = {name: value for name, value in fields.items() if name != "max_tokens"}
     response = small.post(path, {**BODIES[path], **fields})
     assert response.status_code == 400, response.text
@@ -129,20 +158,35 @@ def test_what_cant_be_applied_is_refused(small: Server, path: str, fields: dict[
 
 
 def test_nothing_asked_for_is_nothing() -> None:
-    empty = {"regex": "", "ebnf": None, "grammar": "", "json_schema": "", "format": "", "guided_json_object": False}
+    empty = {
+        "regex": "",
+        "ebnf": None,
+        "grammar": "",
+        "json_schema": "",
+        "format": "",
+        "guided_json_object": False,
+    }
     assert ConstraintFields.model_validate(empty).structured() == (None, {})
-    both = ConstraintFields.model_validate({"regex": "a", "response_format": {"type": "json_object"}})
-    with pytest.raises(InvalidRequestError, match="regex: asks for something else than response_format"):
+    both = ConstraintFields.model_validate(
+        {"regex": "a", "response_format": {"type": "json_object"}}
+    )
+    with pytest.raises(
+        InvalidRequestError, match="regex: asks for something else than response_format"
+    ):
         both.structured()
 
 
 def test_the_same_constraint_under_two_names_is_one() -> None:
     """guidance's client for vLLM sends its grammar under the new name and under the former one."""
     grammar = 'start: "a" | "b"'
-    twice = ConstraintFields.model_validate({"structured_outputs": {"grammar": grammar}, "guided_grammar": grammar})
+    twice = ConstraintFields.model_validate(
+        {"structured_outputs": {"grammar": grammar}, "guided_grammar": grammar}
+    )
     once = ConstraintFields.model_validate({"structured_outputs": {"grammar": grammar}})
     assert twice.structured() == once.structured()
-    differ = ConstraintFields.model_validate({"guided_grammar": grammar, "structured_outputs": {"regex": "a"}})
+    differ = ConstraintFields.model_validate(
+        {"guided_grammar": grammar, "structured_outputs": {"regex": "a"}}
+    )
     with pytest.raises(InvalidRequestError, match="guided_grammar"):
         differ.structured()
 
@@ -152,15 +196,27 @@ OPEN = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_strict_schemas_are_closed_and_others_are_not(small: Server, strict: bool) -> None:
-    """With `strict` nothing but what is named can come; without, JSON Schema lets more come, and this model, which
-    writes whatever is allowed, does so."""
-    chat = {"response_format": {"type": "json_schema", "json_schema": {"schema": OPEN, "strict": strict}}}
-    text = {"text": {"format": {"type": "json_schema", "name": "x", "schema": OPEN, "strict": strict}}}
+    """With `strict` nothing but what is named can come; without, JSON Schema lets more come, and
+    this model, which writes whatever is allowed, does so.
+    """
+    chat = {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"schema": OPEN, "strict": strict},
+        }
+    }
+    text = {
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": OPEN, "strict": strict}}
+    }
     for api, fields in (("chat", chat), ("completions", chat), ("responses", text)):
         answers = {ask(small, api, seed=seed, **fields) for seed in range(4)}
         assert (answers == {'{"a": 1}'}) == strict
     tool = {"name": "f", "parameters": OPEN, "strict": strict}
-    asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 60, "tool_choice": "required"}
+    asked = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 60,
+        "tool_choice": "required",
+    }
     asked |= {"tools": [{"type": "function", "function": tool}], "parallel_tool_calls": False}
     found = set()
     for seed in range(4):

@@ -1,4 +1,6 @@
-"""Clients that leave: at each phase of a request, for each endpoint, streaming or not, one answer or many."""
+"""Clients that leave: at each phase of a request, for each endpoint, streaming or not, one answer
+or many.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ def completions(text: str, max_tokens: int) -> Body:
 
 
 def batch(text: str, max_tokens: int) -> Body:
-    return {"prompt": [text + "a", text + "b"], "n": 2, "max_tokens": max_tokens, "ignore_eos": True}
+    return {
+        "prompt": [text + "a", text + "b"],
+        "n": 2,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+    }
 
 
 def chat(text: str, max_tokens: int) -> Body:
@@ -41,7 +48,12 @@ def responses(text: str, max_tokens: int) -> Body:
 
 
 def messages(text: str, max_tokens: int) -> Body:
-    return {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, **NO_END}
+    return {
+        "model": "m",
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": max_tokens,
+        **NO_END,
+    }
 
 
 def embeddings(text: str, max_tokens: int) -> Body:
@@ -103,7 +115,10 @@ class Cut:
 
 
 def wait_for_running(server: Server, count: int) -> None:
-    wait_for(lambda: server.metric("vllm:num_requests_running") >= count, what=f"{count} running requests")
+    wait_for(
+        lambda: server.metric("vllm:num_requests_running") >= count,
+        what=f"{count} running requests",
+    )
 
 
 @pytest.mark.parametrize("make", [responses, messages])
@@ -126,7 +141,8 @@ def test_a_client_leaves(server: Server, make: Any, phase: str, stream: bool) ->
         wait_for(lambda: server.metric("vllm:num_requests_waiting") > 0, what="a queue")
         cut.leave()
         wait_for(lambda: server.metric("vllm:num_requests_waiting") == 0, what="an empty queue")
-        assert server.metric("vllm:num_requests_running") == NUM_ROWS  # it left while nobody made room for it
+        # it left while nobody made room for it
+        assert server.metric("vllm:num_requests_running") == NUM_ROWS
         cut.wait_for_abort()
     elif phase == "in its prompt":
         server.fault_file.write_text("slow 0.1")

@@ -24,7 +24,9 @@ TEXTS = ["The cat sat on the mat.", "A", "Long. " * 200, "Ünïcödé 文字 �
 
 
 def embed(server: Server, texts: Any, **fields: Any) -> list[bytes]:
-    response = server.post("/v1/embeddings", {"input": texts, "encoding_format": "base64", **fields})
+    response = server.post(
+        "/v1/embeddings", {"input": texts, "encoding_format": "base64", **fields}
+    )
     assert response.status_code == 200, response.text
     body = response.json()
     assert [entry["index"] for entry in body["data"]] == list(range(len(body["data"])))
@@ -33,10 +35,14 @@ def embed(server: Server, texts: Any, **fields: Any) -> list[bytes]:
 
 def offline(texts: list[str], pooling: Pooling) -> list[bytes]:
     """The engine by hand, one text at a time, with other chunks than the server's."""
-    engine = build_engine(resolve("smollm2"), EngineConfig(max_batched_tokens=100, max_num_seqs=4, max_model_len=1024))
+    engine = build_engine(
+        resolve("smollm2"), EngineConfig(max_batched_tokens=100, max_num_seqs=4, max_model_len=1024)
+    )
     vectors = []
     for text in texts:
-        (request,) = make_requests("a", engine.tokenizer.encode(text), SamplingParams(max_tokens=1), 0, pooling=pooling)
+        (request,) = make_requests(
+            "a", engine.tokenizer.encode(text), SamplingParams(max_tokens=1), 0, pooling=pooling
+        )
         engine.core.add_request(request, 0.0)
         while engine.core.has_work:
             found = [update.pooled for update in engine.core.step(0.0) if update.pooled is not None]
@@ -59,22 +65,35 @@ def test_vectors_are_those_of_the_engine_bit_for_bit(server: Server, pooling: Po
 def test_every_form_of_input_and_output(server: Server) -> None:
     (expected,) = embed(server, TEXTS[0])
     token_ids = server.post("/tokenize", {"prompt": TEXTS[0]}).json()["tokens"]
-    assert embed(server, token_ids) == embed(server, [token_ids]) == embed(server, [TEXTS[0]]) == [expected]
-    body = server.post("/v1/embeddings", {"input": TEXTS[0], "model": "smollm2", "user": "me"}).json()
+    assert (
+        embed(server, token_ids)
+        == embed(server, [token_ids])
+        == embed(server, [TEXTS[0]])
+        == [expected]
+    )
+    body = server.post(
+        "/v1/embeddings", {"input": TEXTS[0], "model": "smollm2", "user": "me"}
+    ).json()
     assert body["object"] == "list"
     assert body["model"] == "smollm2"
     assert body["usage"] == {"prompt_tokens": len(token_ids), "total_tokens": len(token_ids)}
     assert np.array(body["data"][0]["embedding"], "<f4").tobytes() == expected
     (shorter,) = embed(server, TEXTS[0], dimensions=8)
     kept = np.frombuffer(expected, "<f4")[:8].astype(np.float64)
-    np.testing.assert_allclose(np.frombuffer(shorter, "<f4"), kept / np.linalg.norm(kept), rtol=1e-6)
+    np.testing.assert_allclose(
+        np.frombuffer(shorter, "<f4"), kept / np.linalg.norm(kept), rtol=1e-6
+    )
 
 
 def test_vectors_keep_their_own_length_if_asked_to(server: Server) -> None:
     (raw,) = embed(server, TEXTS[0], normalize=False)
     numbers = np.frombuffer(raw, "<f4")
     assert abs(float(np.linalg.norm(numbers)) - 1) > 0.1
-    assert embed(server, TEXTS[0], normalize=True) == embed(server, TEXTS[0]) == [unit(numbers).tobytes()]
+    assert (
+        embed(server, TEXTS[0], normalize=True)
+        == embed(server, TEXTS[0])
+        == [unit(numbers).tobytes()]
+    )
     assert embed(server, TEXTS[0], normalize=False, dimensions=8) == [numbers[:8].tobytes()]
 
 
@@ -82,19 +101,49 @@ def test_vectors_keep_their_own_length_if_asked_to(server: Server) -> None:
 def test_numbers_of_fewer_bits_are_those_of_torch(server: Server, dtype: EmbedDtype) -> None:
     (exact,) = embed(server, TEXTS[0])
     (found,) = embed(server, TEXTS[0], embed_dtype=dtype)
-    kind = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(dtype) or getattr(torch, dtype)
+    kind = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(dtype) or getattr(
+        torch, dtype
+    )
     wanted = torch.frombuffer(bytearray(exact), dtype=torch.float32).to(kind)
     assert found == wanted.view(torch.uint8).numpy().tobytes()
     (big,) = embed(server, TEXTS[0], embed_dtype=dtype, endianness="big")
-    assert big == wanted.view(torch.uint8).reshape(-1, kind.itemsize).flip(1).contiguous().numpy().tobytes()
+    assert (
+        big
+        == wanted.view(torch.uint8)
+        .reshape(-1, kind.itemsize)
+        .flip(1)
+        .contiguous()
+        .numpy()
+        .tobytes()
+    )
     body = server.post("/v1/embeddings", {"input": TEXTS[0], "embed_dtype": dtype}).json()
-    assert np.array_equal(np.array(body["data"][0]["embedding"], np.float32), wanted.float().numpy())
+    assert np.array_equal(
+        np.array(body["data"][0]["embedding"], np.float32), wanted.float().numpy()
+    )
     assert body["id"].startswith("embd-")
 
 
 def test_rounding_to_fewer_bits_is_right_at_the_ends_and_between() -> None:
-    edges = [0.0, -0.0, 448, 464, 465, 480, 57344, 61439, 61440, 1e9, 1e-9, 2**-10, 2**-9 * 1.5, 2**-17, 2**-16 * 1.5]
-    drawn = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(-20, 20).repeat(50)
+    edges = [
+        0.0,
+        -0.0,
+        448,
+        464,
+        465,
+        480,
+        57344,
+        61439,
+        61440,
+        1e9,
+        1e-9,
+        2**-10,
+        2**-9 * 1.5,
+        2**-17,
+        2**-16 * 1.5,
+    ]
+    drawn = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(
+        -20, 20
+    ).repeat(50)
     numbers = torch.cat([drawn, torch.tensor(edges), -torch.tensor(edges)])
     kinds: dict[EmbedDtype, torch.dtype] = {
         "float16": torch.float16,
@@ -114,7 +163,9 @@ def test_truncation_keeps_the_end_or_the_beginning(server: Server) -> None:
     tokens = server.post("/tokenize", {"prompt": TEXTS[0]}).json()["tokens"]
     assert embed(server, TEXTS[0], truncate_prompt_tokens=2) == embed(server, tokens[-2:])
     assert len(embed(server, long, truncate_prompt_tokens=-1)) == 1
-    assert embed(server, TEXTS[0], truncate_prompt_tokens=2, truncation_side="right") == embed(server, tokens[:2])
+    assert embed(server, TEXTS[0], truncate_prompt_tokens=2, truncation_side="right") == embed(
+        server, tokens[:2]
+    )
 
 
 def test_more_texts_than_are_computed_at_once(server: Server) -> None:
@@ -174,7 +225,10 @@ def test_a_client_that_leaves_takes_its_texts_with_it(server: Server) -> None:
     lost_before = server.metric("quire_answers_not_finished_total")
     with send(server, {"input": ["word " * 900] * 64}, "/v1/embeddings"):
         wait_for(lambda: server.metric("vllm:num_requests_running") > 0, "the texts")
-    wait_for(lambda: server.metric("quire_answers_not_finished_total") > lost_before, "the engine to be told")
+    wait_for(
+        lambda: server.metric("quire_answers_not_finished_total") > lost_before,
+        "the engine to be told",
+    )
     wait_for(lambda: server.is_idle, "the engine to be idle")
 
 

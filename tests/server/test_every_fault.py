@@ -1,5 +1,7 @@
-"""Every fault at every phase of a server's life, from one table: those in flight get an answer or an error that says
-what happened, the server goes on or ends with a status that tells, and nothing is left behind."""
+"""Every fault at every phase of a server's life, from one table: those in flight get an answer or
+an error that says what happened, the server goes on or ends with a status that tells, and nothing
+is left behind.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,14 @@ Phase = Literal["loading", "loading again", "idle", "prompt", "streaming", "drai
 
 
 class ScriptedServer(Server):
-    """Starts at once: its engine has no model, and its HTTP process is forked from one that is ready."""
+    """Starts at once: its engine has no model, and its HTTP process is forked from one that is
+    ready.
+    """
 
     def __init__(self, model: str, folder: Path, limits: dict[str, float]) -> None:
-        super().__init__(model=model, engine={}, engine_module="tests.server.scripted_engine", **limits)
+        super().__init__(
+            model=model, engine={}, engine_module="tests.server.scripted_engine", **limits
+        )
         self.temporary, self.limits = folder, limits
         self._environment["TMPDIR"] = str(folder)
 
@@ -99,7 +105,9 @@ def kill_without_folder(server: ScriptedServer) -> None:
     server.temporary.rename(away)
     os.kill(server.engine_pid, signal.SIGKILL)
     failed = "could not be started"
-    wait_for(lambda: failed in server.log or server.process is None or server.process.poll() is not None)
+    wait_for(
+        lambda: failed in server.log or server.process is None or server.process.poll() is not None
+    )
     shutil.rmtree(away)
     server.temporary.mkdir()
 
@@ -111,7 +119,10 @@ def clean_folder(server: ScriptedServer) -> None:
 
 def raw(server: ScriptedServer, *pieces: bytes) -> None:
     """Another client, that does what none should."""
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection,
+    ):
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         connection.sendall(head)
         for piece in pieces:
@@ -130,25 +141,35 @@ class Fault:
     def limits(self, phase: Phase) -> dict[str, float]:
         if self.apply is not pause_all and "no sign of life" not in self.in_log:
             return PATIENT
-        return IMPATIENT | ({"start_seconds": START} if phase in ("loading", "loading again") else {})
+        return IMPATIENT | (
+            {"start_seconds": START} if phase in ("loading", "loading again") else {}
+        )
 
 
 FAULTS = {
     "engine killed": Fault(signal_engine(signal.SIGKILL), "lost", "killed by SIGKILL"),
-    "engine ended by its own fault": Fault(signal_engine(signal.SIGBUS), "lost", "killed by SIGBUS"),
+    "engine ended by its own fault": Fault(
+        signal_engine(signal.SIGBUS), "lost", "killed by SIGBUS"
+    ),
     "engine exits": Fault(lambda server: server.order("exit"), "lost", "exited with code 3"),
     "engine gives up": Fault(lambda server: server.order("fatal"), "lost", "it can't go on"),
     "engine hangs": Fault(lambda server: server.order("hang"), "lost", "no sign of life"),
     "engine stopped": Fault(signal_engine(signal.SIGSTOP), "lost", "no sign of life"),
-    "engine talks nonsense": Fault(lambda server: server.order("nonsense"), "lost", "can't be read"),
+    "engine talks nonsense": Fault(
+        lambda server: server.order("nonsense"), "lost", "can't be read"
+    ),
     "engine killed, no temporary folder": Fault(kill_without_folder, "lost", "killed by SIGKILL"),
     "signals for the engine": Fault(signal_engine(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
     "temporary folder cleaned": Fault(clean_folder),
     "all paused": Fault(pause_all),
     "a client leaves": Fault(lambda server: raw(server, b"content-length: 20\r\n\r\n{}")),
     "malformed chunks": Fault(lambda server: raw(server, CHUNKED + b"ZZ\r\n")),
-    "trailers without end": Fault(lambda server: raw(server, CHUNKED + b"0\r\n", *[b"a: b\r\n" * 10_000] * 10)),
-    "a body without end": Fault(lambda server: raw(server, b"content-length: 99999999\r\n\r\n", b"x" * 9_000_000)),
+    "trailers without end": Fault(
+        lambda server: raw(server, CHUNKED + b"0\r\n", *[b"a: b\r\n" * 10_000] * 10)
+    ),
+    "a body without end": Fault(
+        lambda server: raw(server, b"content-length: 99999999\r\n\r\n", b"x" * 9_000_000)
+    ),
     "SIGTERM": Fault(signal_server(signal.SIGTERM), "drained", "no new requests"),
     "SIGINT": Fault(signal_server(signal.SIGINT), "drained", "no new requests"),
     "SIGHUP": Fault(signal_server(signal.SIGHUP), "drained", "no new requests"),
@@ -210,7 +231,9 @@ def at_phase(
             server.order("loading")
             old = server.engine_pid
             os.kill(old, signal.SIGKILL)
-            wait_for(lambda: server.engine not in (old, None) and server.is_engine_here, "another one")
+            wait_for(
+                lambda: server.engine not in (old, None) and server.is_engine_here, "another one"
+            )
         elif phase == "prompt":
             work = InFlight(server, PROMPT)
             wait_for(lambda: server.metric("vllm:num_requests_running") == 1, "the request")
@@ -240,7 +263,11 @@ def try_fault(name: str, phase: Phase, model: str, folder: Path) -> None:
         elif fault.ending != "lost":
             server.order("release")
         check_request(work, fault.ending, phase, name)
-        ends = phase == "draining" or fault.ending == "drained" or (phase == "loading" and fault.ending == "lost")
+        ends = (
+            phase == "draining"
+            or fault.ending == "drained"
+            or (phase == "loading" and fault.ending == "lost")
+        )
         if ends:
             code = server.process.wait(PATIENCE)
             assert code == expected_code(fault.ending, phase, name), f"status {code}"
@@ -284,7 +311,9 @@ PHASES: list[Phase] = ["loading", "loading again", "idle", "prompt", "streaming"
 
 
 def is_tried(name: str, phase: Phase) -> bool:
-    """In the short form each fault meets every other phase, those that all others resemble every one."""
+    """In the short form each fault meets every other phase, those that all others resemble every
+    one.
+    """
     if IS_LONG or name in ("engine killed", "SIGTERM"):
         return True
     if phase == "draining" and FAULTS[name].ending == "drained":  # the second signal

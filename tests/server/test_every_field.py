@@ -1,4 +1,6 @@
-"""Every field of a chat request changes something. A field that is new must be told here how it does."""
+"""Every field of a chat request changes something. A field that is new must be told here how it
+does.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,33 @@ from tests.server.test_tools import THINKER
 CHAT = "/v1/chat/completions"
 EOS = 977
 ASK = [{"role": "user", "content": "What now? " * 8}]
-BASE: dict[str, Any] = {"messages": ASK, "max_tokens": 24, "temperature": 1.0, "seed": 1, "return_token_ids": True}
+BASE: dict[str, Any] = {
+    "messages": ASK,
+    "max_tokens": 24,
+    "temperature": 1.0,
+    "seed": 1,
+    "return_token_ids": True,
+}
 GREEDY = {"temperature": 0}
-LOOP = {"temperature": 0, "max_tokens": 60, "allowed_token_ids": [70, 71, 72], "dry_multiplier": 0.02}
+LOOP = {
+    "temperature": 0,
+    "max_tokens": 60,
+    "allowed_token_ids": [70, 71, 72],
+    "dry_multiplier": 0.02,
+}
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("go", "stay")]
-CALLS = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 100, "logit_bias": {str(EOS): -100}}
-SCHEMA = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+CALLS = {
+    "tools": TOOLS,
+    "tool_choice": "required",
+    "max_tokens": 100,
+    "logit_bias": {str(EOS): -100},
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [1]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 
 CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
@@ -54,7 +77,10 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "logit_bias": ({}, {"5": 100}),
     "stop": ({"allowed_token_ids": [70, 71]}, ["h", "i", "g"]),
     "stop_token_ids": ({"allowed_token_ids": [70, 71]}, [70, 71]),
-    "include_stop_str_in_output": ({"allowed_token_ids": [70, 71], "stop_token_ids": [70, 71]}, True),
+    "include_stop_str_in_output": (
+        {"allowed_token_ids": [70, 71], "stop_token_ids": [70, 71]},
+        True,
+    ),
     "min_tokens": ({"allowed_token_ids": [70, 71], "stop_token_ids": [70]}, 9),
     "ignore_eos": ({"allowed_token_ids": [EOS]}, True),
     "allowed_token_ids": ({}, [70, 71]),
@@ -68,7 +94,10 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "prompt_logprobs": ({}, 1),
     "return_token_ids": ({"return_token_ids": False}, True),
     "return_tokens_as_token_ids": ({"logprobs": True}, True),
-    "response_format": ({}, {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}),
+    "response_format": (
+        {},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}},
+    ),
     "guided_json": ({}, SCHEMA),
     "guided_regex": ({}, "[a-c]{4}"),
     "guided_choice": ({}, ["go", "stay"]),
@@ -89,7 +118,10 @@ CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "include_reasoning": (THINKING, False),
     "add_generation_prompt": ({}, False),
     "continue_final_message": (
-        {"messages": [*ASK, {"role": "assistant", "content": "Now"}], "add_generation_prompt": False},
+        {
+            "messages": [*ASK, {"role": "assistant", "content": "Now"}],
+            "add_generation_prompt": False,
+        },
         True,
     ),
     "service_tier": ({}, "auto"),
@@ -117,7 +149,9 @@ NOTHING = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("fields")
-    write_model(folder, THINKER + "{%- for document in documents or [] %}{{- document.text }}{%- endfor %}")
+    write_model(
+        folder, THINKER + "{%- for document in documents or [] %}{{- document.text }}{%- endfor %}"
+    )
     engine = SMALL_ENGINE | {"policy": "priority", "max_num_seqs": 1}
     with Server(model=str(folder), engine=engine, served_model_names=["small"]) as server:
         yield server
@@ -142,7 +176,14 @@ def test_no_field_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest, EmbeddingsRequest]
+    "kind",
+    [
+        ChatCompletionRequest,
+        CompletionRequest,
+        ResponsesRequest,
+        MessagesRequest,
+        EmbeddingsRequest,
+    ],
 )
 def test_what_is_refused_is_written_down(kind: Any) -> None:
     text = (ROOT / "docs" / "server.md").read_text()
@@ -176,7 +217,9 @@ def test_salt_keeps_caches_apart(server: Server) -> None:
 
 
 def test_deadlines_end_requests(server: Server) -> None:
-    error_of(server.post(CHAT, {**BASE, "max_tokens": 900, "ignore_eos": True, "deadline": 0.001}), 504)
+    error_of(
+        server.post(CHAT, {**BASE, "max_tokens": 900, "ignore_eos": True, "deadline": 0.001}), 504
+    )
 
 
 def test_bans_that_leave_nothing_are_the_clients_mistake(server: Server) -> None:
@@ -185,8 +228,9 @@ def test_bans_that_leave_nothing_are_the_clients_mistake(server: Server) -> None
 
 
 def test_the_more_important_goes_first(server: Server) -> None:
-    """One runs, two wait: the one that came later is admitted before the other. (On busy cores the first may be done
-    before the last has come; then there was no choice, and it is tried again.)"""
+    """One runs, two wait: the one that came later is admitted before the other. (On busy cores the
+    first may be done before the last has come; then there was no choice, and it is tried again.)
+    """
 
     def admitted(attempt: int) -> list[int]:
         with ThreadPoolExecutor(3) as pool:
@@ -194,7 +238,10 @@ def test_the_more_important_goes_first(server: Server) -> None:
             def begin(name: str, priority: int, max_tokens: int) -> Any:
                 body = BASE | {"priority": priority, "max_tokens": max_tokens, "ignore_eos": True}
                 future = pool.submit(server.post, CHAT, body, headers={"x-request-id": name})
-                wait_for(lambda: server.get(f"/v1/requests/{name}").status_code == 200, what="its arrival")
+                wait_for(
+                    lambda: server.get(f"/v1/requests/{name}").status_code == 200,
+                    what="its arrival",
+                )
                 return future
 
             names = [f"rank-{attempt}-{number}" for number in range(3)]

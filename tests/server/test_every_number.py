@@ -1,5 +1,7 @@
-"""Every field of every endpoint that takes a number, with every value that is none: 400, and the field is named. The
-fields are read from the models of the bodies, so that a new one is tried as soon as it is there."""
+"""Every field of every endpoint that takes a number, with every value that is none: 400, and the
+field is named. The fields are read from the models of the bodies, so that a new one is tried as
+soon as it is there.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ ENDPOINTS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
 }
 NO_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "true", "false", "[]", "{}")
 NO_NUMBERS += ('"one"', '"NaN"', '"1e400"', '""')
-NEGATIVE_IS_FINE = {"presence_penalty", "frequency_penalty", "seed", "top_k", "truncate_prompt_tokens"}
+NEGATIVE_IS_FINE = {
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "top_k",
+    "truncate_prompt_tokens",
+}
 """-1 means something there; -10**6 does not, but for a seed."""
 ZERO_IS_FINE = {
     "temperature",
@@ -86,7 +94,9 @@ def test_there_are_fields_to_try() -> None:
 
 
 @pytest.mark.parametrize(("path", "name"), list(number_fields()))
-def test_what_is_no_number_or_none_the_field_takes(server: Server, client: httpx.Client, path: str, name: str) -> None:
+def test_what_is_no_number_or_none_the_field_takes(
+    server: Server, client: httpx.Client, path: str, name: str
+) -> None:
     wrong = [*NO_NUMBERS]
     wrong += [] if name in NEGATIVE_IS_FINE else ["-1"]
     wrong += [] if name == "seed" else ["-1000000"]

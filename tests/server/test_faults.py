@@ -1,4 +1,6 @@
-"""What breaks inside: the engine is killed, raises, hangs. Those in flight are told, and then all is as before."""
+"""What breaks inside: the engine is killed, raises, hangs. Those in flight are told, and then all
+is as before.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def _slow_steps(server: Server) -> Iterator[None]:
 
 
 class Background:
-    """A request in another thread; `result` is its response, the events of its stream, or the exception."""
+    """A request in another thread; `result` is its response, the events of its stream, or the
+    exception.
+    """
 
     def __init__(self, server: Server, body: dict[str, Any], stream: bool = False) -> None:
         self.result: Any = None
@@ -62,7 +66,10 @@ class Background:
 
 
 def running(server: Server, count: int) -> None:
-    wait_for(lambda: server.metric("vllm:num_requests_running") == count, what=f"{count} running requests")
+    wait_for(
+        lambda: server.metric("vllm:num_requests_running") == count,
+        what=f"{count} running requests",
+    )
 
 
 def lost(*works: Background) -> None:
@@ -131,7 +138,9 @@ def test_a_forward_pass_that_always_raises_gets_a_new_process(server: Server) ->
 
 
 def test_the_engine_loses_count_of_what_it_has(server: Server) -> None:
-    """Whoever has ended is told so; then the process, whose books can't be trusted any more, is replaced."""
+    """Whoever has ended is told so; then the process, whose books can't be trusted any more, is
+    replaced.
+    """
     pid = server.engine_pid
     server.fault_file.write_text("lose_row")
     assert error_of(server.post(COMPLETIONS, {**LONG, "deadline": 0.3}), 504)

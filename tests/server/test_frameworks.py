@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from langchain_core import messages
     from langchain_openai import ChatOpenAI
 else:
-    instructor, messages, openai = map(LateModule, ("instructor", "langchain_core.messages", "openai"))
+    instructor, messages, openai = map(
+        LateModule, ("instructor", "langchain_core.messages", "openai")
+    )
 
 
 class Weather(BaseModel):
@@ -37,7 +39,12 @@ def chain(keyed: Server) -> ChatOpenAI:
     from langchain_openai import ChatOpenAI
 
     return ChatOpenAI(
-        model="smollm2", base_url=f"{keyed.url}/v1", api_key=SecretStr(KEY), temperature=0, max_retries=0, timeout=60
+        model="smollm2",
+        base_url=f"{keyed.url}/v1",
+        api_key=SecretStr(KEY),
+        temperature=0,
+        max_retries=0,
+        timeout=60,
     )
 
 
@@ -59,7 +66,9 @@ def test_langchain(chain: ChatOpenAI) -> None:
 def test_langchain_structured_output(chain: ChatOpenAI, method: Any) -> None:
     found = chain.with_structured_output(Weather, method=method).invoke("The weather in Rome?")
     assert isinstance(found, Weather)
-    pieces = list(chain.with_structured_output(Weather, method=method).stream("The weather in Rome?"))
+    pieces = list(
+        chain.with_structured_output(Weather, method=method).stream("The weather in Rome?")
+    )
     assert pieces[-1] == found
 
 
@@ -85,7 +94,10 @@ def test_langchain_embeddings(keyed: Server) -> None:
     from langchain_openai import OpenAIEmbeddings
 
     vectors = OpenAIEmbeddings(
-        model="smollm2", base_url=f"{keyed.url}/v1", api_key=SecretStr(KEY), check_embedding_ctx_length=False
+        model="smollm2",
+        base_url=f"{keyed.url}/v1",
+        api_key=SecretStr(KEY),
+        check_embedding_ctx_length=False,
     ).embed_documents(["red", "blue"])
     assert [len(vector) for vector in vectors] == [576, 576]
 
@@ -109,7 +121,9 @@ def test_instructor(keyed: Server, mode: str) -> None:
 @pytest.mark.filterwarnings("ignore:FUNCTIONS is deprecated")
 def test_instructor_async(keyed: Server) -> None:
     async def ask() -> Weather:
-        async with openai.AsyncOpenAI(base_url=f"{keyed.url}/v1", api_key=KEY, max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{keyed.url}/v1", api_key=KEY, max_retries=0
+        ) as client:
             patched = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
             return await patched.chat.completions.create(
                 model="smollm2",

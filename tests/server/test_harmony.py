@@ -1,4 +1,6 @@
-"""gpt-oss' channels through every API, streamed or not: reasoning, text and calls, wherever the answer is cut off."""
+"""gpt-oss' channels through every API, streamed or not: reasoning, text and calls, wherever the
+answer is cut off.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ ROME = '{"city": "Rome"}'
 THINK = "<|channel|>analysis<|message|>Rome has weather.<|end|><|start|>assistant"
 ANSWER = f"{THINK}<|channel|>final<|message|>It is ~<|end|>~ sunny.<|return|>"
 LOOKS = f"{THINK}<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
-CALLS = f"{LOOKS}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ROME}<|call|>"
+CALLS = (
+    f"{LOOKS}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ROME}<|call|>"
+)
 ASK = [{"role": "user", "content": "How is it?"}]
 Parts = dict[str, str]
 
@@ -52,28 +56,44 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spoken]:
     folder: Path = tmp_path_factory.mktemp("harmony")
     write_model(folder, HARMONY, (*CONTROL_TOKENS, CALL, RETURN))
     with Server(
-        model=str(folder), engine={}, engine_module="tests.server.scripted_engine", served_model_names=["m"]
+        model=str(folder),
+        engine={},
+        engine_module="tests.server.scripted_engine",
+        served_model_names=["m"],
     ) as server:
         yield Spoken(server, Tokenizer.from_hf_folder(folder))
 
 
 def chat(server: Server, **fields: Any) -> tuple[Parts, str]:
-    body = server.post("/v1/chat/completions", {"messages": ASK, "tools": CHAT_TOOLS, **fields}).json()
+    body = server.post(
+        "/v1/chat/completions", {"messages": ASK, "tools": CHAT_TOOLS, **fields}
+    ).json()
     message = body["choices"][0]["message"]
-    calls = [f"{one['function']['name']} {one['function']['arguments']}" for one in message.get("tool_calls", ())]
-    parts = {"thought": message.get("reasoning_content"), "text": message["content"], "call": "".join(calls)}
+    calls = [
+        f"{one['function']['name']} {one['function']['arguments']}"
+        for one in message.get("tool_calls", ())
+    ]
+    parts = {
+        "thought": message.get("reasoning_content"),
+        "text": message["content"],
+        "call": "".join(calls),
+    }
     return {kind: text for kind, text in parts.items() if text}, body["choices"][0]["finish_reason"]
 
 
 def chat_stream(server: Server, **fields: Any) -> tuple[Parts, str]:
     parts, reason = {"thought": "", "text": "", "call": ""}, ""
-    for chunk in server.stream("/v1/chat/completions", {"messages": ASK, "tools": CHAT_TOOLS, **fields}):
+    for chunk in server.stream(
+        "/v1/chat/completions", {"messages": ASK, "tools": CHAT_TOOLS, **fields}
+    ):
         choice = chunk["choices"][0]
         parts["thought"] += choice["delta"].get("reasoning_content") or ""
         parts["text"] += choice["delta"].get("content") or ""
         for one in choice["delta"].get("tool_calls", ()):
             function = one["function"]
-            parts["call"] += (f"{function['name']} " if "name" in function else "") + function["arguments"]
+            parts["call"] += (f"{function['name']} " if "name" in function else "") + function[
+                "arguments"
+            ]
         reason = choice["finish_reason"] or reason
     return {kind: text for kind, text in parts.items() if text}, reason
 
@@ -119,7 +139,9 @@ def messages(server: Server, **fields: Any) -> tuple[Parts, str]:
                 f"{block['name']} {given.get('invalid_json', '') if 'invalid_json' in given else json.dumps(given)}"
             )
         else:
-            parts["thought" if block["type"] == "thinking" else "text"] = block.get("text") or block["thinking"]
+            parts["thought" if block["type"] == "thinking" else "text"] = (
+                block.get("text") or block["thinking"]
+            )
     return parts, REASONS[body["stop_reason"]]
 
 
@@ -133,7 +155,9 @@ def messages_stream(server: Server, **fields: Any) -> tuple[Parts, str]:
             parts[kind] = f"{block['name']} " if kind == "call" else ""
         elif event["type"] == "content_block_delta":
             delta = event["delta"]
-            parts[kind] += delta.get("text") or delta.get("thinking") or delta.get("partial_json") or ""
+            parts[kind] += (
+                delta.get("text") or delta.get("thinking") or delta.get("partial_json") or ""
+            )
         elif event["type"] == "message_delta":
             reason = REASONS[event["delta"]["stop_reason"]]
     return parts, reason
@@ -146,7 +170,10 @@ WHOLE = {"thought": "Rome has weather.", "text": "I look.", "call": f"weather {R
 @pytest.mark.parametrize("way", EVERY_WAY)
 def test_channels_become_parts(spoken: Spoken, way: Any) -> None:
     spoken.says(ANSWER)
-    assert way(spoken.server) == ({"thought": "Rome has weather.", "text": "It is <|end|> sunny."}, "stop")
+    assert way(spoken.server) == (
+        {"thought": "Rome has weather.", "text": "It is <|end|> sunny."},
+        "stop",
+    )
     spoken.says(CALLS)
     assert way(spoken.server) == (WHOLE, "tool_calls")
 
@@ -166,19 +193,25 @@ def test_no_markup_is_left_of_an_answer_that_was_cut_off(spoken: Spoken, way: An
 
 def test_without_tools_and_without_reasoning(spoken: Spoken) -> None:
     spoken.says(ANSWER)
-    assert chat(spoken.server, tools=None, include_reasoning=False) == ({"text": "It is <|end|> sunny."}, "stop")
+    assert chat(spoken.server, tools=None, include_reasoning=False) == (
+        {"text": "It is <|end|> sunny."},
+        "stop",
+    )
     usage = spoken.server.post("/v1/chat/completions", {"messages": ASK}).json()["usage"]
     assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
 
 
 @pytest.mark.parametrize("fields", [{}, {"stop": ["@"]}])
 def test_reasoning_is_counted_token_by_token(spoken: Spoken, fields: dict[str, Any]) -> None:
-    """This engine gives two at a time, as guesses that are right come: which of them are reasoning is no matter of
-    that."""
+    """This engine gives two at a time, as guesses that are right come: which of them are reasoning
+    is no matter of that.
+    """
     found = []
     for thought in ("Rome has weather.", "So Rome has weather."):
         spoken.says(ANSWER.replace("Rome has weather.", thought))
-        usage = spoken.server.post("/v1/chat/completions", {"messages": ASK, **fields}).json()["usage"]
+        usage = spoken.server.post("/v1/chat/completions", {"messages": ASK, **fields}).json()[
+            "usage"
+        ]
         count = len(spoken.tokenizer.encode(thought, add_special_tokens=False))
         found.append(usage["completion_tokens_details"]["reasoning_tokens"] - count)
     assert found == [1, 1]  # what ends it is counted, too
@@ -204,7 +237,9 @@ def test_a_stream_without_content_has_an_empty_one(spoken: Spoken) -> None:
     """As the whole answer has, where tools might have been called and none was."""
     spoken.says(THINK)
     body = {"messages": ASK, "tools": CHAT_TOOLS, "logprobs": True, "max_tokens": 2}
-    whole = spoken.server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    whole = spoken.server.post("/v1/chat/completions", body).json()["choices"][0]["message"][
+        "content"
+    ]
     chunks = list(spoken.server.stream("/v1/chat/completions", body))
     contents = [chunk["choices"][0]["delta"].get("content") for chunk in chunks]
     assert (whole, [one for one in contents if one is not None]) == ("", [""])
@@ -214,10 +249,17 @@ def test_earlier_turns_come_back_in_the_format(spoken: Spoken) -> None:
     """What a client was given goes into the next prompt as the template wants it, in every API."""
     spoken.says(CALLS)
     server = spoken.server
-    given = server.post("/v1/chat/completions", {"messages": ASK, "tools": CHAT_TOOLS}).json()["choices"][0]["message"]
+    given = server.post("/v1/chat/completions", {"messages": ASK, "tools": CHAT_TOOLS}).json()[
+        "choices"
+    ][0]["message"]
     result = {"role": "tool", "tool_call_id": given["tool_calls"][0]["id"], "content": "sunny"}
     spoken.says(ANSWER)
-    body = {"messages": [*ASK, given, result], "tools": CHAT_TOOLS, "return_token_ids": True, "reasoning_effort": "low"}
+    body = {
+        "messages": [*ASK, given, result],
+        "tools": CHAT_TOOLS,
+        "return_token_ids": True,
+        "reasoning_effort": "low",
+    }
     response = server.post("/v1/chat/completions", body)
     prompt = spoken.tokenizer.decode(response.json()["prompt_token_ids"], skip_special_tokens=False)
     assert "Reasoning: low" in prompt

@@ -1,5 +1,6 @@
-"""What keeps the HTTP side cheap changes nothing that clients see: events written from a prepared frame, events told
-together, texts and numbers shared between streams and processes."""
+"""What keeps the HTTP side cheap changes nothing that clients see: events written from a prepared
+frame, events told together, texts and numbers shared between streams and processes.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,15 @@ from quire.server.routes.chat import ChatWriter
 from quire.server.routes.completions import CompletionWriter
 from quire.server.routes.responses import OutputItems, ResponseWriter
 from quire.server.tasks import NextTurn
-from quire.server.workers.messages import Drain, Find, Frames, decode_config, decode_to_worker, encode_config, frame
+from quire.server.workers.messages import (
+    Drain,
+    Find,
+    Frames,
+    decode_config,
+    decode_to_worker,
+    encode_config,
+    frame,
+)
 from quire.server.workers.relay import WorkerLink, _Request
 from quire.step import RequestUpdate, TokenScore
 from tests.server.harness import ROOT
@@ -63,7 +72,11 @@ anything = st.text(st.characters(exclude_categories=("Cs",)), min_size=1)
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
 WRITERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "chat": (ChatWriter, ChatCompletionRequest, CHAT),
-    "chat with usage": (ChatWriter, ChatCompletionRequest, {**CHAT, "stream_options": {"include_usage": True}}),
+    "chat with usage": (
+        ChatWriter,
+        ChatCompletionRequest,
+        {**CHAT, "stream_options": {"include_usage": True}},
+    ),
     "chat with all usage": (
         ChatWriter,
         ChatCompletionRequest,
@@ -72,7 +85,11 @@ WRITERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "chat with tokens": (ChatWriter, ChatCompletionRequest, {**CHAT, "return_token_ids": True}),
     "chat of a tier": (ChatWriter, ChatCompletionRequest, {**CHAT, "service_tier": "auto"}),
     "completions": (CompletionWriter, CompletionRequest, {"prompt": "Hi", "stream": True}),
-    "completions with echo": (CompletionWriter, CompletionRequest, {"prompt": "Hi", "stream": True, "echo": True}),
+    "completions with echo": (
+        CompletionWriter,
+        CompletionRequest,
+        {"prompt": "Hi", "stream": True, "echo": True},
+    ),
     "responses": (ResponseWriter, ResponsesRequest, {"input": "Hi", "stream": True}),
     "messages": (MessageWriter, MessagesRequest, {**CHAT, "model": "m", "max_tokens": 9}),
 }
@@ -84,7 +101,9 @@ def new_writer(name: str) -> Any:
     request = GenerationRequest("id", "req", (TextPrompt("Hi"),), SamplingParams(n=2))
     call = SimpleNamespace(request=request, prompts=[prompt], usage=Usage(2, 0, 5))
     call.tokenizer = SimpleNamespace(special_token_ids=frozenset())
-    writer = kind(body_kind.model_validate(fields), call, 'a "model"', "fp", SimpleNamespace(store=None))
+    writer = kind(
+        body_kind.model_validate(fields), call, 'a "model"', "fp", SimpleNamespace(store=None)
+    )
     writer.created = 7
     return writer
 
@@ -113,7 +132,9 @@ EVENTS = [
 
 
 @pytest.mark.parametrize("name", list(WRITERS))
-def test_a_prepared_event_has_the_bytes_of_any_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prepared_event_has_the_bytes_of_any_other(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same events from a writer that prepares nothing."""
     monkeypatch.setattr("quire.server.routes.responses.new_id", lambda prefix: f"{prefix}1")
     one_choice = name in ("responses", "messages")
@@ -142,11 +163,16 @@ def test_any_text_is_escaped_as_the_encoder_does(text: str, number: int) -> None
 
 @given(
     st.text(
-        st.one_of(st.sampled_from("\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029\\"), st.characters(exclude_categories=["Cs"]))
+        st.one_of(
+            st.sampled_from("\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029\\"),
+            st.characters(exclude_categories=["Cs"]),
+        )
     )
 )
 def test_a_line_is_one_to_everybody(text: str) -> None:
-    """httpx's `iter_lines` and a client's `text.splitlines()` take more for the end of a line than JSON does."""
+    """httpx's `iter_lines` and a client's `text.splitlines()` take more for the end of a line than
+    JSON does.
+    """
     written = one_line({"delta": text}).decode()
     assert written.splitlines() == [written]
     assert json.loads(written) == {"delta": text}
@@ -156,10 +182,15 @@ indexes = st.integers(0, 1)
 events = st.lists(
     st.one_of(
         st.builds(lambda i, t: GenerationEvent(i, t, t, token_ids=(len(t),)), indexes, anything),
-        st.builds(lambda i, t: GenerationEvent(i, t, reasoning=t, token_ids=(len(t),)), indexes, anything),
-        st.builds(lambda i: GenerationEvent(i, token_ids=(7,)), indexes),  # half a character, part of a tag
         st.builds(
-            lambda i, t: GenerationEvent(i, t, tool_calls=(ToolCallDelta(0, None, None, t),), token_ids=(len(t),)),
+            lambda i, t: GenerationEvent(i, t, reasoning=t, token_ids=(len(t),)), indexes, anything
+        ),
+        # half a character, part of a tag
+        st.builds(lambda i: GenerationEvent(i, token_ids=(7,)), indexes),
+        st.builds(
+            lambda i, t: GenerationEvent(
+                i, t, tool_calls=(ToolCallDelta(0, None, None, t),), token_ids=(len(t),)
+            ),
             indexes,
             anything,
         ),
@@ -169,14 +200,18 @@ events = st.lists(
 
 
 @given(events, st.sets(indexes))
-def test_events_told_together_tell_the_same_in_the_same_order(events: list[GenerationEvent], silent: set[int]) -> None:
+def test_events_told_together_tell_the_same_in_the_same_order(
+    events: list[GenerationEvent], silent: set[int]
+) -> None:
     begins = [next((event for event in events if event.index == index), None) for index in silent]
     joined = join_events(events, silent)
     assert all(any(event is one for one in joined) for event in begins if event is not None)
     assert whole_choices(joined) == whole_choices(events)
     for index in (0, 1):
         told = [one for event in joined if event.index == index for one in _parts(event)]
-        assert _runs(told) == _runs([one for event in events if event.index == index for one in _parts(event)])
+        assert _runs(told) == _runs(
+            [one for event in events if event.index == index for one in _parts(event)]
+        )
 
 
 @given(st.lists(st.sampled_from(["reasoning", "content", "nothing"]), max_size=9))
@@ -244,7 +279,9 @@ class Connection:
 
 
 class FakeCall(EngineCall):
-    """A call that says what it is told to: as events, or also by the short way that is for text alone."""
+    """A call that says what it is told to: as events, or also by the short way that is for text
+    alone.
+    """
 
     def __init__(self, most: int, is_short: bool) -> None:
         self.on_news: Callable[[], None] | None = None
@@ -297,7 +334,9 @@ class Words:
             raise RuntimeError("can't be written")
         return (event.content.encode(),)
 
-    def text_writer(self, index: int, is_reasoning: bool = False) -> Callable[[str], bytes | None] | None:
+    def text_writer(
+        self, index: int, is_reasoning: bool = False
+    ) -> Callable[[str], bytes | None] | None:
         if is_reasoning:
             return lambda word: f"[{word}]".encode()
         return lambda word: None if word == "long" else b"".join(self.chunk(text(word)))
@@ -319,7 +358,9 @@ def run_stream(scenario: Callable[[FakeCall, Connection], Any], most: int = 100)
     return seen[0]
 
 
-def _run_stream(scenario: Callable[[FakeCall, Connection], Any], most: int, is_short: bool) -> Connection:
+def _run_stream(
+    scenario: Callable[[FakeCall, Connection], Any], most: int, is_short: bool
+) -> Connection:
     async def run() -> Connection:
         call, connection = FakeCall(most, is_short), Connection()
         stream = CallStream(Words(call), lambda: None, {})  # type: ignore[arg-type]
@@ -444,11 +485,15 @@ def _update(name: str, token_ids: tuple[int, ...], is_scored: bool) -> RequestUp
     return RequestUpdate(name, token_ids, scores=(TokenScore(1, -0.5, 1, ()),) if is_scored else ())
 
 
-some_updates = st.builds(_update, st.sampled_from("ab"), st.sampled_from([(), (1,), (2,), (3, 4)]), st.booleans())
+some_updates = st.builds(
+    _update, st.sampled_from("ab"), st.sampled_from([(), (1,), (2,), (3, 4)]), st.booleans()
+)
 
 
 @given(st.lists(st.lists(some_updates, max_size=6), max_size=3))
-def test_tokens_that_come_alone_do_not_overtake_what_else_is_told(steps: list[list[RequestUpdate]]) -> None:
+def test_tokens_that_come_alone_do_not_overtake_what_else_is_told(
+    steps: list[list[RequestUpdate]],
+) -> None:
     """From the engine in one message, and from several of them to a worker in one."""
     link = WorkerLink(cast(Any, None), cast(Any, None))
     link._is_due = True  # no event loop is needed to send it
@@ -463,7 +508,9 @@ def test_tokens_that_come_alone_do_not_overtake_what_else_is_told(steps: list[li
         assert all(token_ids for token_ids in received.grown_ids)
         listeners.take(received, lambda _: None)
     passed_on = cast(Updates, decode_to_worker(Frames().feed(frame(link.news()))[0]))
-    assert _by_name(passed_on.all_updates()) == _by_name([one for updates in steps for one in updates])
+    assert _by_name(passed_on.all_updates()) == _by_name(
+        [one for updates in steps for one in updates]
+    )
 
 
 def _by_name(updates: list[RequestUpdate]) -> list[list[RequestUpdate]]:
@@ -481,7 +528,11 @@ def test_an_engine_that_is_ahead_keeps_nobody_waiting() -> None:
         def receive_now(self) -> Event:
             nonlocal taken
             taken += 1
-            return Fatal("over") if taken > 100 else Updates(updates=[RequestUpdate("nobody", (1,))] * 256)
+            return (
+                Fatal("over")
+                if taken > 100
+                else Updates(updates=[RequestUpdate("nobody", (1,))] * 256)
+            )
 
     async def others() -> None:
         while True:
@@ -537,7 +588,8 @@ def test_no_count_is_lost_with_a_process(tmp_path: Path) -> None:
     files = [tmp_path / "1", tmp_path / "2"]
     page.show([Numbers(path) for path in files])
     page.tokens(5, 0.02, False)
-    for path in (files[0], files[0], files[1]):  # the first is started again, and goes on where it was
+    # the first is started again, and goes on where it was
+    for path in (files[0], files[0], files[1]):
         command = [sys.executable, "-c", _COUNT, str(path)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         assert subprocess.run(command, env=environment, timeout=60, check=False).returncode == -9
@@ -560,18 +612,26 @@ def test_messages_come_in_any_pieces() -> None:
     data = b"".join(map(frame, sent))
     for size in (1, 3, 500, len(data)):
         frames = Frames()
-        found = [one for at in range(0, len(data), size) for one in frames.feed(data[at : at + size])]
+        found = [
+            one for at in range(0, len(data), size) for one in frames.feed(data[at : at + size])
+        ]
         assert [decode_to_worker(one) for one in found] == sent
 
 
 def test_a_worker_gets_the_server_s_options(tmp_path: Path) -> None:
     config = ServerConfig(
-        api_keys=("a", "b"), http_workers=3, store=tmp_path, engine={"max_num_seqs": 3}, tls_certificate=None
+        api_keys=("a", "b"),
+        http_workers=3,
+        store=tmp_path,
+        engine={"max_num_seqs": 3},
+        tls_certificate=None,
     )
     assert decode_config(encode_config(config)) == config
 
 
-def test_memory_is_given_back_once_when_nobody_has_asked_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_given_back_once_when_nobody_has_asked_for_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tidied: list[float] = []
     monkeypatch.setattr(IdleCollector, "collect", lambda self, now: tidied.append(now))
     server = HttpServer(uvicorn.Config(app="none", log_config=None))
@@ -609,5 +669,7 @@ before = resident()
 IdleCollector(0.0).collect(1.0)
 print(before - resident())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert int(done.stdout) > 30_000  # KiB

@@ -1,4 +1,6 @@
-"""Answers whose size the client chooses: encoded in pieces beside the event loop, each so small that nobody waits."""
+"""Answers whose size the client chooses: encoded in pieces beside the event loop, each so small
+that nobody waits.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,34 @@ from quire.server.http_responses import LargeJsonResponse, encode_in_pieces
 TOP = [{"token": "ab", "logprob": -1.5, "bytes": [97, 98]}] * 20
 ENTRY = {"token": "ab", "logprob": -0.5, "bytes": [97, 98], "top_logprobs": TOP}
 LARGE: dict[str, Any] = {
-    "embeddings": {"data": [{"embedding": [0.25] * 2048, "index": i} for i in range(200)], "model": "m"},
+    "embeddings": {
+        "data": [{"embedding": [0.25] * 2048, "index": i} for i in range(200)],
+        "model": "m",
+    },
     "one long embedding": {"data": [{"embedding": [0.25] * 200_000}]},
     "base64": {"data": [{"embedding": "ab" * 8192} for _ in range(300)]},
-    "n x logprobs": {"choices": [{"index": i, "logprobs": {"content": [ENTRY] * 60}} for i in range(16)]},
-    "prompt logprobs": {"choices": [{"prompt_logprobs": [None] + [{str(i): ENTRY for i in range(21)}] * 300}]},
-    "old logprobs": {"choices": [{"logprobs": {"tokens": ["a"] * 9000, "top_logprobs": [None, {"a": 1.0}] * 4500}}]},
+    "n x logprobs": {
+        "choices": [{"index": i, "logprobs": {"content": [ENTRY] * 60}} for i in range(16)]
+    },
+    "prompt logprobs": {
+        "choices": [{"prompt_logprobs": [None] + [{str(i): ENTRY for i in range(21)}] * 300}]
+    },
+    "old logprobs": {
+        "choices": [
+            {"logprobs": {"tokens": ["a"] * 9000, "top_logprobs": [None, {"a": 1.0}] * 4500}}
+        ]
+    },
     "tokens": {"count": 300_000, "tokens": [5] * 300_000, "token_strs": ["ab"] * 300_000},
     "text": {"prompt": "x" * 3_000_000},
     "ids as a tuple": {"choices": [{"token_ids": (1, 2, 3) * 30_000}]},
 }
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**50), 2**50) | st.floats(allow_nan=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**50), 2**50)
+    | st.floats(allow_nan=False)
+    | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 )
 
@@ -102,8 +119,10 @@ def test_it_is_written_piece_by_piece() -> None:
 
 @pytest.mark.parametrize("value", [None, [], LARGE["tokens"]], ids=["none", "empty", "large"])
 def test_the_last_piece_ends_the_answer(value: Any) -> None:
-    """A client that has read as much as it was told may use the connection again at once: a server that still held the
-    answer for unfinished would take the next request for one sent ahead, and drop it."""
+    """A client that has read as much as it was told may use the connection again at once: a server
+    that still held the answer for unfinished would take the next request for one sent ahead, and
+    drop it.
+    """
     messages: list[Message] = []
 
     async def send(message: Message) -> None:

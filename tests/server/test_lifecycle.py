@@ -29,7 +29,9 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def stream_in_background(server: Server, body: dict[str, Any]) -> tuple[threading.Thread, list[Any]]:
+def stream_in_background(
+    server: Server, body: dict[str, Any]
+) -> tuple[threading.Thread, list[Any]]:
     events: list[Any] = []
 
     def read() -> None:
@@ -140,7 +142,11 @@ def test_a_port_in_use_is_known_before_the_model_is_loaded() -> None:
     ],
 )
 def test_options_that_cannot_be_say_why(fields: dict[str, Any], message: str) -> None:
-    arguments = [text for name, value in {"port": free_port(), **fields}.items() for text in (f"--{name}", str(value))]
+    arguments = [
+        text
+        for name, value in {"port": free_port(), **fields}.items()
+        for text in (f"--{name}", str(value))
+    ]
     done = quire_here("serve", *arguments)
     assert done.returncode == 1
     assert message in done.stderr
@@ -162,31 +168,67 @@ def test_what_cannot_be_served_says_why(fields: dict[str, Any], message: str) ->
 
 
 def test_the_command_line_serves(tmp_path: Path, smollm2_gguf: Path) -> None:
-    """With keys from flag, file and environment, and JSON in the log. The HTTP process has no torch, which takes
-    seconds to import, and 200 MB: of a GGUF file it reads the tokenizer alone."""
+    """With keys from flag, file and environment, and JSON in the log. The HTTP process has no
+    torch, which takes seconds to import, and 200 MB: of a GGUF file it reads the tokenizer alone.
+    """
     keys = tmp_path / "keys"
     keys.write_text("from-file\n\n")
     port = free_port()
     code = "import sys; from quire.cli.main import main; sys.argv = ['quire', 'serve', *sys.argv[1:]]; main()"
-    arguments = ["--port", str(port), "--api-key", "from-flag", "--api-key-file", str(keys), "--log-format", "json"]
+    arguments = [
+        "--port",
+        str(port),
+        "--api-key",
+        "from-flag",
+        "--api-key-file",
+        str(keys),
+        "--log-format",
+        "json",
+    ]
     arguments += ["--no-page"]
-    arguments += ["--model", str(smollm2_gguf), "--served-model-name", "small", "--kv-cache-memory", "64MiB"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "QUIRE_API_KEY": "from-env, two"}
+    arguments += [
+        "--model",
+        str(smollm2_gguf),
+        "--served-model-name",
+        "small",
+        "--kv-cache-memory",
+        "64MiB",
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "QUIRE_API_KEY": "from-env, two",
+    }
     log = tmp_path / "log"
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments], cwd=ROOT, env=environment, stderr=file, stdout=file
+            [sys.executable, "-c", code, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stderr=file,
+            stdout=file,
         )
     try:
-        wait_for(lambda: "serving small at" in log.read_text() or process.poll() is not None, "the server")
+        wait_for(
+            lambda: "serving small at" in log.read_text() or process.poll() is not None,
+            "the server",
+        )
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", verify=False) as client:
-            for key, status in {"from-flag": 200, "from-file": 200, "from-env": 200, "two": 200, "other": 401}.items():
+            for key, status in {
+                "from-flag": 200,
+                "from-file": 200,
+                "from-env": 200,
+                "two": 200,
+                "other": 401,
+            }.items():
                 response = client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
                 assert response.status_code == status, key
             page = client.get("/", headers={"authorization": "Bearer two", "accept": "text/html"})
             assert page.status_code == 404
         has_torch = [
-            "libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in (process.pid, *engines_of(process.pid))
+            "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+            for pid in (process.pid, *engines_of(process.pid))
         ]
         assert has_torch == [False, True]
     finally:

@@ -1,5 +1,7 @@
-"""The engine dies at every point of a call, through every API: always 503 (or, in a stream that has begun, an error
-event that says the same), the call is recorded as failed, and its place is free again."""
+"""The engine dies at every point of a call, through every API: always 503 (or, in a stream that has
+begun, an error event that says the same), the call is recorded as failed, and its place is free
+again.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,10 @@ CASES = [
 
 
 class Engine(EngineClient):
-    """An engine that lives in this process and dies when it has been given `lives` prompts: in a moment, or at once, so
-    that the next prompt finds it dead. With many lives the texts to embed before that get their vectors."""
+    """An engine that lives in this process and dies when it has been given `lives` prompts: in a
+    moment, or at once, so that the next prompt finds it dead. With many lives the texts to embed
+    before that get their vectors.
+    """
 
     def __init__(self, config: ServerConfig, vocab_size: int, moment: Moment, lives: int) -> None:
         super().__init__(config, ServerMetrics("tiny"), lambda: None)
@@ -80,7 +84,9 @@ class Engine(EngineClient):
 
     def _die(self) -> None:
         self.state = "restarting"
-        self._lose_all(unavailable("the engine failed while computing this request; it is being restarted"))
+        self._lose_all(
+            unavailable("the engine failed while computing this request; it is being restarted")
+        )
 
 
 async def lose(
@@ -101,7 +107,9 @@ async def lose(
     assert "total" in record.timings
     assert (service.admission.num_answers, service.admission.num_tokens) == (0, 0)
     assert not client.seconds_silent  # nobody waits for it
-    failed = service.metrics.registry.get_sample_value("quire_answers_not_finished_total", {"why": "failed"})
+    failed = service.metrics.registry.get_sample_value(
+        "quire_answers_not_finished_total", {"why": "failed"}
+    )
     assert failed is not None
     assert failed >= 1
     return response, client
@@ -117,7 +125,9 @@ def test_it_dies(small_model: str, path: str, moment: Moment, stream: bool) -> N
     if stream and moment == "while it computes":
         assert response.status_code == 200
         assert response.text.count("restarted") == 1
-        assert ("overloaded_error" if path == "/v1/messages" else "engine_unavailable") in response.text
+        assert (
+            "overloaded_error" if path == "/v1/messages" else "engine_unavailable"
+        ) in response.text
     else:
         assert response.status_code == 503, response.text
         assert "restarted" in response.json()["error"]["message"]
@@ -125,7 +135,9 @@ def test_it_dies(small_model: str, path: str, moment: Moment, stream: bool) -> N
 
 
 def test_a_command_that_cannot_be_sent_breaks_the_link_and_raises_nothing() -> None:
-    """Whatever the system has against it: those who wait hear that the engine is lost (503), not of a fault (500)."""
+    """Whatever the system has against it: those who wait hear that the engine is lost (503), not of
+    a fault (500).
+    """
 
     class Closed:
         def send(self, data: bytes, flags: int) -> None:
@@ -141,6 +153,8 @@ def test_it_dies_before_the_later_texts_of_a_long_list(small_model: str) -> None
     """The first texts have their vectors, and what takes in the next ones is gone."""
     body = {"input": [f"text {number}" for number in range(3 * EmbeddingCall.AT_ONCE)]}
     lives = EmbeddingCall.AT_ONCE + 5
-    response, engine = asyncio.run(lose(small_model, "/v1/embeddings", body, "between two prompts", lives))
+    response, engine = asyncio.run(
+        lose(small_model, "/v1/embeddings", body, "between two prompts", lives)
+    )
     assert response.status_code == 503, response.text
     assert len(engine.added) == lives

@@ -1,4 +1,6 @@
-"""The Grafana dashboard shows numbers that /metrics really has, and those are called what vLLM calls them."""
+"""The Grafana dashboard shows numbers that /metrics really has, and those are called what vLLM
+calls them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.harness import ROOT, SMALL_ENGINE, Server, wait_for
 
 DASHBOARD = ROOT / "deploy" / "grafana" / "quire.json"
-# What a query says beside metrics and functions: labels, intervals, groups. A name before a bracket is a function.
+# What a query says beside metrics and functions: labels, intervals, groups. A name before a bracket
+# is a function.
 BESIDE = re.compile(r"\{[^}]*\}|\[[^\]]*\]|\bby \([^)]*\)")
 LABEL = re.compile(r"(?<=\{)\w+(?==)|(?<=by \()\w+(?=\))")
 NAME = re.compile(r"(?<![\w$:])[a-z_][a-z0-9_:]*(?![\w:]|\s*\()")
@@ -64,7 +67,9 @@ def test_names_are_found_in_queries() -> None:
 @pytest.fixture(scope="module")
 def server(small_model: str) -> Iterator[Server]:
     with Server(model=small_model, engine=SMALL_ENGINE, served_model_names=["small"]) as server:
-        server.complete(prompt=["a b c " * 20, "d"], n=2, temperature=1.0, seed=1, max_tokens=3, ignore_eos=True)
+        server.complete(
+            prompt=["a b c " * 20, "d"], n=2, temperature=1.0, seed=1, max_tokens=3, ignore_eos=True
+        )
         server.complete(prompt="a b c " * 20, max_tokens=7, ignore_eos=True)
         assert server.post("/v1/completions", {"prompt": ""}).status_code == 400
         wait_for(lambda: server.is_idle, "the last numbers")
@@ -90,7 +95,9 @@ def test_every_panel_reads_what_is_there(server: Server) -> None:
 
 
 def test_names_and_kinds_are_those_of_vllm(server: Server) -> None:
-    families = {one.name: one for one in text_string_to_metric_families(server.get("/metrics").text)}
+    families = {
+        one.name: one for one in text_string_to_metric_families(server.get("/metrics").text)
+    }
     assert {name: families[name].type for name in OF_VLLM if name in families} == OF_VLLM
     for name in OF_VLLM:
         if name == "vllm:cache_config_info":
@@ -111,19 +118,28 @@ def test_the_numbers_are_right(server: Server) -> None:
     assert server.metric("vllm:time_to_first_token_seconds_count") == 5
     assert server.metric("vllm:inter_token_latency_seconds_count") == 14
     assert server.metric("vllm:time_per_output_token_seconds_count") == 14
-    assert 0 < server.metric("vllm:prefix_cache_hits_total") < server.metric("vllm:prefix_cache_queries_total")
+    assert (
+        0
+        < server.metric("vllm:prefix_cache_hits_total")
+        < server.metric("vllm:prefix_cache_queries_total")
+    )
     assert server.metric("quire_http_requests_total") >= 3
     engine_blocks = re.search(
-        r'vllm:cache_config_info\{block_size="16",engine="0",num_gpu_blocks="(\d+)"', server.get("/metrics").text
+        r'vllm:cache_config_info\{block_size="16",engine="0",num_gpu_blocks="(\d+)"',
+        server.get("/metrics").text,
     )
     assert engine_blocks is not None
     assert int(engine_blocks[1]) > 10
     memory = Path(f"/proc/{server.process.pid}/statm").read_text().split() if server.process else []
-    assert server.metric("process_resident_memory_bytes") == pytest.approx(int(memory[1]) * 4096, rel=0.2)
+    assert server.metric("process_resident_memory_bytes") == pytest.approx(
+        int(memory[1]) * 4096, rel=0.2
+    )
 
 
 def test_the_engines_memory_is_there(server: Server) -> None:
-    families = {one.name: one for one in text_string_to_metric_families(server.get("/metrics").text)}
+    families = {
+        one.name: one for one in text_string_to_metric_families(server.get("/metrics").text)
+    }
     resident = families["quire_engine_resident_memory_bytes"].samples[0].value
     assert resident > 50 * 2**20  # torch alone takes more
     assert families["quire_gpu_memory_used_bytes"].samples[0].value >= 0

@@ -1,5 +1,6 @@
-"""The first, second, third … send, allocation or write fails, until an operation meets no fault any more: whatever
-was answered was right, and after each fault all is as before."""
+"""The first, second, third … send, allocation or write fails, until an operation meets no fault any
+more: whatever was answered was right, and after each fault all is as before.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def server(small_model: str) -> Iterator[Server]:
 
 
 def post(server: Server, body: dict[str, Any]) -> Outcome:
-    """The tokens of each choice, or an error that says something; a connection that breaks says nothing."""
+    """The tokens of each choice, or an error that says something; a connection that breaks says
+    nothing.
+    """
     try:
         response = server.post(COMPLETIONS, body)
     except httpx.TransportError:
@@ -61,9 +64,13 @@ def stream(server: Server) -> Outcome:
     tokens: list[int] = []
     is_done = False
     try:
-        with server.client() as client, client.stream("POST", COMPLETIONS, json={**SMALL, "stream": True}) as response:
+        with (
+            server.client() as client,
+            client.stream("POST", COMPLETIONS, json={**SMALL, "stream": True}) as response,
+        ):
             assert response.status_code == 200
-            for line in response.iter_lines():  # to the last byte: a write after the end may fail too
+            # to the last byte: a write after the end may fail too
+            for line in response.iter_lines():
                 if line == "data: [DONE]":
                     is_done = True
                 elif line:
@@ -77,7 +84,9 @@ def stream(server: Server) -> Outcome:
 
 
 def every_command(server: Server) -> Outcome:
-    """A request is added and ends at a stop string; another is added and aborted; the first is asked about."""
+    """A request is added and ends at a stop string; another is added and aborted; the first is
+    asked about.
+    """
     outcome = post(server, {**SMALL, "max_tokens": 900, "stop": LETTERS})
     request_id = "req-of-the-nth-fault"
     try:
@@ -106,9 +115,12 @@ CASES: list[tuple[str, Callable[[Server], Outcome], bool]] = [
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("fault", "operation", "is_replaced"), CASES)
-def test_the_nth_fails(server: Server, fault: str, operation: Callable[[Server], Outcome], is_replaced: bool) -> None:
-    """`is_replaced`: such a fault costs the engine process, and only such a one does. A new one takes seconds, so the
-    short form tries the first few, and one that is never met."""
+def test_the_nth_fails(
+    server: Server, fault: str, operation: Callable[[Server], Outcome], is_replaced: bool
+) -> None:
+    """`is_replaced`: such a fault costs the engine process, and only such a one does. A new one
+    takes seconds, so the short form tries the first few, and one that is never met.
+    """
     expected = operation(server)
     assert ERROR not in expected
     first = range(1, 4 if operation is every_command else 3)
@@ -127,7 +139,9 @@ def test_the_nth_fails(server: Server, fault: str, operation: Callable[[Server],
     raise AssertionError("it meets faults forever")
 
 
-def attempt(server: Server, order: str, operation: Callable[[Server], Outcome]) -> tuple[Outcome, bool]:
+def attempt(
+    server: Server, order: str, operation: Callable[[Server], Outcome]
+) -> tuple[Outcome, bool]:
     """What came of the operation, and whether it met the fault."""
     restarts = num_restarts(server)
     server.fault_file.write_text(order)

@@ -15,7 +15,10 @@ from tests.server.harness import Server
 
 ASK = [{"role": "user", "content": "What now?"}]
 FILTERS = {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.9}
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +53,13 @@ def refused(server: Server, path: str, **fields: Any) -> str:
 def test_a_chat_is_answered_with_the_tokens_of_openais_api(small: Server) -> None:
     options = {"temperature": 0, "num_predict": 12}
     whole = ask(small, model="small:latest", options=options)
-    expected = small.post("/v1/chat/completions", {"messages": ASK, "temperature": 0, "max_tokens": 12}).json()
-    assert whole["message"] == {"role": "assistant", "content": expected["choices"][0]["message"]["content"]}
+    expected = small.post(
+        "/v1/chat/completions", {"messages": ASK, "temperature": 0, "max_tokens": 12}
+    ).json()
+    assert whole["message"] == {
+        "role": "assistant",
+        "content": expected["choices"][0]["message"]["content"],
+    }
     assert whole["model"] == "small:latest"
     assert (whole["done"], whole["done_reason"]) == (True, "length")
     assert whole["eval_count"] == 12
@@ -89,14 +97,21 @@ def test_generate_uses_the_template_unless_the_prompt_is_raw(small: Server) -> N
         ({"repeat_penalty": 5.0, "repeat_last_n": -1}, {"repetition_penalty": 5.0}),
         ({"repeat_penalty": 5.0, "repeat_last_n": 0}, {}),
         (FILTERS, FILTERS),
-        ({"presence_penalty": 1.5, "frequency_penalty": 1.0}, {"presence_penalty": 1.5, "frequency_penalty": 1.0}),
+        (
+            {"presence_penalty": 1.5, "frequency_penalty": 1.0},
+            {"presence_penalty": 1.5, "frequency_penalty": 1.0},
+        ),
     ],
 )
-def test_options_are_sampling_parameters(small: Server, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+def test_options_are_sampling_parameters(
+    small: Server, theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
     options = {"temperature": 1.0, "seed": 3, "num_predict": 20}
     found = ask(small, options={**options, **theirs})["message"]["content"]
     body = {"messages": ASK, "temperature": 1.0, "seed": 3, "max_tokens": 20, **ours}
-    assert found == small.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    assert (
+        found == small.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +130,9 @@ def test_options_are_sampling_parameters(small: Server, theirs: dict[str, Any], 
         ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages"),
     ],
 )
-def test_what_cant_be_done_is_refused_by_name(small: Server, fields: dict[str, Any], named: str) -> None:
+def test_what_cant_be_done_is_refused_by_name(
+    small: Server, fields: dict[str, Any], named: str
+) -> None:
     assert refused(small, "/api/chat", **{"messages": ASK, **fields}).startswith(named)
 
 
@@ -123,12 +140,16 @@ def test_what_cant_be_done_is_refused_by_name(small: Server, fields: dict[str, A
 def test_what_generate_cant_do_is_refused_by_name(small: Server, field: str) -> None:
     value = "x" if field in ("suffix", "template") else [1]
     assert refused(small, "/api/generate", prompt="a", **{field: value}).startswith(field)
-    assert ask(small, "/api/generate", prompt="a", options={"num_predict": 1}, **{field: value[:0]})["done"]
+    assert ask(
+        small, "/api/generate", prompt="a", options={"num_predict": 1}, **{field: value[:0]}
+    )["done"]
 
 
 def test_how_a_model_is_loaded_changes_no_answer_and_is_named(small: Server) -> None:
     options = {"num_predict": 1, "num_gpu": 1, "num_thread": 8, "mirostat": 0}
-    response = small.post("/api/chat", {"messages": ASK, "stream": False, "keep_alive": "5m", "options": options})
+    response = small.post(
+        "/api/chat", {"messages": ASK, "stream": False, "keep_alive": "5m", "options": options}
+    )
     assert response.status_code == 200
     assert response.headers["x-quire-ignored"] == "options.num_gpu, options.num_thread, keep_alive"
 
@@ -148,10 +169,20 @@ def test_the_model_is_there_and_stays(small: Server) -> None:
 
 
 def test_format_constrains_the_answer(small: Server) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     options = {"num_predict": 60}
-    assert json.loads(ask(small, format=schema, options=options)["message"]["content"])["a"] in (1, 2)
-    found = ask(small, "/api/generate", prompt="a", format="json", options={"num_predict": 8, "seed": 1})
+    assert json.loads(ask(small, format=schema, options=options)["message"]["content"])["a"] in (
+        1,
+        2,
+    )
+    found = ask(
+        small, "/api/generate", prompt="a", format="json", options={"num_predict": 8, "seed": 1}
+    )
     assert found["response"].lstrip().startswith("{")
 
 
@@ -159,7 +190,10 @@ def test_logprobs_are_those_of_openais_api(small: Server) -> None:
     options = {"temperature": 0, "num_predict": 3}
     whole = ask(small, logprobs=True, top_logprobs=2, options=options)
     body = {"messages": ASK, "temperature": 0, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
-    assert whole["logprobs"] == small.post("/v1/chat/completions", body).json()["choices"][0]["logprobs"]["content"]
+    assert (
+        whole["logprobs"]
+        == small.post("/v1/chat/completions", body).json()["choices"][0]["logprobs"]["content"]
+    )
 
 
 def test_tools_are_called_and_their_results_read(scripted: Server) -> None:
@@ -170,7 +204,9 @@ def test_tools_are_called_and_their_results_read(scripted: Server) -> None:
     assert whole["message"]["tool_calls"] == [call]
     assert whole["done_reason"] == "stop"
     parts = lines(scripted, "/api/chat", messages=[question], tools=[WEATHER])
-    assert [part["message"]["tool_calls"] for part in parts if "tool_calls" in part["message"]] == [[call]]
+    assert [part["message"]["tool_calls"] for part in parts if "tool_calls" in part["message"]] == [
+        [call]
+    ]
     result = {"role": "tool", "tool_name": "weather", "content": "sunny"}
     after = ask(scripted, messages=[question, whole["message"], result], tools=[WEATHER])
     assert after["message"]["content"] == SCRIPTS["done"]

@@ -1,4 +1,6 @@
-"""schemathesis over our own OpenAPI: what fits the schema and what does not, for every endpoint that takes a body."""
+"""schemathesis over our own OpenAPI: what fits the schema and what does not, for every endpoint
+that takes a body.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ EXAMPLES = 12
 @pytest.fixture(scope="module")
 def small(small_model: str) -> Iterator[Server]:
     """A context so short that whatever is asked for ends soon."""
-    engine = {"kv_cache_memory": "16MiB", "max_model_len": 96, "max_num_seqs": 8, "dtype": "float32"}
+    engine = {
+        "kv_cache_memory": "16MiB",
+        "max_model_len": 96,
+        "max_num_seqs": 8,
+        "dtype": "float32",
+    }
     with Server(model=small_model, engine=engine, served_model_names=["small"]) as server:
         server.assert_sound()
         yield server
@@ -50,9 +57,18 @@ def api(small: Server) -> Any:
 
 def test_every_endpoint_is_here(api: Any) -> None:
     found = [result.ok() for result in api.get_all_operations()]
-    assert sorted(operation.path for operation in found if operation.method == "post") == sorted(PATHS + OTHERS)
+    assert sorted(operation.path for operation in found if operation.method == "post") == sorted(
+        PATHS + OTHERS
+    )
     others = {operation.path for operation in found if operation.method == "get"}
-    assert {"/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/requests/{request_id}"} <= others
+    assert {
+        "/health",
+        "/ready",
+        "/version",
+        "/metrics",
+        "/v1/models",
+        "/v1/requests/{request_id}",
+    } <= others
 
 
 def test_streams_are_documented(small: Server) -> None:
@@ -85,7 +101,11 @@ def test_nothing_breaks_it(small: Server, api: Any, path: str, mode: str) -> Non
     )
     @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode)))
     def run(case: Any) -> None:
-        if isinstance(case.body, dict) and "model" in case.body and isinstance(case.body["model"], str):
+        if (
+            isinstance(case.body, dict)
+            and "model" in case.body
+            and isinstance(case.body["model"], str)
+        ):
             case.body["model"] = "small"  # or most would end at a name nobody can guess
         response = case.call(base_url=small.url, timeout=30)
         assert response.headers["x-request-id"]

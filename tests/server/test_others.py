@@ -40,9 +40,15 @@ def test_a_frame_has_a_keys_own_requests_and_the_engine_in_all() -> None:
     frames = OwnFrames(OwnNames(find, "me"))
     mine, other = [1, f"{MINE}/0", 0.5, 3], [2, OTHER, 0.6, 4]
     key = {"names": [mine[:2], other[:2]], "requests": [mine, other], "blocks": [1, 2]}
-    first = {"frame": {"steps": [[1]], "key": key, "ended": [other]}, "queue": [[OTHER, 1.0, 2], [MINE, 1.0, 2]]}
+    first = {
+        "frame": {"steps": [[1]], "key": key, "ended": [other]},
+        "queue": [[OTHER, 1.0, 2], [MINE, 1.0, 2]],
+    }
     shown = asyncio.run(frames.filter(first))
     assert shown["frame"]["key"] == {"names": [mine[:2]], "requests": [mine], "blocks": [1, 2]}
     assert (shown["frame"]["ended"], shown["queue"]) == ([], [[MINE, 1.0, 2]])
     progress = {"frame": {"steps": [[2]], "progress": [1, 10, 11, 12, 2, 20, 21, 22]}, "queue": []}
-    assert asyncio.run(frames.filter(progress))["frame"] == {"steps": [[2]], "progress": [1, 10, 11, 12]}
+    assert asyncio.run(frames.filter(progress))["frame"] == {
+        "steps": [[2]],
+        "progress": [1, 10, 11, 12],
+    }

@@ -42,7 +42,8 @@ def many(server: Server, bodies: list[dict[str, Any]]) -> list[httpx.Response]:
 def test_ten_times_too_many(server: Server) -> None:
     server.fault_file.write_text("slow 0.01")
     bodies = [
-        {"prompt": f"Number {i}:", "max_tokens": 4, "temperature": 0, "return_token_ids": True} for i in range(60)
+        {"prompt": f"Number {i}:", "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+        for i in range(60)
     ]
     responses = many(server, bodies)
     server.fault_file.write_text("")
@@ -71,7 +72,9 @@ def test_too_many_tokens_wait(server: Server) -> None:
 
 
 def test_one_call_larger_than_the_queue_is_served_when_nobody_is_there(server: Server) -> None:
-    body = server.complete(prompt=["a", "b", "c", "d", "e"], n=2, temperature=1.0, seed=1, max_tokens=2)
+    body = server.complete(
+        prompt=["a", "b", "c", "d", "e"], n=2, temperature=1.0, seed=1, max_tokens=2
+    )
     assert len(body["choices"]) == 10
     assert server.post(COMPLETIONS, {"prompt": "so " * 300, "max_tokens": 1}).status_code == 200
 
@@ -91,7 +94,9 @@ def test_who_waits_too_long_is_told(server: Server) -> None:
 
 
 def test_memory_runs_out_and_nothing_changes(small_model: str) -> None:
-    """A cache of one long answer for two of them: one gives way, both get the tokens they get alone."""
+    """A cache of one long answer for two of them: one gives way, both get the tokens they get
+    alone.
+    """
     small = {**SMALL_ENGINE, "max_num_seqs": 2, "kv_cache_memory": "320KiB", "max_model_len": 500}
     fields = {"max_tokens": 300, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     bodies = [{"prompt": word * 30, **fields} for word in ("go on ", "stop it ")]

@@ -32,8 +32,12 @@ def get(paths: dict[str, dict[str, str]], **config: Any) -> dict[str, httpx.Resp
     app = create_app(SimpleNamespace(**fields, ready=ready, is_draining=False, counts=None))  # type: ignore[arg-type]
 
     async def ask() -> dict[str, httpx.Response]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-            return {path: await client.get(path, headers=headers) for path, headers in paths.items()}
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://x"
+        ) as client:
+            return {
+                path: await client.get(path, headers=headers) for path, headers in paths.items()
+            }
 
     return asyncio.run(ask())
 
@@ -46,10 +50,20 @@ def test_every_file_is_served_under_a_strict_policy() -> None:
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
-        kind = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml", "html": "text/html"}
+        kind = {
+            "css": "text/css",
+            "js": "text/javascript",
+            "svg": "image/svg+xml",
+            "html": "text/html",
+        }
         name = "index.html" if path == "/" else path
         assert answer.headers["content-type"].startswith(kind[name.rpartition(".")[2]])
-    again = get({f"/page/{name}": {"if-none-match": answers[f"/page/{name}"].headers["etag"]} for name in FILES})
+    again = get(
+        {
+            f"/page/{name}": {"if-none-match": answers[f"/page/{name}"].headers["etag"]}
+            for name in FILES
+        }
+    )
     assert {answer.status_code for answer in again.values()} == {304}
 
 
@@ -60,7 +74,15 @@ def test_files_name_each_other_and_nobody_else(name: str) -> None:
         (target,) = filter(None, found)
         assert target == "/docs" or target.removeprefix("/page/") in FILES, target
     assert not re.search(r"https?://(?!www\.w3\.org/)", text)
-    for forbidden in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "<style", " style="):
+    for forbidden in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "<style",
+        " style=",
+    ):
         assert forbidden not in text, forbidden
 
 
@@ -76,7 +98,9 @@ def test_what_is_no_file_is_not_there() -> None:
 
 
 def test_the_page_can_be_left_out() -> None:
-    answers = get({"/": {"accept": "text/html"}, "/page/main.js": {}, "/page/watch": {}}, page=False)
+    answers = get(
+        {"/": {"accept": "text/html"}, "/page/main.js": {}, "/page/watch": {}}, page=False
+    )
     assert {answer.status_code for answer in answers.values()} == {404}
     keyed = get({"/": {"accept": "text/html"}}, page=False, api_keys=("k",))
     assert keyed["/"].status_code == 401

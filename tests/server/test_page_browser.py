@@ -40,13 +40,18 @@ def tab(context: Any) -> Any:
     tab = context.new_page()
     tab.problems = []
     tab.on("pageerror", lambda error: tab.problems.append(str(error)))
-    tab.on("console", lambda message: tab.problems.append(message.text) if message.type == "error" else None)
+    tab.on(
+        "console",
+        lambda message: tab.problems.append(message.text) if message.type == "error" else None,
+    )
     return tab
 
 
 @pytest.fixture
 def page(tab: Any, gate: Gate) -> Iterator[Any]:
-    """The page, opened anew; nothing in it may go wrong without being noticed, what its policy forbids included."""
+    """The page, opened anew; nothing in it may go wrong without being noticed, what its policy
+    forbids included.
+    """
     tab.goto(gate.url)
     expect(tab.locator("#model")).to_have_text("small")
     yield tab
@@ -139,7 +144,9 @@ def test_regenerate_and_edit(page: Any) -> None:
 
 
 def test_stop(page: Any, gate: Gate, shared_small_server: Server) -> None:
-    """The small model is quick: its process is held as soon as the answer has begun, until the page has let it go."""
+    """The small model is quick: its process is held as soon as the answer has begun, until the page
+    has let it go.
+    """
     before = num_aborted(shared_small_server)
     engine = shared_small_server.engine_pid
     held = threading.Event()
@@ -165,7 +172,12 @@ def test_stop(page: Any, gate: Gate, shared_small_server: Server) -> None:
 
 def num_aborted(server: Server) -> float:
     return sum(
-        map(float, re.findall(r"^quire_answers_not_finished_total\S+ (\S+)$", server.get("/metrics").text, re.M))
+        map(
+            float,
+            re.findall(
+                r"^quire_answers_not_finished_total\S+ (\S+)$", server.get("/metrics").text, re.M
+            ),
+        )
     )
 
 
@@ -175,7 +187,8 @@ def test_a_schema_and_one_that_is_none(page: Any) -> None:
     assert json.loads(text_of(answer)) == {"city": "Rome"}
     ask(page, "Where?", schema="{")
     expect(page.locator("#settings-error")).to_contain_text("not JSON")
-    expect(page.locator("#settings-error")).to_be_in_viewport()  # beside the field, not at the form's end
+    # beside the field, not at the form's end
+    expect(page.locator("#settings-error")).to_be_in_viewport()
     expect(page.locator("[name=schema]")).to_be_focused()
     expect(page.locator("#talk-status")).to_contain_text("Not sent: the JSON schema is not JSON")
     expect(page.locator("#question")).to_have_value("Where?")  # nothing is lost
@@ -186,7 +199,11 @@ def test_a_schema_and_one_that_is_none(page: Any) -> None:
 
 
 def test_tools_are_shown_as_they_are_called(page: Any) -> None:
-    parameters: dict[str, Any] = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
+    parameters: dict[str, Any] = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo"]}},
+        "required": ["city"],
+    }
     tool = {
         "type": "function",
         "function": {"name": "weather", "parameters": parameters | {"additionalProperties": False}},
@@ -209,7 +226,9 @@ class Crowd:
     def __init__(self, server: Server, size: int) -> None:
         self._server = server
         self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(size)]
+        self._threads = [
+            threading.Thread(target=self._ask, args=(number,)) for number in range(size)
+        ]
 
     def __enter__(self) -> None:
         for thread in self._threads:
@@ -223,7 +242,11 @@ class Crowd:
     def _ask(self, number: int) -> None:
         with self._server.client() as client:
             while not self._is_over.is_set():
-                body = {"prompt": "said to all " * 20 + str(number), "max_tokens": 200, "ignore_eos": True}
+                body = {
+                    "prompt": "said to all " * 20 + str(number),
+                    "max_tokens": 200,
+                    "ignore_eos": True,
+                }
                 client.post("/v1/completions", json=body)
 
 
@@ -233,11 +256,16 @@ def test_watch_under_load_scrub_and_explain(page: Any, shared_small_server: Serv
         state = page.locator("#requests tr")
         expect(state.filter(has_text="answering").first).to_be_visible()
         expect(state.filter(has_text="waiting").first).to_be_visible()
-        expect(page.locator("#blocks")).to_have_attribute("aria-label", re.compile(r"[1-9]\d* blocks in use, [1-9]"))
+        expect(page.locator("#blocks")).to_have_attribute(
+            "aria-label", re.compile(r"[1-9]\d* blocks in use, [1-9]")
+        )
         expect(page.locator("#step-text")).to_contain_text("16 running")
-        expect(page.locator("#tiles div").filter(has_text="Running").locator("dd")).to_contain_text("16")
+        expect(page.locator("#tiles div").filter(has_text="Running").locator("dd")).to_contain_text(
+            "16"
+        )
         assert page.locator("#requests tr").count() <= 60
-        # A running request, by the keyboard; one that ends between the two is gone, and the next one is taken.
+        # A running request, by the keyboard; one that ends between the two is gone, and the next
+        # one is taken.
         for _ in range(10):
             state.filter(has_text="answering").first.locator("button").press("Enter")
             page.wait_for_timeout(300)

@@ -33,7 +33,15 @@ from quire.server.errors import ApiError, error_body, field_name, install, to_ap
 from quire.server.guard.admission import Admission
 from quire.server.guard.connection import convert, ignored_header, parse_body, request_id_of
 from quire.server.guard.limits import BodyLimits, RequestContext
-from quire.server.messages import AddRequest, Ready, Updates, decode_command, decode_event, encode, pack_tokens
+from quire.server.messages import (
+    AddRequest,
+    Ready,
+    Updates,
+    decode_command,
+    decode_event,
+    encode,
+    pack_tokens,
+)
 from quire.server.prompts import EncodedPrompt, PromptEncoder
 from quire.server.protocol.common import Body
 from quire.server.protocol.completions import CompletionRequest
@@ -95,13 +103,17 @@ class TestAdmission:
         assert len(tickets) == 21
 
 
-CONFIG = SchedulerConfig(num_blocks=40, max_num_seqs=2, max_batched_tokens=8, max_model_len=64, block_size=4)
+CONFIG = SchedulerConfig(
+    num_blocks=40, max_num_seqs=2, max_batched_tokens=8, max_model_len=64, block_size=4
+)
 
 
 def run_engine(prompts: dict[str, int], log: StepLog) -> None:
     core = EngineCore(Scheduler(CONFIG), FakeRunner(CONFIG, vocab_size=50), on_step=log.append)
     for name, length in prompts.items():
-        for request in make_requests(name, range(length), SamplingParams(max_tokens=4, n=1 + (name == "b")), 0):
+        for request in make_requests(
+            name, range(length), SamplingParams(max_tokens=4, n=1 + (name == "b")), 0
+        ):
             core.add_request(request, 0.0)
     now = 0.0
     while core.has_work:
@@ -150,7 +162,9 @@ class TestRecords:
         book.add(other)
         assert book.find("same", "a") is mine
         assert book.find("same", "b") is other
-        assert book.find("same", "c") is book.find("cmpl-2", "a") is book.find("cmpl-1", "b") is None
+        assert (
+            book.find("same", "c") is book.find("cmpl-2", "a") is book.find("cmpl-1", "b") is None
+        )
         assert book.find("same", None) is other
         assert "owner" not in mine.describe()
 
@@ -210,10 +224,14 @@ class TestErrors:
 def test_messages_survive_the_wire() -> None:
     metrics = RequestMetrics("a", 1.0, 1.5, 2.0, 3.0, 4, 5, 0, 0, 0, 0)
     scores = (TokenScore(7, -0.5, 1, ((7, -0.5), (8, -1.5))),)
-    update = RequestUpdate("a", (7,), "stop", 7, None, metrics, scores, PromptScores(1, scores), b"\x00\x01")
+    update = RequestUpdate(
+        "a", (7,), "stop", 7, None, metrics, scores, PromptScores(1, scores), b"\x00\x01"
+    )
     event = Updates(updates=[update], accepted=["a"], cached={"a": 16})
     assert decode_event(encode(event)) == event
-    command = AddRequest("a", pack_tokens((1, 2)), {"seed": 2**64 - 1}, 2**64 - 1, ResolvedTokens(((1,),), (2,)), 1.5)
+    command = AddRequest(
+        "a", pack_tokens((1, 2)), {"seed": 2**64 - 1}, 2**64 - 1, ResolvedTokens(((1,),), (2,)), 1.5
+    )
     assert decode_command(encode(command)) == command
     assert (command.num_prompt_tokens, command.prompt_token_ids) == (2, (1, 2))
 
@@ -221,8 +239,12 @@ def test_messages_survive_the_wire() -> None:
 def test_an_answer_is_taken_apart() -> None:
     names = iter(["call-1", "call-2"])
     reader = AnswerReader(ReasoningSplitter(), HermesParser(), lambda: next(names))
-    text = '<think>\nhm</think>\nSure. <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-    pieces = [one for character in text for one in reader.feed(character, False)] + reader.feed("", True)
+    text = (
+        '<think>\nhm</think>\nSure. <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    )
+    pieces = [one for character in text for one in reader.feed(character, False)] + reader.feed(
+        "", True
+    )
     assert "".join(reasoning for _, reasoning, _ in pieces) == "hm"
     assert "".join(content for content, _, _ in pieces) == "Sure."
     calls = [call for _, _, calls in pieces for call in calls]
@@ -236,7 +258,9 @@ def test_one_call_is_told_if_one_is_wanted() -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     for parallel, expected in ((True, ["f", "f"]), (False, ["f"])):
         reader = AnswerReader(None, HermesParser(), lambda: "id", parallel)
-        fed = [reader.feed(character, False) for character in f"{call}\n{call} Done."] + [reader.feed("", True)]
+        fed = [reader.feed(character, False) for character in f"{call}\n{call} Done."] + [
+            reader.feed("", True)
+        ]
         pieces = [piece for pieces in fed for piece in pieces]
         calls = [one for _, _, calls in pieces for one in calls]
         assert [one.name for one in calls if one.name is not None] == expected
@@ -244,14 +268,18 @@ def test_one_call_is_told_if_one_is_wanted() -> None:
         assert "".join(content for content, _, _ in pieces).strip() == "Done."
         assert reader.num_calls == len(expected)
     tool = {"type": "function", "function": {"name": "f"}}
-    plan = ToolSupport(make_tokenizer(QWEN)).plan([{"role": "user", "content": "Hi"}], [tool], parallel=False)
+    plan = ToolSupport(make_tokenizer(QWEN)).plan(
+        [{"role": "user", "content": "Hi"}], [tool], parallel=False
+    )
     prompt = EncodedPrompt((1,), None, False, SamplingParams(), ResolvedTokens(), plan)
     ((_, _, found),) = new_reader(prompt, split=True).feed(f"{call}\n{call}", True)
     assert [one.name for one in found] == ["f"]
 
 
 def test_special_tokens_are_added_to_a_text_unless_not_wanted() -> None:
-    metadata = byte_level_metadata(train_byte_level("qwen2"), "qwen2") | {"tokenizer.ggml.add_bos_token": True}
+    metadata = byte_level_metadata(train_byte_level("qwen2"), "qwen2") | {
+        "tokenizer.ggml.add_bos_token": True
+    }
     tokenizer = Tokenizer(read_gguf_tokenizer(metadata))
     encoder = PromptEncoder(tokenizer)
     limits = Ready(tokenizer.vocab_size, 8, 100, 64, 64, 16, "fcfs", "fp")
@@ -264,9 +292,12 @@ def test_special_tokens_are_added_to_a_text_unless_not_wanted() -> None:
 
 
 @pytest.mark.parametrize("deltas_only", [False, True])
-def test_logprobs_are_spelt_once_for_those_who_read_deltas(small_model: str, deltas_only: bool) -> None:
-    """A server reads deltas, and asks for the prompt's logprobs when it writes the response: thousands of them would
-    hold the event loop up."""
+def test_logprobs_are_spelt_once_for_those_who_read_deltas(
+    small_model: str, deltas_only: bool
+) -> None:
+    """A server reads deltas, and asks for the prompt's logprobs when it writes the response:
+    thousands of them would hold the event loop up.
+    """
     tokenizer = Tokenizer.from_hf_folder(Path(small_model))
     params = SamplingParams(logprobs=1, prompt_logprobs=1)
     requests = make_requests("a", (1, 2), params, 0)
@@ -274,7 +305,9 @@ def test_logprobs_are_spelt_once_for_those_who_read_deltas(small_model: str, del
     scores = (TokenScore(2, -0.5, 1, ((2, -0.5),)),)
     live.take_prompt_scores(PromptScores(1, scores))
     metrics = RequestMetrics("a", 1.0, 1.5, 2.0, 3.0, 4, 5, 0, 0, 0, 0)
-    delta = live.advance(0, RequestUpdate("a", (2,), "length", None, None, metrics, scores), lambda: metrics)
+    delta = live.advance(
+        0, RequestUpdate("a", (2,), "length", None, None, metrics, scores), lambda: metrics
+    )
     assert delta.logprobs[0].logprob == -0.5
     assert delta.output is not None
     assert (delta.output.prompt_logprobs is None) is deltas_only
@@ -296,7 +329,12 @@ def test_bodies_are_bounded_together() -> None:
         go = asyncio.Event()
 
         def request(size: int) -> tuple[dict[str, Any], Any]:
-            scope = {"type": "http", "headers": [(b"content-length", b"%d" % size)], "path": "/", "state": {}}
+            scope = {
+                "type": "http",
+                "headers": [(b"content-length", b"%d" % size)],
+                "path": "/",
+                "state": {},
+            }
             scope |= {"done": asyncio.Event(), "go": go}
             message = {"type": "http.request", "body": b"x" * size, "more_body": False}
 
@@ -371,7 +409,9 @@ def test_who_can_reach_the_server() -> None:
         ('{"a": "' + "\\\\" * 500_000 + '", "b": [' + "[]," * 60_000 + "1]}", True),
     ],
 )
-def test_bodies_of_too_many_parts_are_refused_before_they_are_made(body: str, is_refused: bool) -> None:
+def test_bodies_of_too_many_parts_are_refused_before_they_are_made(
+    body: str, is_refused: bool
+) -> None:
     if is_refused:
         with pytest.raises(ApiError, match="too many parts"):
             parse_body(body.encode(), Body)
@@ -379,10 +419,17 @@ def test_bodies_of_too_many_parts_are_refused_before_they_are_made(body: str, is
         assert parse_body(body.encode(), Body).model_extra
 
 
-def test_a_server_computes_less_at_once_than_the_engine_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_computes_less_at_once_than_the_engine_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a GPU, where nothing is said; what is said counts."""
-    monkeypatch.setattr("quire.server.engine_process.pick_device", lambda name: device_of(torch.device(name)))
+    monkeypatch.setattr(
+        "quire.server.engine_process.pick_device", lambda name: device_of(torch.device(name))
+    )
     chosen = engine_config({"device": "cuda"})
-    assert chosen.limits(on_gpu=True).max_batched_tokens == EngineConfig().limits(on_gpu=True).max_batched_tokens // 2
+    assert (
+        chosen.limits(on_gpu=True).max_batched_tokens
+        == EngineConfig().limits(on_gpu=True).max_batched_tokens // 2
+    )
     assert engine_config({"device": "cuda", "max_batched_tokens": 300}).max_batched_tokens == 300
     assert engine_config({"device": "cpu"}).max_batched_tokens is None

@@ -18,8 +18,15 @@ LENGTH = b"content-length: %d\r\n" % len(BODY)
 @pytest.fixture(scope="module")
 def server(small_model: str) -> Iterator[Server]:
     """Impatient: tests wait for its time limits."""
-    limits = {"header_seconds": 1.0, "body_seconds": 1.0, "write_seconds": 1.0, "max_connections": 50}
-    with Server(model=small_model, engine={}, engine_module="tests.server.scripted_engine", **limits) as server:
+    limits = {
+        "header_seconds": 1.0,
+        "body_seconds": 1.0,
+        "write_seconds": 1.0,
+        "max_connections": 50,
+    }
+    with Server(
+        model=small_model, engine={}, engine_module="tests.server.scripted_engine", **limits
+    ) as server:
         server.assert_sound()
         yield server
         server.assert_sound()
@@ -83,7 +90,9 @@ def test_what_is_no_http_gets_400(server: Server, garbage: bytes) -> None:
 @pytest.mark.parametrize(
     "request_head",
     [
-        b"GET /health HTTP/1.1\r\n" + b"".join(b"x-%d: %s\r\n" % (i, b"v" * 1000) for i in range(60)) + b"\r\n",
+        b"GET /health HTTP/1.1\r\n"
+        + b"".join(b"x-%d: %s\r\n" % (i, b"v" * 1000) for i in range(60))
+        + b"\r\n",
         b"GET /health HTTP/1.1\r\nx: " + b"v" * 100_000 + b"\r\n\r\n",
         b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
         b"GET /health HTTP/1.1\r\nx: " + b"v" * 200_000,  # and it never ends
@@ -151,7 +160,9 @@ def test_a_body_without_end_is_not_read_for_ever(server: Server) -> None:
     assert "status=413" in server.log
 
 
-@pytest.mark.parametrize("ahead", [b"GET /hea", b"no http\r\n\r\n", b"GET /health HTTP/1.1\r\nx: " + b"v" * 60_000])
+@pytest.mark.parametrize(
+    "ahead", [b"GET /hea", b"no http\r\n\r\n", b"GET /health HTTP/1.1\r\nx: " + b"v" * 60_000]
+)
 def test_what_is_wrong_with_a_request_sent_ahead_does_not_cost_the_first_its_answer(
     server: Server, ahead: bytes
 ) -> None:
@@ -160,17 +171,25 @@ def test_what_is_wrong_with_a_request_sent_ahead_does_not_cost_the_first_its_ans
     server.fault_file.write_text("")
     assert status_of(answer) == 200
     # If it is soon enough, the second is told what is wrong, too.
-    assert [status_of(b"HTTP/1.1" + one) for one in answer.split(b"HTTP/1.1")[2:]] in ([], [408], [431])
+    assert [status_of(b"HTTP/1.1" + one) for one in answer.split(b"HTTP/1.1")[2:]] in (
+        [],
+        [408],
+        [431],
+    )
 
 
 @pytest.mark.parametrize("coding", [b"gzip, chunked", b"gzip", b"identity", b"deflate,chunked"])
 def test_no_coding_but_chunks(server: Server, coding: bytes) -> None:
-    answer = exchange(server, HEAD + b"transfer-encoding: " + coding + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
+    answer = exchange(
+        server, HEAD + b"transfer-encoding: " + coding + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    )
     assert status_of(answer) == 415
     assert "transfer-encoding" in body_of(answer)["error"]["message"]
 
 
-@pytest.mark.parametrize("chunks", [b"ZZ\r\n", b"2\r\n{}0\r\n", b"-1\r\n", b"5;x\x00\r\n", b"fffffffffffffffff\r\n"])
+@pytest.mark.parametrize(
+    "chunks", [b"ZZ\r\n", b"2\r\n{}0\r\n", b"-1\r\n", b"5;x\x00\r\n", b"fffffffffffffffff\r\n"]
+)
 def test_broken_chunks(server: Server, chunks: bytes) -> None:
     for pieces in ((chunks,), (b"1\r\n{\r\n", chunks)):
         answer = exchange(server, HEAD + b"transfer-encoding: chunked\r\n\r\n", *pieces)
@@ -185,8 +204,12 @@ CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"%x\r\n%s\r\n" % (len(
 
 
 def test_trailers_are_dropped(server: Server) -> None:
-    """Not even the last one gets into the headers, of this request or of the next on the connection."""
-    trailers = b"x-request-id: from-a-trailer\r\ncontent-encoding: gzip\r\nx-request-id: last\r\n\r\n"
+    """Not even the last one gets into the headers, of this request or of the next on the
+    connection.
+    """
+    trailers = (
+        b"x-request-id: from-a-trailer\r\ncontent-encoding: gzip\r\nx-request-id: last\r\n\r\n"
+    )
     nothing = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
     with connect(server) as connection:
         connection.sendall(CHUNKED + b"0\r\n" + trailers)
@@ -209,7 +232,14 @@ def test_trailers_are_dropped(server: Server) -> None:
         [b"1;%s\r\nx\r\n" % (b"v" * 100), *[b"1;%s\r\nx\r\n" % (b"v" * 100)] * 400],
         [b"0\r\n" + b"a:\r\n" * 20_000, *[b"a:\r\n" * 20_000] * 60],
     ],
-    ids=["large", "one without end", "a chunk's extension without end", "a large one", "small ones", "many"],
+    ids=[
+        "large",
+        "one without end",
+        "a chunk's extension without end",
+        "a large one",
+        "small ones",
+        "many",
+    ],
 )
 def test_trailers_are_counted(server: Server, pieces: list[bytes]) -> None:
     before = server.memory()[0]
@@ -227,7 +257,9 @@ def test_trailers_are_counted(server: Server, pieces: list[bytes]) -> None:
 def test_a_client_that_sends_no_more_gets_its_answer(server: Server, stream: bool) -> None:
     """After its request, and while it waits."""
     server.fault_file.write_text("slow 0.1")
-    body = json.dumps({"prompt": "x", "max_tokens": 3, "ignore_eos": True, "stream": stream}).encode()
+    body = json.dumps(
+        {"prompt": "x", "max_tokens": 3, "ignore_eos": True, "stream": stream}
+    ).encode()
     with connect(server) as connection:
         connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
         connection.shutdown(socket.SHUT_WR)
@@ -241,9 +273,13 @@ def test_a_client_that_sends_no_more_gets_its_answer(server: Server, stream: boo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_sends_no_more_and_leaves_later_is_noticed(server: Server, stream: bool) -> None:
+def test_a_client_that_sends_no_more_and_leaves_later_is_noticed(
+    server: Server, stream: bool
+) -> None:
     server.fault_file.write_text("slow 0.02")
-    body = json.dumps({"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": stream}).encode()
+    body = json.dumps(
+        {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": stream}
+    ).encode()
     with connect(server) as connection:
         connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
         connection.shutdown(socket.SHUT_WR)
@@ -261,7 +297,9 @@ def test_half_a_body_and_no_more(server: Server) -> None:
 
 def test_bodies_in_pieces_of_every_size(server: Server) -> None:
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\n\r\n"
-    answer = exchange(server, HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n" + chunks)
+    answer = exchange(
+        server, HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n" + chunks
+    )
     assert status_of(answer) == 200
     request = HEAD + b"connection: close\r\n" + LENGTH + b"\r\n" + BODY
     answer = exchange(server, *(request[i : i + 1] for i in range(len(request))))
@@ -270,7 +308,9 @@ def test_bodies_in_pieces_of_every_size(server: Server) -> None:
 
 def test_a_body_that_is_asked_for_first(server: Server) -> None:
     with connect(server) as connection:
-        connection.sendall(HEAD + b"expect: 100-continue\r\nconnection: close\r\n" + LENGTH + b"\r\n")
+        connection.sendall(
+            HEAD + b"expect: 100-continue\r\nconnection: close\r\n" + LENGTH + b"\r\n"
+        )
         assert b"100 Continue" in connection.recv(1024)
         connection.sendall(BODY)
         assert status_of(read_all(connection)) == 200
@@ -294,8 +334,15 @@ def test_a_client_that_sent_ahead_and_left_is_noticed(server: Server) -> None:
 
 
 def test_the_host_header_changes_nothing(server: Server) -> None:
-    for host, status in ((b"evil.example", 200), (b"", 200), (b"[::1]/health", 400), (b"x/health?", 400)):
-        answer = exchange(server, b"GET /version HTTP/1.1\r\nhost: " + host + b"\r\nconnection: close\r\n\r\n")
+    for host, status in (
+        (b"evil.example", 200),
+        (b"", 200),
+        (b"[::1]/health", 400),
+        (b"x/health?", 400),
+    ):
+        answer = exchange(
+            server, b"GET /version HTTP/1.1\r\nhost: " + host + b"\r\nconnection: close\r\n\r\n"
+        )
         assert status_of(answer) == status
 
 
@@ -318,7 +365,9 @@ def test_too_many_connections(server: Server) -> None:
 
 def test_a_stream_nobody_reads_ends_alone(server: Server) -> None:
     """A tiny window, many tokens: the server's side fills up, then its time is up."""
-    body = json.dumps({"prompt": "Go on:", "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 8})
+    body = json.dumps(
+        {"prompt": "Go on:", "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 8}
+    )
     server.fault_file.write_text("slow 0.01")
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -340,18 +389,29 @@ def test_a_stream_nobody_reads_ends_alone(server: Server) -> None:
 def test_extensions_of_chunks_are_bounded_however_they_come(server: Server, at_once: bool) -> None:
     head = HEAD + b"transfer-encoding: chunked\r\n\r\n"
     chunk = b"%x;%s\r\n%s\r\n0\r\n\r\n" % (len(BODY), b"e" * 100_000, BODY)
-    answer = exchange(server, head + chunk) if at_once else exchange(server, head, chunk[:50_000], chunk[50_000:])
+    answer = (
+        exchange(server, head + chunk)
+        if at_once
+        else exchange(server, head, chunk[:50_000], chunk[50_000:])
+    )
     assert status_of(answer) == 431
     assert "extensions of chunks" in body_of(answer)["error"]["message"]
 
 
-@pytest.mark.parametrize("host", [b"[", b"a b", b"x@y", b"a:b", b"a:1:2", b"[::1", b"a/b", b"\xff", b"a\tb", b"[]:1"])
+@pytest.mark.parametrize(
+    "host", [b"[", b"a b", b"x@y", b"a:b", b"a:1:2", b"[::1", b"a/b", b"\xff", b"a\tb", b"[]:1"]
+)
 def test_a_host_that_is_none_gets_400(server: Server, host: bytes) -> None:
     for target in (b"/", b"/health", b"/v1/models"):
-        assert status_of(exchange(server, b"GET %s HTTP/1.1\r\nhost: %s\r\n\r\n" % (target, host))) == 400
+        assert (
+            status_of(exchange(server, b"GET %s HTTP/1.1\r\nhost: %s\r\n\r\n" % (target, host)))
+            == 400
+        )
 
 
-@pytest.mark.parametrize("host", [b"", b"a", b"a:80", b"[::1]:8000", b"127.0.0.1", b"xn--a.example:", b"a_b"])
+@pytest.mark.parametrize(
+    "host", [b"", b"a", b"a:80", b"[::1]:8000", b"127.0.0.1", b"xn--a.example:", b"a_b"]
+)
 def test_a_host_that_is_one_is_served(server: Server, host: bytes) -> None:
     request = b"GET /health HTTP/1.1\r\nhost: %s\r\nconnection: close\r\n\r\n" % host
     assert status_of(exchange(server, request)) == 200

@@ -1,6 +1,7 @@
-"""Requests as Codex, Claude Code, the Vercel AI SDK and LiteLLM send them (long texts shortened), against a model that
-says what its script wants. `test_npm_clients` and `test_python_clients` run the clients themselves where they are
-installed."""
+"""Requests as Codex, Claude Code, the Vercel AI SDK and LiteLLM send them (long texts shortened),
+against a model that says what its script wants. `test_npm_clients` and `test_python_clients` run
+the clients themselves where they are installed.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +21,15 @@ def recorded(name: str) -> dict[str, Any]:
     return body
 
 
-def stream(server: Server, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def stream(
+    server: Server, path: str, body: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
     with server.client() as client, client.stream("POST", path, json=body) as response:
         assert response.status_code == 200, response.read()
         lines = list(response.iter_lines())
-        return [json.loads(line[6:]) for line in lines if line.startswith("data: ")], dict(response.headers)
+        return [json.loads(line[6:]) for line in lines if line.startswith("data: ")], dict(
+            response.headers
+        )
 
 
 # Codex
@@ -44,28 +49,43 @@ def test_codex(scripted: Server) -> None:
     response = events[-1]["response"]
     assert (events[-1]["type"], response["store"]) == ("response.completed", False)
     (call,) = response["output"]
-    assert (call["name"], json.loads(call["arguments"])) == ("exec_command", {"cmd": "echo quire-was-here"})
+    assert (call["name"], json.loads(call["arguments"])) == (
+        "exec_command",
+        {"cmd": "echo quire-was-here"},
+    )
     assert [tool["type"] for tool in response["tools"]] == kinds
     assert {"function", "namespace", "web_search"} == set(kinds)
     events, _ = stream(scripted, "/v1/responses", recorded("codex_after_tool"))
-    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "I have seen what came back."
+    assert (
+        events[-1]["response"]["output"][0]["content"][0]["text"] == "I have seen what came back."
+    )
 
 
 def test_functions_in_a_namespace(scripted: Server) -> None:
     """The model calls them by both names; the client gets the two apart and sends them back so."""
-    stop = {"type": "function", "name": "stop", "parameters": {"type": "object", "properties": {"target": {}}}}
+    stop = {
+        "type": "function",
+        "name": "stop",
+        "parameters": {"type": "object", "properties": {"target": {}}},
+    }
     tools = [{"type": "namespace", "name": "agents", "description": "Others.", "tools": [stop]}]
     body = {"input": "@nested", "tools": tools}
     response = scripted.post("/v1/responses", body).json()
     (call,) = response["output"]
-    assert (call["namespace"], call["name"], call["arguments"]) == ("agents", "stop", '{"target": "all"}')
+    assert (call["namespace"], call["name"], call["arguments"]) == (
+        "agents",
+        "stop",
+        '{"target": "all"}',
+    )
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "stopped"}
-    again = scripted.post("/v1/responses", {**body, "input": [{"role": "user", "content": "@nested"}, call, result]})
+    again = scripted.post(
+        "/v1/responses", {**body, "input": [{"role": "user", "content": "@nested"}, call, result]}
+    )
     assert again.json()["output"][0]["content"][0]["text"] == "I have seen what came back."
     by_id = {"input": [result], "previous_response_id": response["id"], "tools": tools}
-    assert scripted.post("/v1/responses", by_id).json()["usage"] | {"input_tokens_details": 0} == again.json()[
-        "usage"
-    ] | {"input_tokens_details": 0}
+    assert scripted.post("/v1/responses", by_id).json()["usage"] | {
+        "input_tokens_details": 0
+    } == again.json()["usage"] | {"input_tokens_details": 0}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +107,11 @@ def test_functions_in_a_namespace(scripted: Server) -> None:
         ),
         (
             "/v1/messages",
-            {"model": "scripted", "max_tokens": 20, "messages": [{"role": "user", "content": "Hi"}]},
+            {
+                "model": "scripted",
+                "max_tokens": 20,
+                "messages": [{"role": "user", "content": "Hi"}],
+            },
             {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
             {"type": "auto"},
         ),
@@ -96,7 +120,9 @@ def test_functions_in_a_namespace(scripted: Server) -> None:
 def test_tools_that_only_others_can_run(
     scripted: Server, path: str, ask: dict[str, Any], tool: dict[str, Any], auto: Any
 ) -> None:
-    """Left out where the client said that the model may do without them; else refused by type and name."""
+    """Left out where the client said that the model may do without them; else refused by type and
+    name.
+    """
     ask = {**ask, "tools": [tool]}
     optional = scripted.post(path, {**ask, "tool_choice": auto})
     kind = tool["tools"][0]["type"] if tool["type"] == "namespace" else tool["type"]
@@ -121,23 +147,40 @@ def test_claude_code(scripted: Server) -> None:
     starts = [event["content_block"] for event in events if event["type"] == "content_block_start"]
     assert [block["name"] for block in starts] == ["Bash"]
     (last,) = [event for event in events if event["type"] == "message_delta"]
-    assert (last["delta"]["stop_reason"], last["context_management"]) == ("tool_use", {"applied_edits": []})
+    assert (last["delta"]["stop_reason"], last["context_management"]) == (
+        "tool_use",
+        {"applied_edits": []},
+    )
     events, _ = stream(scripted, "/v1/messages?beta=true", recorded("claude_after_tool"))
-    text = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
+    text = "".join(
+        event["delta"]["text"] for event in events if event["type"] == "content_block_delta"
+    )
     assert text == "I have seen what came back."
 
 
 def test_system_messages_stand_where_they_were_said(scripted: Server) -> None:
-    turns = [{"role": "user", "content": "Hi"}, {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}]
-    counted = scripted.post("/v1/messages/count_tokens", {"model": "scripted", "messages": turns}).json()
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+    ]
+    counted = scripted.post(
+        "/v1/messages/count_tokens", {"model": "scripted", "messages": turns}
+    ).json()
     chat = [turns[0], {"role": "system", "content": "Be brief."}]
     assert scripted.post("/tokenize", {"messages": chat}).json()["count"] == counted["input_tokens"]
     block = {"type": "tool_result", "tool_use_id": "x", "content": "y"}
-    wrong = {"model": "scripted", "messages": [{"role": "system", "content": [block]}], "max_tokens": 1}
+    wrong = {
+        "model": "scripted",
+        "messages": [{"role": "system", "content": [block]}],
+        "max_tokens": 1,
+    }
     assert scripted.post("/v1/messages", wrong).status_code == 400
 
 
-THOUGHT = {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}]}
+THOUGHT = {
+    "role": "assistant",
+    "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}],
+}
 RESULT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "y"}]}
 CALL = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}
 USER = {"role": "user", "content": "Hi"}
@@ -146,7 +189,11 @@ USER = {"role": "user", "content": "Hi"}
 @pytest.mark.parametrize(
     ("edit", "turns", "is_fine"),
     [
-        ({"type": "clear_thinking_20251015", "keep": "all"}, [USER, THOUGHT, USER, THOUGHT, USER], True),
+        (
+            {"type": "clear_thinking_20251015", "keep": "all"},
+            [USER, THOUGHT, USER, THOUGHT, USER],
+            True,
+        ),
         ({"type": "clear_thinking_20251015"}, [USER, THOUGHT, USER], True),
         ({"type": "clear_thinking_20251015"}, [USER, THOUGHT, USER, THOUGHT, USER], False),
         (
@@ -163,9 +210,16 @@ USER = {"role": "user", "content": "Hi"}
         ({"type": "compact_20260112"}, [USER], False),
     ],
 )
-def test_edits_of_the_context(scripted: Server, edit: dict[str, Any], turns: list[Any], is_fine: bool) -> None:
+def test_edits_of_the_context(
+    scripted: Server, edit: dict[str, Any], turns: list[Any], is_fine: bool
+) -> None:
     """Those that would change nothing are fine, the others are refused by name."""
-    body = {"model": "scripted", "max_tokens": 20, "messages": turns, "context_management": {"edits": [edit]}}
+    body = {
+        "model": "scripted",
+        "max_tokens": 20,
+        "messages": turns,
+        "context_management": {"edits": [edit]},
+    }
     response = scripted.post("/v1/messages", body)
     assert response.status_code == (200 if is_fine else 400), response.text
     if is_fine:
@@ -174,22 +228,39 @@ def test_edits_of_the_context(scripted: Server, edit: dict[str, Any], turns: lis
         assert edit["type"] in response.json()["error"]["message"]
 
 
-def test_more_tokens_than_the_context_has_room_for(scripted: Server, shared_small_server: Server) -> None:
-    """Anthropic's servers answer, and say so if the answer came to the context's end; OpenAI's refuse."""
+def test_more_tokens_than_the_context_has_room_for(
+    scripted: Server, shared_small_server: Server
+) -> None:
+    """Anthropic's servers answer, and say so if the answer came to the context's end; OpenAI's
+    refuse.
+    """
     ask = {"model": "scripted", "messages": [USER], "max_tokens": 100_000}
     response = scripted.post("/v1/messages", ask)
-    prompt = response.json()["usage"]["input_tokens"] + response.json()["usage"]["cache_read_input_tokens"]
+    prompt = (
+        response.json()["usage"]["input_tokens"]
+        + response.json()["usage"]["cache_read_input_tokens"]
+    )
     assert response.headers["x-quire-clamped"] == f"max_tokens={16384 - prompt}"
     assert response.json()["stop_reason"] == "end_turn"
-    assert scripted.post("/v1/messages", {**ask, "max_tokens": 2}).json()["stop_reason"] == "max_tokens"
+    assert (
+        scripted.post("/v1/messages", {**ask, "max_tokens": 2}).json()["stop_reason"]
+        == "max_tokens"
+    )
     chat = {"messages": [USER], "max_tokens": 100_000}
     assert "16384" in error_of(scripted.post("/v1/chat/completions", chat), 400, "max_tokens")
     # A context of 1,024 tokens is full sooner.
-    full = {"model": "small", "messages": [{"role": "user", "content": "xq" * 450}], "max_tokens": 100_000}
+    full = {
+        "model": "small",
+        "messages": [{"role": "user", "content": "xq" * 450}],
+        "max_tokens": 100_000,
+    }
     response = shared_small_server.post("/v1/messages", {**full, "ignore_eos": True})
     assert response.json()["stop_reason"] == "model_context_window_exceeded"
     usage = response.json()["usage"]
-    assert sum(usage[name] for name in ("input_tokens", "cache_read_input_tokens", "output_tokens")) == 1024
+    assert (
+        sum(usage[name] for name in ("input_tokens", "cache_read_input_tokens", "output_tokens"))
+        == 1024
+    )
 
 
 # Vercel's AI SDK and LiteLLM
@@ -202,7 +273,10 @@ def test_vercel_goes_on_by_reference(scripted: Server) -> None:
     answered = scripted.post("/v1/responses", body)
     assert answered.status_code == 200, answered.text
     whole = {**body, "input": [body["input"][0], first["output"][0], body["input"][2]]}
-    counts = [one["usage"]["input_tokens"] for one in (answered.json(), scripted.post("/v1/responses", whole).json())]
+    counts = [
+        one["usage"]["input_tokens"]
+        for one in (answered.json(), scripted.post("/v1/responses", whole).json())
+    ]
     assert counts[0] == counts[1] > first["usage"]["input_tokens"]
     body["input"][1]["id"] = "msg_unknown"
     message = error_of(scripted.post("/v1/responses", body), 404, "input")
@@ -212,7 +286,9 @@ def test_vercel_goes_on_by_reference(scripted: Server) -> None:
 
 def test_litellm(scripted: Server) -> None:
     bridge = scripted.post("/v1/responses", recorded("litellm_bridge"))
-    assert bridge.headers["x-quire-ignored"] == "include.reasoning.encrypted_content, reasoning.effort"
+    assert (
+        bridge.headers["x-quire-ignored"] == "include.reasoning.encrypted_content, reasoning.effort"
+    )
     scored = scripted.post("/v1/responses", recorded("litellm_top_logprobs")).json()
     logprobs = scored["output"][0]["content"][0]["logprobs"]
     assert logprobs
@@ -221,7 +297,11 @@ def test_litellm(scripted: Server) -> None:
 
 def test_models_for_both_kinds_of_clients(scripted: Server) -> None:
     listed = scripted.get("/v1/models").json()
-    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("scripted", "scripted", False)
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (
+        "scripted",
+        "scripted",
+        False,
+    )
     (model,) = listed["data"]
     assert (model["object"], model["type"], model["display_name"]) == ("model", "model", "scripted")
     assert model["created_at"].endswith("Z")

@@ -57,7 +57,9 @@ def test_growth_in_the_second_half_is_told(
     assert [one.startswith(fault) for one in run.faults] == ([] if fault is None else [True])
 
 
-def test_logs_that_fill_are_those_that_there_are(soak: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_that_fill_are_those_that_there_are(
+    soak: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert list(soak.LOGS.values()) == [StepLog()._capacity, RecordBook()._keep]
     run = soak.Soak(HttpClient("http://127.0.0.1:1"), {})
     run.filled = {next(iter(soak.LOGS)): 290.4}

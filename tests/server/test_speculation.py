@@ -41,7 +41,11 @@ def test_a_prediction_is_checked_and_changes_nothing(server: Server) -> None:
     assert off["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
     metrics = server.get("/metrics").text
     for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-        lines = [line for line in metrics.splitlines() if line.startswith(f"vllm:spec_decode_{name}_total")]
+        lines = [
+            line
+            for line in metrics.splitlines()
+            if line.startswith(f"vllm:spec_decode_{name}_total")
+        ]
         assert float(lines[0].rsplit(" ", 1)[1]) > 0, name
     assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0"' in metrics
 

@@ -21,9 +21,13 @@ RESPONSES = "/v1/responses"
 openai: Any = LateModule("openai")
 
 
-def make(store: ResponseStore, name: str, owner: str = "me", previous: str | None = None, size: int = 10) -> None:
+def make(
+    store: ResponseStore, name: str, owner: str = "me", previous: str | None = None, size: int = 10
+) -> None:
     output = [{"type": "message", "id": f"msg_{name}", "role": "assistant", "content": "x" * size}]
-    items = msgspec.json.encode([{"type": "message", "id": f"in_{name}", "role": "user", "content": "y"}])
+    items = msgspec.json.encode(
+        [{"type": "message", "id": f"in_{name}", "role": "user", "content": "y"}]
+    )
     body = {"id": name, "created_at": store._clock(), "status": "completed", "output": output}
     store.of(owner).put(body, items, [f"msg_{name}", f"in_{name}"], previous)
 
@@ -91,20 +95,26 @@ def test_items_that_several_responses_hold(clock: Clock) -> None:
         assert (me.items(["msg_a"]), store._by_item) == ({}, {})
 
 
-def test_a_conversation_by_references_is_read_once(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_by_references_is_read_once(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As Vercel's AI SDK has them: each call refers to all answers so far."""
     store = ResponseStore(StoreLimits(100, 10**6, 60), clock=clock)
     me = store.of("me")
     ids: list[str] = []
     for number in range(20):
-        inputs = [{"type": "message", "id": one, "role": "assistant", "content": one} for one in ids]
+        inputs = [
+            {"type": "message", "id": one, "role": "assistant", "content": one} for one in ids
+        ]
         ids.append(f"msg_{number}")
         output = [{"type": "message", "id": ids[-1], "role": "assistant", "content": ids[-1]}]
         body = {"id": f"r{number}", "created_at": clock(), "status": "completed", "output": output}
         me.put(body, msgspec.json.encode(inputs), ids, None)
     reads = []
     read = StoredResponse.output
-    monkeypatch.setattr(StoredResponse, "output", lambda self: [reads.append(self.id), *read(self)][1:])
+    monkeypatch.setattr(
+        StoredResponse, "output", lambda self: [reads.append(self.id), *read(self)][1:]
+    )
     found = me.items(ids)
     assert [found[one]["content"] for one in ids] == ids
     assert reads == ["r19"]
@@ -136,7 +146,10 @@ def test_a_folder_survives_a_restart(tmp_path: Path, clock: Clock) -> None:
     clock.now += 100
     late = ResponseStore(limits, ResponseFiles(folder), clock)
     late.close()
-    assert (late.of("me").get(kept[0]), [one for one in folder.glob("*.response") if not one.is_symlink()]) == (
+    assert (
+        late.of("me").get(kept[0]),
+        [one for one in folder.glob("*.response") if not one.is_symlink()],
+    ) == (
         None,
         [],
     )
@@ -183,12 +196,18 @@ def client_of(server: Server, key: str = "mine") -> openai.OpenAI:
 
 def test_conversations_by_id(keeping: Server, folder: Path, scripted_model: str) -> None:
     with client_of(keeping) as client, client_of(keeping, "yours") as stranger:
-        first = client.responses.create(model="scripted", input="hi", instructions="Be short.", temperature=0)
+        first = client.responses.create(
+            model="scripted", input="hi", instructions="Be short.", temperature=0
+        )
         second = client.responses.create(
             model="scripted", input="@weather", previous_response_id=first.id, temperature=0
         )
         assert second.previous_response_id == first.id
-        turns: Any = [{"role": "user", "content": "hi"}, *first.output, {"role": "user", "content": "@weather"}]
+        turns: Any = [
+            {"role": "user", "content": "hi"},
+            *first.output,
+            {"role": "user", "content": "@weather"},
+        ]
         whole = client.responses.create(model="scripted", input=turns, temperature=0, store=False)
         assert second.usage is not None
         assert whole.usage is not None
@@ -203,14 +222,20 @@ def test_conversations_by_id(keeping: Server, folder: Path, scripted_model: str)
         assert len(list(client.responses.input_items.list(second.id, limit=1))) == 3  # page by page
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(whole.id)
-        for call in (stranger.responses.retrieve, stranger.responses.delete, stranger.responses.input_items.list):
+        for call in (
+            stranger.responses.retrieve,
+            stranger.responses.delete,
+            stranger.responses.input_items.list,
+        ):
             with pytest.raises(openai.NotFoundError, match="no stored response"):
                 call(first.id)
         with pytest.raises(openai.BadRequestError, match="the whole conversation") as caught:
             stranger.responses.create(model="scripted", input="hi", previous_response_id=first.id)
         assert caught.value.code == "previous_response_not_found"
         with pytest.raises(openai.NotFoundError, match="is not stored"):
-            stranger.responses.create(model="scripted", input=[{"type": "item_reference", "id": first.output[0].id}])  # type: ignore[list-item]
+            stranger.responses.create(
+                model="scripted", input=[{"type": "item_reference", "id": first.output[0].id}]
+            )  # type: ignore[list-item]
         client.responses.delete(first.id)
         with pytest.raises(openai.BadRequestError, match=f"{first.id}', which it goes on with"):
             client.responses.create(model="scripted", input="hi", previous_response_id=second.id)
@@ -220,7 +245,9 @@ def test_conversations_by_id(keeping: Server, folder: Path, scripted_model: str)
     assert b"mine" not in b"".join(one.read_bytes() for one in folder.glob("*.response"))
     with start(scripted_model, store=str(folder)) as again, client_of(again) as client:
         assert client.responses.retrieve(kept.id).id == kept.id
-        answer = client.responses.create(model="scripted", input="and?", previous_response_id=kept.id)
+        answer = client.responses.create(
+            model="scripted", input="and?", previous_response_id=kept.id
+        )
         assert answer.output_text == "Hello, this is a scripted model."
 
 
@@ -228,21 +255,33 @@ def test_streams_are_stored_however_they_end(scripted: Server) -> None:
     events = list(scripted.stream(RESPONSES, {"input": "hi"}))
     done = events[-1]["response"]
     assert scripted.get(f"{RESPONSES}/{done['id']}").json() == done
-    broken = scripted.stream(RESPONSES, {"input": "@long", "ignore_eos": True, "max_output_tokens": 3500})
+    broken = scripted.stream(
+        RESPONSES, {"input": "@long", "ignore_eos": True, "max_output_tokens": 3500}
+    )
     begun = next(broken)["response"]
     for _ in range(4):
         next(broken)
-    assert scripted.get(f"{RESPONSES}/{begun['id']}").status_code == 404  # it is stored when it is over
+    # it is stored when it is over
+    assert scripted.get(f"{RESPONSES}/{begun['id']}").status_code == 404
     broken.close()  # type: ignore[attr-defined]
-    wait_for(lambda: scripted.get(f"{RESPONSES}/{begun['id']}").status_code == 200, "the end to be stored")
+    wait_for(
+        lambda: scripted.get(f"{RESPONSES}/{begun['id']}").status_code == 200,
+        "the end to be stored",
+    )
     cancelled = scripted.get(f"{RESPONSES}/{begun['id']}").json()
     assert (cancelled["status"], cancelled["output"][0]["status"]) == ("cancelled", "incomplete")
-    message = error_of(scripted.post(RESPONSES, {"input": "on", "previous_response_id": begun["id"]}), 400)
+    message = error_of(
+        scripted.post(RESPONSES, {"input": "on", "previous_response_id": begun["id"]}), 400
+    )
     assert "is cancelled: send the conversation as input" in message
     reference = {"type": "item_reference", "id": cancelled["output"][0]["id"]}
-    going_on = scripted.post(RESPONSES, {"input": [reference, {"role": "user", "content": "Go on."}]})
+    going_on = scripted.post(
+        RESPONSES, {"input": [reference, {"role": "user", "content": "Go on."}]}
+    )
     assert going_on.status_code == 200, going_on.text
-    failed = scripted.stream_to_deadline(RESPONSES, {"input": "hi", "min_tokens": 15000}, deadline=0.02)
+    failed = scripted.stream_to_deadline(
+        RESPONSES, {"input": "hi", "min_tokens": 15000}, deadline=0.02
+    )
     assert failed[-1]["type"] == "error"
     kept = scripted.get(f"{RESPONSES}/{failed[0]['response']['id']}").json()
     assert (kept["status"], kept["error"]["code"]) == ("failed", "deadline_exceeded")
@@ -251,7 +290,10 @@ def test_streams_are_stored_however_they_end(scripted: Server) -> None:
 def test_what_is_incomplete_can_be_gone_on_with(scripted: Server) -> None:
     cut = scripted.post(RESPONSES, {"input": "@long", "max_output_tokens": 3}).json()
     assert cut["status"] == "incomplete"
-    assert scripted.post(RESPONSES, {"input": "Go on.", "previous_response_id": cut["id"]}).status_code == 200
+    assert (
+        scripted.post(RESPONSES, {"input": "Go on.", "previous_response_id": cut["id"]}).status_code
+        == 200
+    )
 
 
 def test_stored_responses_hold_no_logprobs(scripted: Server) -> None:

@@ -1,5 +1,6 @@
-"""Who watches the engine process: it is started again whatever was in the way, a start that hangs ends, and a pause of
-the whole service is nobody's fault."""
+"""Who watches the engine process: it is started again whatever was in the way, a start that hangs
+ends, and a pause of the whole service is nobody's fault.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ FAULTS: list[Exception] = [
 
 
 class Links:
-    """Stands for EngineLink: processes that die at once; those after the first fail to start, `failures` times."""
+    """Stands for EngineLink: processes that die at once; those after the first fail to start,
+    `failures` times.
+    """
 
     def __init__(self, fault: Exception, failures: float) -> None:
         self.fault = fault
@@ -117,7 +120,9 @@ class Waiting:
         return lambda *args: None
 
 
-def supervise(monkeypatch: pytest.MonkeyPatch, links: Links, **fields: Any) -> tuple[EngineClient, list[str], Waiting]:
+def supervise(
+    monkeypatch: pytest.MonkeyPatch, links: Links, **fields: Any
+) -> tuple[EngineClient, list[str], Waiting]:
     """Runs a client until it has a new engine, or none for good."""
     monkeypatch.setattr(engine_client, "EngineLink", links)
     monkeypatch.setattr(engine_client, "_FIRST_PAUSE", 0.001)
@@ -125,7 +130,9 @@ def supervise(monkeypatch: pytest.MonkeyPatch, links: Links, **fields: Any) -> t
     listener = Waiting()
 
     async def run() -> EngineClient:
-        client = EngineClient(ServerConfig(**fields), ServerMetrics("m"), lambda: given_up.append(client.state))
+        client = EngineClient(
+            ServerConfig(**fields), ServerMetrics("m"), lambda: given_up.append(client.state)
+        )
         await client.start()
         client.add(AddRequest("r", pack_tokens((1,)), {}, 0), ["r"], listener)
         async with asyncio.timeout(60):
@@ -161,7 +168,9 @@ def test_in_the_end_the_server_is_told(
     assert "giving up" in caplog.text
 
 
-def test_an_event_that_cannot_be_read_costs_the_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_that_cannot_be_read_costs_the_process_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     links = Links(OSError(), 0)
     links.breaks = RuntimeError("a bug in reading it")
     client, given_up, _ = supervise(monkeypatch, links)
@@ -227,12 +236,16 @@ def test_without_a_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "No such file" in start_link()
 
 
-def test_a_temporary_folder_with_a_long_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_temporary_folder_with_a_long_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Too long for a socket's path: others are found elsewhere."""
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    assert "no sign of life" in start_link(engine_module="tests.server.hanging_engine", start_seconds=0.2)
+    assert "no sign of life" in start_link(
+        engine_module="tests.server.hanging_engine", start_seconds=0.2
+    )
 
 
 @pytest.mark.usefixtures("few_descriptors")
@@ -261,7 +274,9 @@ def test_a_start_that_hangs_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_compiling_at_a_start_is_life_and_what_compiles_ends_with_the_engine(
     seconds: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A compiler that the engine has started, and that knows nothing of it, is gone with the engine."""
+    """A compiler that the engine has started, and that knows nothing of it, is gone with the
+    engine.
+    """
     told = tmp_path / "compiler"
     monkeypatch.setenv("QUIRE_TEST_FAULT", str(told))
     monkeypatch.setenv("QUIRE_TEST_SECONDS", str(seconds))
@@ -273,7 +288,9 @@ def test_compiling_at_a_start_is_life_and_what_compiles_ends_with_the_engine(
             return seen[-1]  # type: ignore[return-value]
 
     async def run() -> None:
-        link = Counting(ServerConfig(engine_module="tests.server.compiling_engine"), AttendedClock(0.05))
+        link = Counting(
+            ServerConfig(engine_module="tests.server.compiling_engine"), AttendedClock(0.05)
+        )
         starting = asyncio.create_task(link.start())
         while not starting.done() and len(seen) < 3:
             await asyncio.sleep(0.05)
@@ -295,8 +312,12 @@ def test_compiling_at_a_start_is_life_and_what_compiles_ends_with_the_engine(
 
 
 @pytest.mark.parametrize("uses_uvloop", [False, True])
-def test_a_process_that_is_gone_before_it_is_told_anything(uses_uvloop: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine: uvloop raises for a pipe that it has closed, and that is no message for a user."""
+def test_a_process_that_is_gone_before_it_is_told_anything(
+    uses_uvloop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine: uvloop raises for a pipe that it has closed, and that is no message for a
+    user.
+    """
     start = asyncio.create_subprocess_exec
 
     async def start_and_miss(*command: str, **options: Any) -> Any:
@@ -308,7 +329,9 @@ def test_a_process_that_is_gone_before_it_is_told_anything(uses_uvloop: bool, mo
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start_and_miss)
 
     async def run() -> str:
-        link = EngineLink(ServerConfig(engine_module="tests.server.no_such_engine"), AttendedClock(0.05))
+        link = EngineLink(
+            ServerConfig(engine_module="tests.server.no_such_engine"), AttendedClock(0.05)
+        )
         with pytest.raises(EngineError) as caught:
             await link.start()
         await link.stop()

@@ -1,5 +1,6 @@
-"""Answers with calls: repeated ones, those that were cut off, text before and behind them; the same in every API,
-streamed or not."""
+"""Answers with calls: repeated ones, those that were cut off, text before and behind them; the same
+in every API, streamed or not.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def call(city: str, name: str = "weather") -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {{"city": "{city}"}}}}\n</tool_call>'
 
 
-def read(text: str, size: int, ends_at_repeat: bool = True, is_cut: bool = False) -> tuple[AnswerReader, Parts]:
+def read(
+    text: str, size: int, ends_at_repeat: bool = True, is_cut: bool = False
+) -> tuple[AnswerReader, Parts]:
     """The answer as it comes in pieces of a size."""
     reader = AnswerReader(None, HermesParser(), lambda: "id", ends_at_repeat=ends_at_repeat)
     parts: Parts = []
@@ -73,12 +76,20 @@ def test_a_repeat_that_was_cut_off_is_left_out() -> None:
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_the_order_does_not_depend_on_the_pieces(size: int) -> None:
     text = f"First. {call('Rome')} Then. {call('Oslo')} Last."
-    expected = [("text", "First."), ("call", ROME), ("text", " Then."), ("call", OSLO), ("text", " Last.")]
+    expected = [
+        ("text", "First."),
+        ("call", ROME),
+        ("text", " Then."),
+        ("call", OSLO),
+        ("text", " Last."),
+    ]
     assert read(text, size)[1] == expected
 
 
 def outcome(parser: ToolCallParser, text: str, is_cut: bool) -> tuple[str, list[str]]:
-    deltas = [delta for character in text for delta in parser.feed(character)] + parser.finish(is_cut)
+    deltas = [delta for character in text for delta in parser.feed(character)] + parser.finish(
+        is_cut
+    )
     content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
     names = [delta.name for delta in deltas if isinstance(delta, CallStart)]
     arguments = "".join(delta.text for delta in deltas if isinstance(delta, ArgumentsDelta))
@@ -90,7 +101,8 @@ LLAMA = '{"name": "weather", "parameters": {"city": "Rome"}}'
 
 
 @pytest.mark.parametrize(
-    ("text", "lead"), [("Sure. " + call("Rome"), "Sure."), ("Sure. " + MISTRAL, "Sure."), (LLAMA, "")]
+    ("text", "lead"),
+    [("Sure. " + call("Rome"), "Sure."), ("Sure. " + MISTRAL, "Sure."), (LLAMA, "")],
 )
 def test_a_call_that_was_cut_off_is_no_content(text: str, lead: str) -> None:
     """Wherever the cut is; an answer that ends there by itself is text, every character of it."""
@@ -127,7 +139,9 @@ def chat(server: Server, ask: str, **fields: Any) -> tuple[Parts, str]:
     assert response.status_code == 200, response.text
     choice = response.json()["choices"][0]
     parts: Parts = [("text", choice["message"]["content"])] if choice["message"]["content"] else []
-    parts += [("call", one["function"]["arguments"]) for one in choice["message"].get("tool_calls", ())]
+    parts += [
+        ("call", one["function"]["arguments"]) for one in choice["message"].get("tool_calls", ())
+    ]
     return parts, choice["finish_reason"]
 
 
@@ -165,14 +179,22 @@ def responses(server: Server, ask: str, **fields: Any) -> tuple[Parts, str]:
 
 
 def responses_stream(server: Server, ask: str, **fields: Any) -> tuple[Parts, str]:
-    return of_response(list(server.stream("/v1/responses", responses_body(ask, fields)))[-1]["response"])
+    return of_response(
+        list(server.stream("/v1/responses", responses_body(ask, fields)))[-1]["response"]
+    )
 
 
 def messages_body(ask: str, fields: dict[str, Any]) -> dict[str, Any]:
     if fields.pop("tool_choice", None) is not None:
         fields["tool_choice"] = {"type": "any"}
     turns = [{"role": "user", "content": ask}]
-    return {"model": "scripted", "messages": turns, "tools": MESSAGES_TOOLS, "max_tokens": 200, **fields}
+    return {
+        "model": "scripted",
+        "messages": turns,
+        "tools": MESSAGES_TOOLS,
+        "max_tokens": 200,
+        **fields,
+    }
 
 
 def messages(server: Server, ask: str, **fields: Any) -> tuple[Parts, str]:
@@ -199,7 +221,10 @@ def messages_stream(server: Server, ask: str, **fields: Any) -> tuple[Parts, str
             assert event["index"] == len(parts) - 1  # only the last block is open
             delta = event["delta"]
             assert (delta["type"] == "text_delta") == (kinds[event["index"]] == "text")
-            parts[-1] = (parts[-1][0], parts[-1][1] + (delta.get("text") or delta.get("partial_json") or ""))
+            parts[-1] = (
+                parts[-1][0],
+                parts[-1][1] + (delta.get("text") or delta.get("partial_json") or ""),
+            )
         elif event["type"] == "message_delta":
             reason = event["delta"]["stop_reason"]
     return parts, reason
@@ -224,7 +249,11 @@ def test_no_markup_is_left_of_a_call_that_was_cut_off(scripted: Server, way: Any
     for most in range(2, 8):
         parts, reason = way(scripted, "@weather", max_tokens=most)
         assert reason in ("length", "max_tokens")
-        assert "".join(text for kind, text in parts if kind == "text") in ("I look it up.", "I look it", "I look it up")
+        assert "".join(text for kind, text in parts if kind == "text") in (
+            "I look it up.",
+            "I look it",
+            "I look it up",
+        )
         for kind, arguments in parts:
             assert kind == "text" or ROME.startswith(arguments)
 
@@ -241,7 +270,9 @@ def test_required_calls_are_not_repeated(scripted: Server, way: Any) -> None:
     else:
         tools = [{"name": "weather", "input_schema": only}]
     ban = {str(scripted.get("/tokenizer_info").json()["eos_token_ids"][0]): -100.0}
-    parts, reason = way(scripted, "hi", tools=tools, tool_choice="required", max_tokens=200, seed=1, logit_bias=ban)
+    parts, reason = way(
+        scripted, "hi", tools=tools, tool_choice="required", max_tokens=200, seed=1, logit_bias=ban
+    )
     assert parts == [("call", ROME)]
     assert reason in ("tool_calls", "completed", "tool_use")
 
@@ -260,9 +291,16 @@ def test_the_first_chunk_of_a_call_has_no_content(scripted: Server) -> None:
 def test_how_an_answer_ends_is_recorded(scripted: Server) -> None:
     only = {"type": "object", "properties": {}, "additionalProperties": False}
     tools = [{"type": "function", "function": {"name": "stop", "parameters": only}}]
-    body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "tool_choice": "required", "n": 3}
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": tools,
+        "tool_choice": "required",
+        "n": 3,
+    }
     ban = {str(scripted.get("/tokenizer_info").json()["eos_token_ids"][0]): -100.0}
-    response = scripted.post("/v1/chat/completions", {**body, "logit_bias": ban, "max_tokens": 200}).json()
+    response = scripted.post(
+        "/v1/chat/completions", {**body, "logit_bias": ban, "max_tokens": 200}
+    ).json()
     assert [len(choice["message"]["tool_calls"]) for choice in response["choices"]] == [1, 1, 1]
     record = scripted.get(f"/v1/requests/{response['id']}").json()
     assert record["finish_reasons"] == ["tool_calls"] * 3

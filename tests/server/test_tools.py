@@ -1,4 +1,6 @@
-"""Tools and reasoning through the server, with a model whose template knows both (and whose weights know nothing)."""
+"""Tools and reasoning through the server, with a model whose template knows both (and whose weights
+know nothing).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ PICK = {
     "type": "function",
     "function": {
         "name": "pick",
-        "parameters": {"type": "object", "properties": {"what": {"enum": ["this", "that"]}}, "required": ["what"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"what": {"enum": ["this", "that"]}},
+            "required": ["what"],
+        },
     },
 }
 STOP = {"type": "function", "function": {"name": "stop", "strict": True}}
@@ -34,7 +40,12 @@ STOP = {"type": "function", "function": {"name": "stop", "strict": True}}
 def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("thinker")
     write_model(folder, THINKER)
-    engine = {"kv_cache_memory": "16MiB", "max_model_len": 1024, "max_num_seqs": 8, "dtype": "float32"}
+    engine = {
+        "kv_cache_memory": "16MiB",
+        "max_model_len": 1024,
+        "max_num_seqs": 8,
+        "dtype": "float32",
+    }
     with Server(model=str(folder), engine=engine, served_model_names=["thinker"]) as server:
         server.assert_sound()
         yield server
@@ -42,7 +53,9 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def chat(server: Server, **fields: Any) -> dict[str, Any]:
-    response = server.post("/v1/chat/completions", {"messages": ASK, "temperature": 0, "max_tokens": 200, **fields})
+    response = server.post(
+        "/v1/chat/completions", {"messages": ASK, "temperature": 0, "max_tokens": 200, **fields}
+    )
     assert response.status_code == 200, response.text
     body: dict[str, Any] = response.json()
     return body
@@ -52,7 +65,9 @@ def streamed(server: Server, **fields: Any) -> dict[str, Any]:
     """A stream's deltas put together as a client does."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     body = {"messages": ASK, "temperature": 0, "max_tokens": 200, **fields}
-    for chunk in server.stream("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}):
+    for chunk in server.stream(
+        "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}
+    ):
         if not chunk["choices"]:
             message["usage"] = chunk["usage"]
             break
@@ -92,7 +107,9 @@ def test_reasoning_is_told_apart(thinker: Server) -> None:
 
 
 def test_reasoning_that_the_prompt_began(thinker: Server) -> None:
-    """In every protocol, streamed and not; the model never comes to an end, so all of it is reasoning."""
+    """In every protocol, streamed and not; the model never comes to an end, so all of it is
+    reasoning.
+    """
     on: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}, "max_tokens": 5}
     body = chat(thinker, **on)
     message = body["choices"][0]["message"]
@@ -100,35 +117,58 @@ def test_reasoning_that_the_prompt_began(thinker: Server) -> None:
     assert message["content"] == ""
     assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 5
     parts = streamed(thinker, **on)
-    assert (parts["reasoning_content"], parts["usage"]["completion_tokens"]) == (message["reasoning_content"], 5)
+    assert (parts["reasoning_content"], parts["usage"]["completion_tokens"]) == (
+        message["reasoning_content"],
+        5,
+    )
     assert parts["usage"]["completion_tokens_details"]["reasoning_tokens"] == 5
 
     ask = {"model": "thinker", "max_tokens": 5, "messages": ASK, "temperature": 0}
     ask["thinking"] = {"type": "enabled", "budget_tokens": 1024}
     (block,) = thinker.post("/v1/messages", ask).json()["content"]
     assert block == {"type": "thinking", "thinking": message["reasoning_content"], "signature": ""}
-    deltas = [event["delta"] for event in thinker.stream("/v1/messages", ask) if event["type"] == "content_block_delta"]
+    deltas = [
+        event["delta"]
+        for event in thinker.stream("/v1/messages", ask)
+        if event["type"] == "content_block_delta"
+    ]
     assert "".join(delta["thinking"] for delta in deltas) == block["thinking"]
 
-    wanted = {"max_output_tokens": 5, "input": "What now?", "temperature": 0, "reasoning": {"effort": "high"}}
+    wanted = {
+        "max_output_tokens": 5,
+        "input": "What now?",
+        "temperature": 0,
+        "reasoning": {"effort": "high"},
+    }
     response = thinker.post("/v1/responses", wanted).json()
     (item,) = response["output"]
     assert (item["type"], item["content"][0]["text"]) == ("reasoning", block["thinking"])
     assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 5}
     events = list(thinker.stream("/v1/responses", wanted))
-    pieces = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
+    pieces = [
+        event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"
+    ]
     assert "".join(pieces) == block["thinking"]
 
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_required_calls(thinker: Server, parallel: bool) -> None:
-    fields = {"tools": [PICK, STOP], "tool_choice": "required", "parallel_tool_calls": parallel, "seed": 5}
+    fields = {
+        "tools": [PICK, STOP],
+        "tool_choice": "required",
+        "parallel_tool_calls": parallel,
+        "seed": 5,
+    }
     choice = chat(thinker, **fields, temperature=1)["choices"][0]
     calls = choice["message"]["tool_calls"]
     if choice["finish_reason"] == "tool_calls":
         for call in calls:
             arguments = json.loads(call["function"]["arguments"])
-            assert arguments == {} if call["function"]["name"] == "stop" else arguments["what"] in ("this", "that")
+            assert (
+                arguments == {}
+                if call["function"]["name"] == "stop"
+                else arguments["what"] in ("this", "that")
+            )
     assert parallel or len(calls) == 1
     assert len({call["id"] for call in calls}) == len(calls)
     again = streamed(thinker, **fields, temperature=1)
@@ -151,10 +191,21 @@ def test_a_call_that_was_cut_off_says_so(thinker: Server) -> None:
     assert choice["finish_reason"] == "length"
     assert streamed(thinker, **fields)["finish_reason"] == "length"
     tool = {"name": "pick", "input_schema": PICK["function"]["parameters"]}  # type: ignore[index]
-    body = {"model": "thinker", "messages": ASK, "temperature": 0, "max_tokens": most, "tools": [tool]}
+    body = {
+        "model": "thinker",
+        "messages": ASK,
+        "temperature": 0,
+        "max_tokens": most,
+        "tools": [tool],
+    }
     answer = thinker.post("/v1/messages", {**body, "tool_choice": {"type": "any"}}).json()
     assert (answer["stop_reason"], answer["content"][-1]["type"]) == ("max_tokens", "tool_use")
-    asked = {"input": "What now?", "temperature": 0, "max_output_tokens": most, "tool_choice": "required"}
+    asked = {
+        "input": "What now?",
+        "temperature": 0,
+        "max_output_tokens": most,
+        "tool_choice": "required",
+    }
     function = {"type": "function", **PICK["function"]}  # type: ignore[dict-item]
     response = thinker.post("/v1/responses", {**asked, "tools": [function]}).json()
     assert (response["status"], response["output"][-1]["status"]) == ("incomplete", "incomplete")
@@ -162,9 +213,16 @@ def test_a_call_that_was_cut_off_says_so(thinker: Server) -> None:
 
 def test_n_answers_have_calls_of_their_own(thinker: Server) -> None:
     body = chat(
-        thinker, tools=[PICK, STOP], tool_choice={"type": "function", "function": {"name": "pick"}}, n=3, seed=1
+        thinker,
+        tools=[PICK, STOP],
+        tool_choice={"type": "function", "function": {"name": "pick"}},
+        n=3,
+        seed=1,
     )
-    names = [[call["function"]["name"] for call in choice["message"]["tool_calls"]] for choice in body["choices"]]
+    names = [
+        [call["function"]["name"] for call in choice["message"]["tool_calls"]]
+        for choice in body["choices"]
+    ]
     assert names == [["pick"]] * 3
 
 
@@ -176,14 +234,23 @@ def test_with_strict_tools_the_model_may_still_talk(thinker: Server) -> None:
 
 
 def test_tools_or_an_answer_in_json(thinker: Server) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     message = chat(thinker, tools=[STOP], response_format=wanted)["choices"][0]["message"]
     assert message.get("tool_calls") or json.loads(message["content"]) == {"a": 1}
 
 
 def test_earlier_calls_are_part_of_the_prompt(thinker: Server) -> None:
-    call = {"id": "call_1", "type": "function", "function": {"name": "pick", "arguments": '{"what": "this"}'}}
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "pick", "arguments": '{"what": "this"}'},
+    }
     told = [
         *ASK,
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -202,12 +269,20 @@ def test_earlier_calls_are_part_of_the_prompt(thinker: Server) -> None:
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
         ({"tools": [PICK, PICK]}, "tools[1].function.name"),
         ({"tools": [PICK] * 129}, "tools"),
-        ({"tools": [PICK], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        (
+            {"tools": [PICK], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [PICK], "structured_outputs": {"regex": "a+"}}, "tools"),
         (
             {
-                "tools": [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "#/nowhere"}}}],
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "a", "parameters": {"$ref": "#/nowhere"}},
+                    }
+                ],
                 "tool_choice": "required",
             },
             "tools",
@@ -218,27 +293,44 @@ def test_what_is_wrong_is_named(thinker: Server, fields: dict[str, Any], field: 
     error_of(thinker.post("/v1/chat/completions", {"messages": ASK, **fields}), 400, field)
 
 
-@pytest.mark.parametrize("template", [ONE_CALL, SHORT_IDS, FULL_TOOLS], ids=["llama3", "mistral", "hermes"])
+@pytest.mark.parametrize(
+    "template", [ONE_CALL, SHORT_IDS, FULL_TOOLS], ids=["llama3", "mistral", "hermes"]
+)
 def test_strict_templates_in_every_protocol(template: str, tmp_path: Path) -> None:
-    """A required call, and two earlier ones with ids of the client's own, whatever the template insists on."""
+    """A required call, and two earlier ones with ids of the client's own, whatever the template
+    insists on.
+    """
     write_model(tmp_path, template)
     function = {"name": "pick", "parameters": PICK["function"]["parameters"]}  # type: ignore[index]
     ids = ("call_1", "toolu_0123456789abcdef")
     with Server(model=str(tmp_path), engine=SMALL_ENGINE, served_model_names=["strict"]) as server:
         tools = [{"type": "function", "function": function}]
-        (call, *_) = chat(server, tools=tools, tool_choice="required")["choices"][0]["message"]["tool_calls"]
+        (call, *_) = chat(server, tools=tools, tool_choice="required")["choices"][0]["message"][
+            "tool_calls"
+        ]
         assert call["function"]["name"] == "pick"
         calls = [{**call, "id": one} for one in ids]
-        results: list[Any] = [{"role": "tool", "tool_call_id": one, "content": "done"} for one in ids]
+        results: list[Any] = [
+            {"role": "tool", "tool_call_id": one, "content": "done"} for one in ids
+        ]
         turns = [*ASK, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
         used = chat(server, messages=turns, tools=tools, max_tokens=1)["usage"]["prompt_tokens"]
 
         items: list[Any] = [
-            {"type": "function_call", "call_id": one, "name": "pick", "arguments": call["function"]["arguments"]}
+            {
+                "type": "function_call",
+                "call_id": one,
+                "name": "pick",
+                "arguments": call["function"]["arguments"],
+            }
             for one in ids
         ]
         items += [{"type": "function_call_output", "call_id": one, "output": "done"} for one in ids]
-        body = {"input": [*ASK, *items], "tools": [{"type": "function", **function}], "max_output_tokens": 1}
+        body = {
+            "input": [*ASK, *items],
+            "tools": [{"type": "function", **function}],
+            "max_output_tokens": 1,
+        }
         assert server.post("/v1/responses", body).json()["usage"]["input_tokens"] == used
 
         value = json.loads(call["function"]["arguments"])
@@ -246,7 +338,11 @@ def test_strict_templates_in_every_protocol(template: str, tmp_path: Path) -> No
         answers = [{"type": "tool_result", "tool_use_id": one, "content": "done"} for one in ids]
         body = {
             "model": "strict",
-            "messages": [*ASK, {"role": "assistant", "content": blocks}, {"role": "user", "content": answers}],
+            "messages": [
+                *ASK,
+                {"role": "assistant", "content": blocks},
+                {"role": "user", "content": answers},
+            ],
             "tools": [{"name": "pick", "input_schema": function["parameters"]}],
         }
         assert server.post("/v1/messages/count_tokens", body).json() == {"input_tokens": used}

@@ -1,4 +1,6 @@
-"""Spans of requests: through the real server, its engine process included, into memory and over OTLP."""
+"""Spans of requests: through the real server, its engine process included, into memory and over
+OTLP.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 @contextlib.asynccontextmanager
-async def traced(model: str, **fields: Any) -> AsyncIterator[tuple[httpx.AsyncClient, InMemorySpanExporter]]:
+async def traced(
+    model: str, **fields: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, InMemorySpanExporter]]:
     """A server without sockets around a real engine process; its spans stay in memory."""
     config = ServerConfig(model=model, engine=SMALL_ENGINE, log_level="error", **fields)
     exporter = InMemorySpanExporter()
@@ -49,13 +53,17 @@ async def traced(model: str, **fields: Any) -> AsyncIterator[tuple[httpx.AsyncCl
         tokenizer = open_tokenizer(resolve(model))
         service = GenerationService(config, tokenizer, engine, ready, metrics, Tracing(provider))
         transport = httpx.ASGITransport(create_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://test", timeout=30
+        ) as client:
             yield client, exporter
     finally:
         await engine.stop()
 
 
-def run(test: Callable[[httpx.AsyncClient, InMemorySpanExporter], Any], model: str, **fields: Any) -> None:
+def run(
+    test: Callable[[httpx.AsyncClient, InMemorySpanExporter], Any], model: str, **fields: Any
+) -> None:
     async def body() -> None:
         async with traced(model, **fields) as (client, exporter):
             await test(client, exporter)
@@ -79,7 +87,12 @@ def tree(exporter: InMemorySpanExporter) -> tuple[ReadableSpan, list[ReadableSpa
 
 def test_where_the_time_of_a_request_went(small_model: str) -> None:
     async def check(client: httpx.AsyncClient, exporter: InMemorySpanExporter) -> None:
-        body = {"prompt": "one two three " * 20, "max_tokens": 5, "ignore_eos": True, "temperature": 0}
+        body = {
+            "prompt": "one two three " * 20,
+            "max_tokens": 5,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
         response = await client.post(COMPLETIONS, json=body, headers=headers)
         assert response.status_code == 200
@@ -112,7 +125,9 @@ def test_where_the_time_of_a_request_went(small_model: str) -> None:
         assert 0 < busy <= (detokenize.end_time - detokenize.start_time) / 1e9
 
         # Nobody's parent when nobody says so; every answer has spans of its own.
-        response = await client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 3, "n": 2, "ignore_eos": True})
+        response = await client.post(
+            COMPLETIONS, json={"prompt": "a", "max_tokens": 3, "n": 2, "ignore_eos": True}
+        )
         root, below = tree(exporter)
         assert root.parent is None
         assert sorted(span.name for span in below) == sorted(2 * PARTS)
@@ -135,8 +150,8 @@ def test_requests_that_come_to_a_stop_string_or_to_nothing(
         assert [span.name for span in below] == PARTS
         assert (root.attributes or {})["gen_ai.response.finish_reasons"] == ("stop",)
 
-        # One whose steps fail, and one the engine never takes. Another before: the engine has then heard of the stop
-        # string, and no step of that request can take the fault.
+        # One whose steps fail, and one the engine never takes. Another before: the engine has then
+        # heard of the stop string, and no step of that request can take the fault.
         await client.post(COMPLETIONS, json={**long, "max_tokens": 1})
         tree(exporter)
         fault.write_text("raise 1")
@@ -158,7 +173,9 @@ def test_requests_that_come_to_a_stop_string_or_to_nothing(
     run(check, small_model, engine_module="tests.server.faulty_engine")
 
 
-def test_texts_to_embed_have_spans_too(small_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_to_embed_have_spans_too(
+    small_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def check(client: httpx.AsyncClient, exporter: InMemorySpanExporter) -> None:
         body = {"input": ["one two three " * 20, "four"]}
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
@@ -215,14 +232,21 @@ def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
         server.shutdown()
 
 
-def test_spans_reach_a_collector(small_model: str, collector: tuple[str, list[tuple[str, bytes]]]) -> None:
+def test_spans_reach_a_collector(
+    small_model: str, collector: tuple[str, list[tuple[str, bytes]]]
+) -> None:
     """A whole server, as `--otlp-traces-endpoint` starts it; the last spans are sent when it ends."""
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install 'quire[otel]'")
+    pytest.importorskip(
+        "opentelemetry.exporter.otlp.proto.http", reason="pip install 'quire[otel]'"
+    )
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     url, bodies = collector
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # it imports whatever this process can
-    with Server(model=small_model, engine=SMALL_ENGINE, otlp_traces_endpoint=url, environment=path) as server:
+    # it imports whatever this process can
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with Server(
+        model=small_model, engine=SMALL_ENGINE, otlp_traces_endpoint=url, environment=path
+    ) as server:
         server.complete(prompt="Hello", max_tokens=3, ignore_eos=True)
         assert server.process is not None
         server.process.terminate()
@@ -233,7 +257,11 @@ def test_spans_reach_a_collector(small_model: str, collector: tuple[str, list[tu
     for path, body in bodies:
         assert path == "/v1/traces"
         for group in ExportTraceServiceRequest.FromString(body).resource_spans:
-            services |= {one.value.string_value for one in group.resource.attributes if one.key == "service.name"}
+            services |= {
+                one.value.string_value
+                for one in group.resource.attributes
+                if one.key == "service.name"
+            }
             names += [span.name for scope in group.scope_spans for span in scope.spans]
     assert sorted(names) == sorted([*PARTS, "llm_request"])
     assert services == {"quire"}

@@ -27,7 +27,9 @@ def small(shared_small_server: Server) -> Iterator[Server]:
 
 
 def test_ping_is_health(small: Server) -> None:
-    assert small.get("/ping").json() == small.post("/ping", {}).json() == small.get("/health").json()
+    assert (
+        small.get("/ping").json() == small.post("/ping", {}).json() == small.get("/health").json()
+    )
 
 
 def test_load_counts_what_is_asked_for(small: Server) -> None:
@@ -35,7 +37,10 @@ def test_load_counts_what_is_asked_for(small: Server) -> None:
     body = {"prompt": "a", "max_tokens": 800, "ignore_eos": True, "n": 3, "stream": True}
     seen = set()
     for _ in range(20):  # on a busy machine an answer may end before it is asked for
-        with small.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+        with (
+            small.client() as client,
+            client.stream("POST", "/v1/completions", json=body) as response,
+        ):
             next(response.iter_lines())
             seen.add(small.get("/load").json()["server_load"])
         if 3 in seen:
@@ -58,7 +63,9 @@ def test_server_info_tells_settings_and_no_secrets(small: Server, small_model: s
         ("/v1/embeddings", {"input": "a b"}),
     ],
 )
-def test_invocations_are_whatever_their_body_is(small: Server, path: str, body: dict[str, Any]) -> None:
+def test_invocations_are_whatever_their_body_is(
+    small: Server, path: str, body: dict[str, Any]
+) -> None:
     found, expected = small.post("/invocations", body).json(), small.post(path, body).json()
     for one in (found, expected):
         one.pop("id"), one.pop("created"), one["usage"].pop("prompt_tokens_details", None)
@@ -71,7 +78,11 @@ def test_an_invocation_of_nothing_is_refused(small: Server) -> None:
 
 
 def test_a_batch_of_chats_is_answered_like_each_alone(small: Server) -> None:
-    conversations = [ASK, [{"role": "user", "content": "Why?"}], [*ASK, {"role": "assistant", "content": "a"}, *ASK]]
+    conversations = [
+        ASK,
+        [{"role": "user", "content": "Why?"}],
+        [*ASK, {"role": "assistant", "content": "a"}, *ASK],
+    ]
     options = {"max_tokens": 6, "temperature": 0, "return_token_ids": True}
     batch = small.post(f"{CHAT}/batch", {"messages": conversations, **options}).json()
     assert [choice["index"] for choice in batch["choices"]] == [0, 1, 2]
@@ -88,12 +99,23 @@ def test_a_batch_of_chats_is_answered_like_each_alone(small: Server) -> None:
 
 def test_waiting_requests_are_counted_by_reason(small: Server) -> None:
     small.canary()
-    assert re.search(r'vllm:num_requests_waiting_by_reason\{.*reason="capacity"\} 0.0', small.get("/metrics").text)
+    assert re.search(
+        r'vllm:num_requests_waiting_by_reason\{.*reason="capacity"\} 0.0',
+        small.get("/metrics").text,
+    )
 
 
 def test_logprobs_of_tokens_that_are_asked_for_by_id(small: Server) -> None:
-    body = {"messages": ASK, "max_tokens": 2, "temperature": 0, "logprobs": True, "return_tokens_as_token_ids": True}
-    wide = small.post(CHAT, {**body, "top_logprobs": 20}).json()["choices"][0]["logprobs"]["content"]
+    body = {
+        "messages": ASK,
+        "max_tokens": 2,
+        "temperature": 0,
+        "logprobs": True,
+        "return_tokens_as_token_ids": True,
+    }
+    wide = small.post(CHAT, {**body, "top_logprobs": 20}).json()["choices"][0]["logprobs"][
+        "content"
+    ]
     ids = [int(entry["token"].partition(":")[2]) for entry in wide[0]["top_logprobs"]][10:13]
     found = small.post(CHAT, {**body, "top_logprobs": 1, "logprob_token_ids": ids}).json()
     content = found["choices"][0]["logprobs"]["content"]
@@ -104,21 +126,34 @@ def test_logprobs_of_tokens_that_are_asked_for_by_id(small: Server) -> None:
     assert list(shown.values()) == sorted(shown.values(), reverse=True)
     (text,) = small.complete(prompt="a", max_tokens=1, logprobs=0, logprob_token_ids=ids)["choices"]
     assert len(text["logprobs"]["top_logprobs"][0]) in (3, 4)
-    error_of(small.post(CHAT, {"messages": ASK, "logprob_token_ids": [1]}), 400, "logprob_token_ids")
+    error_of(
+        small.post(CHAT, {"messages": ASK, "logprob_token_ids": [1]}), 400, "logprob_token_ids"
+    )
     error_of(small.post(CHAT, {**body, "logprob_token_ids": [10**6]}), 400, "logprob_token_ids")
 
 
 def test_prompts_are_cut_off_on_either_side(small: Server) -> None:
     ids = list(range(40, 60))
     for side, kept in (("left", ids[-5:]), ("right", ids[:5]), (None, ids[-5:])):
-        body = small.complete(prompt=ids, max_tokens=1, truncate_prompt_tokens=5, truncation_side=side)
+        body = small.complete(
+            prompt=ids, max_tokens=1, truncate_prompt_tokens=5, truncation_side=side
+        )
         assert body["choices"][0]["prompt_token_ids"] == kept
 
 
 def test_numbers_may_be_written_as_text(small: Server) -> None:
-    body = {"prompt": "a", "temperature": 0.5, "max_tokens": 5, "seed": 3, "ignore_eos": True, "return_token_ids": True}
+    body = {
+        "prompt": "a",
+        "temperature": 0.5,
+        "max_tokens": 5,
+        "seed": 3,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     texts = {**body, "temperature": "0.5", "max_tokens": "5", "seed": "3", "ignore_eos": "true"}
-    found, expected = (small.post("/v1/completions", one).json()["choices"] for one in (texts, body))
+    found, expected = (
+        small.post("/v1/completions", one).json()["choices"] for one in (texts, body)
+    )
     assert found == expected
     for value in ("half", "0.5.5", "NaN", "1e999", "9" * 5000, ""):
         error_of(small.post("/v1/completions", {**body, "temperature": value}), 400, "temperature")
@@ -129,7 +164,10 @@ def test_numbers_may_be_written_as_text(small: Server) -> None:
 def test_roles_of_the_clients_own_reach_the_template(server: Server) -> None:
     messages = [*ASK, {"role": "narrator", "content": "It was night."}]
     ids = server.post("/tokenize", {"messages": messages}).json()["tokens"]
-    assert "<|im_start|>narrator\nIt was night." in server.post("/detokenize", {"tokens": ids}).json()["prompt"]
+    assert (
+        "<|im_start|>narrator\nIt was night."
+        in server.post("/detokenize", {"tokens": ids}).json()["prompt"]
+    )
     assert server.post(CHAT, {"messages": messages, "max_tokens": 1}).status_code == 200
     for role in ("", "a\nb", "<|im_end|>", "x" * 65, 5):
         wrong = {"messages": [{"role": role, "content": "a"}]}
@@ -137,7 +175,13 @@ def test_roles_of_the_clients_own_reach_the_template(server: Server) -> None:
 
 
 def test_usage_comes_with_every_chunk_where_both_are_asked_for(small: Server) -> None:
-    body = {"messages": ASK, "max_tokens": 4, "ignore_eos": True, "temperature": 0, "allowed_token_ids": [70]}
+    body = {
+        "messages": ASK,
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "temperature": 0,
+        "allowed_token_ids": [70],
+    }
     both = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(small.stream(CHAT, {**body, "stream_options": both}))
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"

@@ -1,4 +1,6 @@
-"""Several HTTP processes behind one port: they share limits and keys, no count is lost, and they come and go."""
+"""Several HTTP processes behind one port: they share limits and keys, no count is lost, and they
+come and go.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,14 @@ class WorkersServer(Server):
     @property
     def workers(self) -> list[int]:
         assert self.process is not None
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(pid) for pid in children if b"workers.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        children = (
+            Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        )
+        return [
+            int(pid)
+            for pid in children
+            if b"workers.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
 
     def served_by(self) -> Counter[str]:
         """How many requests each process has answered, by its log."""
@@ -79,18 +87,30 @@ def open_stream(server: WorkersServer) -> tuple[httpx.Client, httpx.Response]:
 
 
 def test_every_token_and_request_is_counted(server: WorkersServer) -> None:
-    names = ("vllm:generation_tokens_total", "vllm:request_success_total", "vllm:time_to_first_token_seconds_count")
+    names = (
+        "vllm:generation_tokens_total",
+        "vllm:request_success_total",
+        "vllm:time_to_first_token_seconds_count",
+    )
     before = server.metrics(*names)
     wanted = [3 + i % 5 for i in range(48)]
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda count: server.post("/v1/completions", completion(count)), wanted))
+        answers = list(
+            pool.map(lambda count: server.post("/v1/completions", completion(count)), wanted)
+        )
     assert [one.json()["usage"]["completion_tokens"] for one in answers] == wanted
     after = server.metrics(*names)
-    assert [b - a for a, b in zip(before, after, strict=True)] == [sum(wanted), len(wanted), len(wanted)]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [
+        sum(wanted),
+        len(wanted),
+        len(wanted),
+    ]
     found = {name: count for name, count in server.served_by().items() if name != "server"}
     assert sorted(found) == ["worker-1", "worker-2"]
     text = server.get("/metrics").text
-    counted = re.findall(r'quire_http_requests_total\{path="/v1/completions",status="200"\} (\S+)', text)
+    counted = re.findall(
+        r'quire_http_requests_total\{path="/v1/completions",status="200"\} (\S+)', text
+    )
     assert [float(one) for one in counted] == [sum(found.values())]
 
 
@@ -122,7 +142,8 @@ def test_keys_are_asked_for_by_all(server: WorkersServer) -> None:
         assert httpx.get(server.url + path, headers=HEADERS).status_code in (200, 404)
     assert httpx.get(server.url + "/health").json() == {"status": "ready"}
     preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
-    assert httpx.options(server.url + "/v1/completions", headers=preflight).status_code == 401  # no CORS asked for
+    # no CORS asked for
+    assert httpx.options(server.url + "/v1/completions", headers=preflight).status_code == 401
 
 
 def test_what_one_worker_did_all_of_them_know(server: WorkersServer) -> None:
@@ -146,7 +167,9 @@ def test_what_one_worker_did_all_of_them_know(server: WorkersServer) -> None:
     assert "previous_response_id" in error_of(gone, 400)
     server.fault_file.unlink()
     for number in range(6):
-        answer = server.post("/v1/completions", completion(2), headers={"x-request-id": f"mine-{number}"})
+        answer = server.post(
+            "/v1/completions", completion(2), headers={"x-request-id": f"mine-{number}"}
+        )
         record = server.get(f"/v1/requests/mine-{number}").json()
         assert (record["response_id"], record["completion_tokens"]) == (answer.json()["id"], 2)
         assert record["engine"] == {"request_id": answer.json()["id"]}
@@ -157,13 +180,23 @@ def test_files_and_batches_go_through_any_worker(server: WorkersServer) -> None:
     line = {"method": "POST", "url": "/v1/completions", "body": completion(2)}
     data = "\n".join(json.dumps({"custom_id": str(i), **line}) for i in range(3)).encode()
     with server.client() as client:
-        file = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", data)}).json()
-        batch = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        file = client.post(
+            "/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", data)}
+        ).json()
+        batch = {
+            "input_file_id": file["id"],
+            "endpoint": "/v1/completions",
+            "completion_window": "24h",
+        }
         name = client.post("/v1/batches", json=batch).json()["id"]
-    done = wait_for(lambda: (b := server.get(f"/v1/batches/{name}").json())["status"] == "completed" and b, "it")
+    done = wait_for(
+        lambda: (b := server.get(f"/v1/batches/{name}").json())["status"] == "completed" and b, "it"
+    )
     lines = server.get(f"/v1/files/{done['output_file_id']}/content").text.splitlines()
     assert [json.loads(one)["custom_id"] for one in lines] == ["0", "1", "2"]
-    assert httpx.post(server.url + "/v1/files", headers=HEADERS, content=b"x" * 100).status_code == 415
+    assert (
+        httpx.post(server.url + "/v1/files", headers=HEADERS, content=b"x" * 100).status_code == 415
+    )
     too_large = httpx.post(server.url + "/v1/elsewhere", headers=HEADERS, content=b"x" * 5_000_000)
     assert too_large.status_code in (404, 413)
     assert server.get("/openapi.json").json()["info"]["title"] == "Quire"
@@ -176,8 +209,13 @@ def test_a_killed_worker_is_replaced(server: WorkersServer) -> None:
     streams = [open_stream(server) for _ in range(8)]
     victim = server.workers[0]
     os.kill(victim, signal.SIGKILL)
-    wait_for(lambda: f"(process {victim}) is gone: killed by SIGKILL" in server.log, "its end to be noticed")
-    told = rf"HTTP worker (\d) \(process {victim}\) is gone: killed by SIGKILL; (\d) answers were lost"
+    wait_for(
+        lambda: f"(process {victim}) is gone: killed by SIGKILL" in server.log,
+        "its end to be noticed",
+    )
+    told = (
+        rf"HTTP worker (\d) \(process {victim}\) is gone: killed by SIGKILL; (\d) answers were lost"
+    )
     named = re.search(told, server.log)
     assert named is not None
     server.fault_file.write_text("release")
@@ -220,19 +258,26 @@ def test_the_engine_s_end_is_told_through_workers(server: WorkersServer) -> None
     assert events[-1]["error"]["code"] == "engine_unavailable"
     client.close()
     wait_for(lambda: server.health() == 200, "a new engine")
-    wait_for(lambda: server.post("/v1/completions", completion(1)).status_code == 200, "workers to know of it")
+    wait_for(
+        lambda: server.post("/v1/completions", completion(1)).status_code == 200,
+        "workers to know of it",
+    )
 
 
 @pytest.mark.soak
 @pytest.mark.skipif(not IS_LONG, reason="a server of its own: in make soak")
-def test_workers_that_hang_are_replaced_and_all_end_with_the_server(small_model: str, tmp_path: Path) -> None:
+def test_workers_that_hang_are_replaced_and_all_end_with_the_server(
+    small_model: str, tmp_path: Path
+) -> None:
     with start(small_model, tmp_path, stall_seconds=4.0, hang_seconds=4.0) as server:
         assert server.process is not None
         victim = server.workers[1]
         os.kill(victim, signal.SIGSTOP)
         wait_for(lambda: "gave no sign of life" in server.log, "it to be noticed")
         wait_for(lambda: len(server.workers) == 2 and victim not in server.workers, "a new one")
-        wait_for(lambda: server.post("/v1/completions", completion(1)).status_code == 200, "an answer")
+        wait_for(
+            lambda: server.post("/v1/completions", completion(1)).status_code == 200, "an answer"
+        )
         workers, engine = server.workers, server.engine_pid
         server.process.kill()
         server.process.wait()

@@ -29,7 +29,9 @@ def gpu_seconds(step: Step) -> float:
 
 def submit(machine: Machine, step: Step) -> Machine:
     machine.now += gpu_seconds(step) * machine._noise.uniform(0.98, 1.02)
-    machine._result = StepResult(step.step_id, {one.request_id: (7,) for one in step.scheduled if one.samples})
+    machine._result = StepResult(
+        step.step_id, {one.request_id: (7,) for one in step.scheduled if one.samples}
+    )
     return machine
 
 
@@ -68,8 +70,10 @@ class Submitted(NamedTuple):
 
 
 def test_from_small_steps_to_whole_prompts(small_steps: list[StepLogEntry]) -> None:
-    """Nothing in the log says that a step of 200 tokens takes eight times as long as one of 24: a what-if without a
-    measurement is far off, and says so; with one it is within 10%, on a machine that is slower now, too."""
+    """Nothing in the log says that a step of 200 tokens takes eight times as long as one of 24: a
+    what-if without a measurement is far off, and says so; with one it is within 10%, on a machine
+    that is slower now, too.
+    """
     times = fit_step_times(small_steps)
     changes = "max_batched_tokens=256,max_num_seqs=6"
     setting = parse_changes(changes, Setting(SMALL))
@@ -101,7 +105,9 @@ def test_from_small_steps_to_whole_prompts(small_steps: list[StepLogEntry]) -> N
     assert found.times.quality.median_error < times.quality.median_error + 0.01
 
 
-def test_another_kind_of_machine_says_nothing_about_the_log(small_steps: list[StepLogEntry]) -> None:
+def test_another_kind_of_machine_says_nothing_about_the_log(
+    small_steps: list[StepLogEntry],
+) -> None:
     calibrator = Engine(replace(SMALL, max_num_seqs=8), 5.0).calibrator(small_steps)
     with pytest.raises(QuireError, match="take 5 times as long here"):
         calibrator.calibrate({StepShape(8, 0, 0): 1.0}, 60.0)
@@ -109,7 +115,9 @@ def test_another_kind_of_machine_says_nothing_about_the_log(small_steps: list[St
 
 def test_sizes_that_take_too_long_are_left_out(small_steps: list[StepLogEntry]) -> None:
     shapes = {StepShape(3, 0, 0): 1.0, StepShape(1, 1, 100): 1.0, StepShape(0, 2, 100_000): 1.0}
-    engine = Engine(replace(SMALL, max_batched_tokens=100_000, max_model_len=100_000, num_blocks=20_000))
+    engine = Engine(
+        replace(SMALL, max_batched_tokens=100_000, max_model_len=100_000, num_blocks=20_000)
+    )
     engine.calibrator(small_steps).calibrate(shapes, 2.0)
     assert max(entry.step.num_tokens for entry in engine.heard) == 101
     assert engine.now < 2.5
@@ -119,7 +127,9 @@ def test_sizes_that_take_too_long_are_left_out(small_steps: list[StepLogEntry]) 
 
 
 def test_what_is_outside_and_how_far() -> None:
-    seen = SeenSteps([StepShape(2, 0, 0), StepShape(4, 0, 0), StepShape(1, 1, 15), StepShape(0, 2, 100)])
+    seen = SeenSteps(
+        [StepShape(2, 0, 0), StepShape(4, 0, 0), StepShape(1, 1, 15), StepShape(0, 2, 100)]
+    )
     assert (seen.most_tokens, seen.most_requests) == (100, 4)
     for within in (StepShape(3, 0, 0), StepShape(2, 1, 30), StepShape(0, 1, 105)):
         assert seen.distance(within) == 0.0, within
@@ -128,7 +138,9 @@ def test_what_is_outside_and_how_far() -> None:
     assert seen.distance(StepShape(0, 1, 400)) == 2.0
     assert seen.distance(StepShape(2, 6, 50)) == 1.0  # more requests
     assert SeenSteps([StepShape(4, 0, 0)]).distance(StepShape(0, 1, 4)) == 1.0  # none of its kind
-    sums = add_seconds({StepShape(1, 0, 0): 1.0}, {StepShape(1, 0, 0): 2.0, StepShape(2, 0, 0): 1.0})
+    sums = add_seconds(
+        {StepShape(1, 0, 0): 1.0}, {StepShape(1, 0, 0): 2.0, StepShape(2, 0, 0): 1.0}
+    )
     assert sums == {StepShape(1, 0, 0): 3.0, StepShape(2, 0, 0): 1.0}
 
 
@@ -137,7 +149,8 @@ def test_a_few_sizes_stand_for_all() -> None:
     seconds |= {StepShape(12, 0, 0): 2.0, StepShape(11, 0, 0): 90.0, StepShape(3, 0, 0): 0.001}
     chosen = shapes_to_measure(seconds, 4)
     assert chosen == sorted(chosen, key=lambda shape: shape.tokens)
-    assert StepShape(12, 0, 0) in chosen  # the largest, although another of about its size takes more time
+    # the largest, although another of about its size takes more time
+    assert StepShape(12, 0, 0) in chosen
     assert StepShape(3, 0, 0) not in chosen
     assert len([shape for shape in chosen if shape.prompts]) == 4
     assert chosen[-1] == StepShape(0, 1, 990)

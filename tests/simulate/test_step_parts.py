@@ -36,7 +36,12 @@ def launching(step: Step) -> float:
     if not step.scheduled:
         return 70e-6
     is_split = step.num_tokens > GRAPH.max_checked_tokens
-    return 350e-6 + 600e-6 * len(step.admitted) + 10e-6 * len(step.scheduled) + (4e-3 if is_split else 0.0)
+    return (
+        350e-6
+        + 600e-6 * len(step.admitted)
+        + 10e-6 * len(step.scheduled)
+        + (4e-3 if is_split else 0.0)
+    )
 
 
 def computing(step: Step) -> float:
@@ -44,9 +49,13 @@ def computing(step: Step) -> float:
 
 
 class Machine:
-    """A host and a device with noise; large steps are computed while they are launched, and wait for that."""
+    """A host and a device with noise; large steps are computed while they are launched, and wait
+    for that.
+    """
 
-    def __init__(self, config: SchedulerConfig, seed: int, slower: float = 1.0, depth: int = 2) -> None:
+    def __init__(
+        self, config: SchedulerConfig, seed: int, slower: float = 1.0, depth: int = 2
+    ) -> None:
         self.now, self._free_at, self._slower = 50.0, 0.0, slower
         self._noise = random.Random(seed)
         self.heard: list[StepLogEntry] = []
@@ -98,7 +107,9 @@ def run(
                 core.add_request(request, arrival)
         before = len(machine.heard)
         core.step(machine.now)
-        machine.now += (PAUSE if len(machine.heard) > before else PAUSE / 16) * machine._noise.uniform(0.8, 1.2)
+        machine.now += (
+            PAUSE if len(machine.heard) > before else PAUSE / 16
+        ) * machine._noise.uniform(0.8, 1.2)
     return machine.heard
 
 
@@ -144,14 +155,19 @@ def test_other_settings_give_what_a_second_run_measures(
     assert abs(times.quality.total_error) < 0.03
     setting = parse_changes(changes, Setting(GRAPH, 2))
     measured = run(setting.config, noise=99, rate=40.0 * setting.rate, depth=setting.depth)
-    close(predict(recorded_requests(entries), setting, times).run, Summary.of(derive_metrics(measured)), 0.10)
+    close(
+        predict(recorded_requests(entries), setting, times).run,
+        Summary.of(derive_metrics(measured)),
+        0.10,
+    )
 
 
 @pytest.mark.soak
 @pytest.mark.skipif(not IS_LONG, reason="takes ten seconds: make soak")
 def test_large_steps_that_keep_the_device_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They begin when their first kernels are launched, or when the answers before them are done, for which nobody
-    waits: what they take is known all the same."""
+    """They begin when their first kernels are launched, or when the answers before them are done,
+    for which nobody waits: what they take is known all the same.
+    """
 
     def seconds(step: Step) -> float:
         return computing(step) + (20e-3 if step.num_tokens > GRAPH.max_checked_tokens else 0.0)
@@ -167,12 +183,17 @@ def test_large_steps_that_keep_the_device_busy(monkeypatch: pytest.MonkeyPatch) 
     times = fit_step_times(entries, graph_tokens=GRAPH.max_checked_tokens)
     setting = parse_changes("max_num_seqs=8", Setting(GRAPH, 2))
     measured = run(setting.config, noise=99, rate=24.0)
-    close(predict(recorded_requests(entries), setting, times).run, Summary.of(derive_metrics(measured)), 0.10)
+    close(
+        predict(recorded_requests(entries), setting, times).run,
+        Summary.of(derive_metrics(measured)),
+        0.10,
+    )
 
 
 def test_large_steps_are_measured_where_the_log_has_none() -> None:
-    """The launches of steps beyond the graphs are a jump that no fit of others can know. Both parts are measured, on
-    a machine that is slower now."""
+    """The launches of steps beyond the graphs are a jump that no fit of others can know. Both parts
+    are measured, on a machine that is slower now.
+    """
     small = parse_changes("max_batched_tokens=64", Setting(GRAPH, 2)).config
     recorded = run(small, rate=24.0)
     times = fit_step_times(recorded, graph_tokens=GRAPH.max_checked_tokens)
@@ -197,13 +218,20 @@ def test_large_steps_are_measured_where_the_log_has_none() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_one_step_in_flight_is_timed_as_a_whole(seed: int) -> None:
-    """On a CPU a step is over when the host has it back: that the log says when that was changes nothing."""
+    """On a CPU a step is over when the host has it back: that the log says when that was changes
+    nothing.
+    """
     entries = run_as_a_whole(CONFIG, StepLog(capacity=10**6), count=30, seed=seed)
     assert all(entry.submitted is not None for entry in entries)
     without = [replace(entry, submitted=None) for entry in entries]
-    both = [fit_step_times(some, graph_tokens=tokens) for some, tokens in ((entries, 16), (without, 0))]
+    both = [
+        fit_step_times(some, graph_tokens=tokens) for some, tokens in ((entries, 16), (without, 0))
+    ]
     assert both[0].host is None
-    requests, setting = recorded_requests(entries), parse_changes("max_num_seqs=8,depth=2", Setting(CONFIG))
+    requests, setting = (
+        recorded_requests(entries),
+        parse_changes("max_num_seqs=8,depth=2", Setting(CONFIG)),
+    )
     assert predict(requests, setting, both[0]) == predict(requests, setting, both[1])
 
 

@@ -1,4 +1,6 @@
-"""Replays on a virtual clock: the fit, the same again, other settings, and a second run that is 'measured'."""
+"""Replays on a virtual clock: the fit, the same again, other settings, and a second run that is
+'measured'.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,23 @@ from quire.step import Step, StepLogEntry, StepResult
 from quire.tools.simulate import players
 from quire.tools.what_if.recorded import recorded_requests
 from quire.tools.what_if.step_times import StepTimes, fit_step_times
-from quire.tools.what_if.what_if import PLAYS, Setting, Summary, parse_changes, play, predict, predict_all
+from quire.tools.what_if.what_if import (
+    PLAYS,
+    Setting,
+    Summary,
+    parse_changes,
+    play,
+    predict,
+    predict_all,
+)
 
 CONFIG = SchedulerConfig(num_blocks=129, max_num_seqs=4, max_batched_tokens=64, max_model_len=512)
 
 
 class Machine:
-    """An engine whose steps take what steps take: weights are read once, tokens multiplied, keys read; with noise."""
+    """An engine whose steps take what steps take: weights are read once, tokens multiplied, keys
+    read; with noise.
+    """
 
     def __init__(self, config: SchedulerConfig, log: StepLog, seed: int) -> None:
         self.now = 50.0
@@ -39,14 +51,18 @@ class Machine:
         keys = sum(one.start + one.num_tokens for one in step.scheduled)
         seconds = 0.010 + 0.0004 * step.num_tokens + 2e-6 * keys
         self.now += seconds * self._noise.uniform(0.95, 1.08)
-        self._result = StepResult(step.step_id, {one.request_id: (7,) for one in step.scheduled if one.samples})
+        self._result = StepResult(
+            step.step_id, {one.request_id: (7,) for one in step.scheduled if one.samples}
+        )
         return self
 
     def result(self) -> StepResult:
         return self._result
 
 
-def run(config: SchedulerConfig, log: StepLog, count: int = 80, seed: int = 1, noise: int = 0) -> list[StepLogEntry]:
+def run(
+    config: SchedulerConfig, log: StepLog, count: int = 80, seed: int = 1, noise: int = 0
+) -> list[StepLogEntry]:
     """Requests that come at random, for `seed`; the machine's noise is another's."""
     source = random.Random(seed)
     machine = Machine(config, log, noise)
@@ -101,13 +117,17 @@ def close(summary: Summary, measured: Summary, tolerance: float) -> None:
     assert summary.requests == measured.requests
 
 
-def test_the_same_settings_give_what_was_recorded(entries: list[StepLogEntry], times: StepTimes) -> None:
+def test_the_same_settings_give_what_was_recorded(
+    entries: list[StepLogEntry], times: StepTimes
+) -> None:
     played, refused = play(recorded_requests(entries), Setting(CONFIG), times)
     assert refused == 0
     close(Summary.of(played), Summary.of(derive_metrics(entries)), 0.10)
 
 
-@pytest.mark.parametrize("changes", ["max_num_seqs=16", "max_batched_tokens=24", "num_blocks=40", "max_num_seqs=2"])
+@pytest.mark.parametrize(
+    "changes", ["max_num_seqs=16", "max_batched_tokens=24", "num_blocks=40", "max_num_seqs=2"]
+)
 def test_other_settings_give_what_a_second_run_measures(
     entries: list[StepLogEntry], times: StepTimes, changes: str
 ) -> None:
@@ -129,16 +149,27 @@ def products(rows: int, jump: float) -> float:
 
 
 @pytest.mark.parametrize(("overhead", "jump"), [(0.0, 0.0), (0.006, 0.012)])
-def test_from_few_rows_to_eight(monkeypatch: pytest.MonkeyPatch, overhead: float, jump: float) -> None:
-    """Steps of more answers than any in the log: one row costs more in small steps than in large ones, a row that
-    samples costs the head's products, and steps of answers alone are spared an overhead, as recorded ones are. Where
-    rows cost more at once, the log says what the engine measured."""
+def test_from_few_rows_to_eight(
+    monkeypatch: pytest.MonkeyPatch, overhead: float, jump: float
+) -> None:
+    """Steps of more answers than any in the log: one row costs more in small steps than in large
+    ones, a row that samples costs the head's products, and steps of answers alone are spared an
+    overhead, as recorded ones are. Where rows cost more at once, the log says what the engine
+    measured.
+    """
 
     def submit(machine: Machine, step: Step) -> Machine:
         tokens, samples = step.num_tokens, sum(one.samples for one in step.scheduled)
-        seconds = 0.008 + products(tokens, jump) + 0.0012 * samples + (overhead if tokens > samples else 0.0)
+        seconds = (
+            0.008
+            + products(tokens, jump)
+            + 0.0012 * samples
+            + (overhead if tokens > samples else 0.0)
+        )
         machine.now += seconds / 3 * machine._noise.uniform(0.97, 1.05)
-        machine._result = StepResult(step.step_id, {one.request_id: (7,) for one in step.scheduled if one.samples})
+        machine._result = StepResult(
+            step.step_id, {one.request_id: (7,) for one in step.scheduled if one.samples}
+        )
         return machine
 
     monkeypatch.setattr(Machine, "submit", submit)
@@ -155,7 +186,8 @@ def test_from_few_rows_to_eight(monkeypatch: pytest.MonkeyPatch, overhead: float
     close(found.run, measured, 0.10)
     assert measured.ttft[0] < 0.7 * Summary.of(derive_metrics(recorded)).ttft[0]
     assert found.share_outside > 0.1
-    # Steps of 200 tokens as those of up to 100 tell: pairs of queries and keys, which cost nothing, are no excuse.
+    # Steps of 200 tokens as those of up to 100 tell: pairs of queries and keys, which cost nothing,
+    # are no excuse.
     assert times.quality.beyond_error is not None
     assert times.quality.beyond_error < 0.10
     assert found.low.ttft[0] < found.run.ttft[0] < found.high.ttft[0]
@@ -167,7 +199,8 @@ def test_the_work_of_rows_that_were_measured_and_of_others() -> None:
     assert costs.work(1, 0) == 0.0
     assert costs.work(2, 1) == pytest.approx((2.0 + 1.0) / row)
     assert costs.work(3, 2) == pytest.approx((5.0 + 3.0) / row)  # between two and four
-    assert costs.work(14, 0) == pytest.approx((14.0 + 2.0 * 6) / row)  # beyond, as from two to eight
+    # beyond, as from two to eight
+    assert costs.work(14, 0) == pytest.approx((14.0 + 2.0 * 6) / row)
     assert costs.work(8, 5) == pytest.approx((14.0 + 9.0) / row)
     assert replace(costs, rows=(), layers=(), head=()).work(8, 5) == 7 + 2.5
 
@@ -177,7 +210,9 @@ def test_recorded_requests_are_the_ones_that_were_sent(entries: list[StepLogEntr
     assert len(requests) == 80
     assert all(one.finish_reason == "length" for one in requests)
     assert all(len(one.tokens) == one.admission.params.max_tokens for one in requests)
-    assert [one.admission.arrival for one in requests] == sorted(one.admission.arrival for one in requests)
+    assert [one.admission.arrival for one in requests] == sorted(
+        one.admission.arrival for one in requests
+    )
 
 
 def test_a_log_that_begins_or_ends_in_the_middle(entries: list[StepLogEntry]) -> None:
@@ -188,7 +223,9 @@ def test_a_log_that_begins_or_ends_in_the_middle(entries: list[StepLogEntry]) ->
     assert len(played.finished) == len(requests)
 
 
-def test_requests_that_could_never_run_are_counted(entries: list[StepLogEntry], times: StepTimes) -> None:
+def test_requests_that_could_never_run_are_counted(
+    entries: list[StepLogEntry], times: StepTimes
+) -> None:
     setting = parse_changes("num_blocks=10", Setting(CONFIG))
     played, refused = play(recorded_requests(entries), setting, times)
     assert refused > 0
@@ -203,7 +240,15 @@ def test_changes_are_checked_and_a_full_cache_grows_with_its_rows() -> None:
     assert parse_changes("max_num_seqs=8,num_blocks=50", base).config.num_blocks == 50
     scarce = Setting(replace(CONFIG, num_blocks=60))
     assert parse_changes("max_num_seqs=8", scarce).config.num_blocks == 60
-    for wrong in ("max_num_seqs", "speed=3", "max_num_seqs=many", "rate=0", "prefix_caching=1", "depth=0", "policy"):
+    for wrong in (
+        "max_num_seqs",
+        "speed=3",
+        "max_num_seqs=many",
+        "rate=0",
+        "prefix_caching=1",
+        "depth=0",
+        "policy",
+    ):
         with pytest.raises(InvalidRequestError, match="--what-if"):
             parse_changes(wrong, base)
     with pytest.raises(InvalidRequestError, match="max_batched_tokens"):
@@ -230,14 +275,18 @@ def test_what_is_sent_at_once_is_there_before_the_first_step() -> None:
     for number in range(20):
         for place in range(4):
             prompt = [number, *range(99)]
-            for request in make_requests(f"r{number}.{place}", prompt, SamplingParams(max_tokens=5), place):
+            for request in make_requests(
+                f"r{number}.{place}", prompt, SamplingParams(max_tokens=5), place
+            ):
                 machine.core.add_request(request, machine.now + place * 1e-4)
         machine.now += 0.001
         while machine.core.has_work:
             machine.core.step(machine.now)
         machine.now += 1.0
     entries = list(log)
-    assert {one.noticed for one in recorded_requests(entries)} <= {entry.step.now for entry in entries}
+    assert {one.noticed for one in recorded_requests(entries)} <= {
+        entry.step.now for entry in entries
+    }
     times = fit_step_times(entries)
     for rate in (1.0, 3.0):
         times.restart()
@@ -248,7 +297,9 @@ def test_what_is_sent_at_once_is_there_before_the_first_step() -> None:
         assert replayed.ttft == pytest.approx(measured.ttft, rel=0.1)
 
 
-def test_those_whose_end_the_log_lacks_are_not_counted(entries: list[StepLogEntry], times: StepTimes) -> None:
+def test_those_whose_end_the_log_lacks_are_not_counted(
+    entries: list[StepLogEntry], times: StepTimes
+) -> None:
     cut = entries[: len(entries) // 2]
     requests = recorded_requests(cut)
     ended = [one for one in requests if one.finish_reason is not None]
@@ -261,7 +312,10 @@ def test_plays_on_several_cores_are_the_same(
     entries: list[StepLogEntry], times: StepTimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has its own noise, whoever plays it and in whichever order."""
-    requests, settings = recorded_requests(entries)[:30], [Setting(CONFIG), parse_changes("rate=2", Setting(CONFIG))]
+    requests, settings = (
+        recorded_requests(entries)[:30],
+        [Setting(CONFIG), parse_changes("rate=2", Setting(CONFIG))],
+    )
     alone = [predict(requests, one, times) for one in settings]
     monkeypatch.setattr(players, "_WORTH", 0.0)
     heard: list[int] = []
@@ -276,10 +330,13 @@ def test_a_long_log_says_what_is_going_on(
     """On stderr: stdout is for the answer."""
     monkeypatch.setattr("quire.cli.what_if._LONG", 100)
     engine = LoggedEngine(1, CONFIG)
-    play_and_print(entries, engine, recorded_requests(entries)[:20], ["rate=2"], None, None, json_output=True)
+    play_and_print(
+        entries, engine, recorded_requests(entries)[:20], ["rate=2"], None, None, json_output=True
+    )
     said = capsys.readouterr()
     assert (
-        f"Playing 20 requests of {len(entries):,} steps on a virtual clock, 7 times in each of 2 settings" in said.err
+        f"Playing 20 requests of {len(entries):,} steps on a virtual clock, 7 times in each of 2 settings"
+        in said.err
     )
     assert set(json.loads(said.out)) == {"fit", "calibration", "runs", "notes"}
 
@@ -308,7 +365,8 @@ def test_the_command(tmp_path: Path) -> None:
     # Nobody has measured steps that large, and nobody can: the log does not say its model.
     assert "max_num_seqs=8: " in text
     assert (
-        "known: 64 and 4): the log does not say its model: name it with --model. Their times are extrapolated" in text
+        "known: 64 and 4): the log does not say its model: name it with --model. Their times are extrapolated"
+        in text
     )
     told = json.loads(invoke(path, "--json", "--what-if", "rate=2"))
     assert [one["setting"] for one in told["runs"]] == ["recorded", "replayed", "rate=2"]

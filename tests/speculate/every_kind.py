@@ -23,13 +23,18 @@ _PROMPTS = (
 )
 _SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "country": {"enum": ["France", "Italy", "Spain"]}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "country": {"enum": ["France", "Italy", "Spain"]},
+    },
     "required": ["name", "country"],
 }
 _FORMS = (
     StructuredOutput(json_schema=_SCHEMA),
     StructuredOutput(regex="(one|two|three)(, (one|two|three)){2,9}"),
-    StructuredOutput(choice=("The old lighthouse keeper walked down", "The old man", "a b c a b c a b c a b c")),
+    StructuredOutput(
+        choice=("The old lighthouse keeper walked down", "The old man", "a b c a b c a b c a b c")
+    ),
     StructuredOutput(json_object=True),
 )
 
@@ -54,7 +59,9 @@ def make_params(rng: random.Random, max_tokens: int) -> SamplingParams:
     sometimes(bad_words=("harbour", "two"))
     sometimes(logprobs=rng.randint(0, 4))
     sometimes(prompt_logprobs=1)
-    sometimes(stop=("morning", "two, th", "b c a b c"), include_stop_str_in_output=rng.random() < 0.5)
+    sometimes(
+        stop=("morning", "two, th", "b c a b c"), include_stop_str_in_output=rng.random() < 0.5
+    )
     sometimes(stop_token_ids=(rng.randrange(300),), min_tokens=rng.randint(0, given["max_tokens"]))
     sometimes(n=2)
     sometimes(cache_salt="a")
@@ -77,10 +84,22 @@ def essence(outputs: Sequence[RequestOutput]) -> list[Any]:
         (
             output.prompt_logprobs,
             [
-                (c.text, c.token_ids, c.finish_reason, c.stop_reason, c.error, c.logprobs, c.cumulative_logprob, c.seed)
+                (
+                    c.text,
+                    c.token_ids,
+                    c.finish_reason,
+                    c.stop_reason,
+                    c.error,
+                    c.logprobs,
+                    c.cumulative_logprob,
+                    c.seed,
+                )
                 for c in output.completions
             ],
-            [(c.metrics.num_prompt_tokens, c.metrics.num_output_tokens) for c in output.completions],
+            [
+                (c.metrics.num_prompt_tokens, c.metrics.num_output_tokens)
+                for c in output.completions
+            ],
         )
         for output in outputs
     ]

@@ -1,4 +1,6 @@
-"""Acceptance against an engine that knows no steps, no cache and no guesses: one token at a time, from the start."""
+"""Acceptance against an engine that knows no steps, no cache and no guesses: one token at a time,
+from the start.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def decoder() -> Decoder:
     return random_decoder(SPECS["llama"], make_kernels("auto", torch.float32), torch.float32)
 
 
-def naive_answer(decoder: Decoder, prompt: Sequence[int], params: SamplingParams, seed: int) -> list[int]:
+def naive_answer(
+    decoder: Decoder, prompt: Sequence[int], params: SamplingParams, seed: int
+) -> list[int]:
     """Every token from the logits of the whole sequence so far."""
     tokens = list(prompt)
     sampler = Sampler(1, decoder.spec.vocab_size, decoder.kernels, torch.device("cpu"))
@@ -35,7 +39,9 @@ def naive_answer(decoder: Decoder, prompt: Sequence[int], params: SamplingParams
     while len(tokens) - len(prompt) < params.max_tokens:
         history = torch.zeros(1, 256, dtype=torch.int64)
         history[0, : len(tokens)] = torch.tensor(tokens)
-        draws = sampler.draws(torch.tensor([0]).numpy(), torch.tensor([len(tokens)]).numpy(), history)
+        draws = sampler.draws(
+            torch.tensor([0]).numpy(), torch.tensor([len(tokens)]).numpy(), history
+        )
         logits = all_logits(decoder, tokens)[-1:].float().clone()
         tokens.append(int(sampler.sample(logits, draws).token_ids))
         if tokens[-1] in params.stop_token_ids and len(tokens) - len(prompt) > params.min_tokens:
@@ -44,7 +50,9 @@ def naive_answer(decoder: Decoder, prompt: Sequence[int], params: SamplingParams
 
 
 class Drafter:
-    """Guesses the answer, each token right with a chance, at most so many, and more than are left now and then."""
+    """Guesses the answer, each token right with a chance, at most so many, and more than are left
+    now and then.
+    """
 
     def __init__(self, answer: Sequence[int], right: float, longest: int, seed: int) -> None:
         self.answer = answer
@@ -56,7 +64,9 @@ class Drafter:
         first = request.num_tokens - 1 - request.num_prompt_tokens
         known = list(self.answer[first : first + self.rng.randint(0, self.longest)])
         known += [0] * self.rng.choice([0, 0, 1, 40])
-        return [token if self.rng.random() < self.right else self.rng.randrange(97) for token in known]
+        return [
+            token if self.rng.random() < self.right else self.rng.randrange(97) for token in known
+        ]
 
 
 features = st.fixed_dictionaries(
@@ -115,6 +125,7 @@ def test_guesses_never_change_an_answer(
         num_blocks=200,
         observes=False,
     )
-    other = SamplingParams(temperature=0.5, seed=1, max_tokens=6)  # company, whose guesses are the first one's
+    # company, whose guesses are the first one's
+    other = SamplingParams(temperature=0.5, seed=1, max_tokens=6)
     got = bench.run([prompt, [5, 6]], [params, other])
     assert got.tokens["0"] == expected

@@ -16,7 +16,9 @@ HISTORIES = [
     SamplingParams(temperature=0, max_tokens=40, no_repeat_ngram_size=1),
     SamplingParams(temperature=1.5, seed=2, max_tokens=40, no_repeat_ngram_size=1),
     SamplingParams(temperature=1.5, seed=3, max_tokens=40, repetition_penalty=3.0),
-    SamplingParams(temperature=1.5, seed=4, max_tokens=40, frequency_penalty=2.0, presence_penalty=2.0),
+    SamplingParams(
+        temperature=1.5, seed=4, max_tokens=40, frequency_penalty=2.0, presence_penalty=2.0
+    ),
     *EVERYTHING[4:],
 ]
 """What was said before decides much."""
@@ -33,7 +35,9 @@ def decoder() -> Decoder:
 def test_guesses_change_no_bit(decoder: Decoder, right: float, depth: int) -> None:
     expected = Bench(decoder).run(prompts(), HISTORIES)
     for observes in (True, False):
-        bench = Bench(decoder, depth=depth, guess=Guesser(expected.tokens, right, depth), observes=observes)
+        bench = Bench(
+            decoder, depth=depth, guess=Guesser(expected.tokens, right, depth), observes=observes
+        )
         got = bench.run(prompts(), HISTORIES)
         if observes:
             assert_same(got, expected)
@@ -45,13 +49,17 @@ def test_guesses_change_no_bit(decoder: Decoder, right: float, depth: int) -> No
 def test_tokens_are_the_same_whoever_draws_them(
     decoder: Decoder, params: list[SamplingParams], max_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs alone, or what comes behind them; and where a step is too large to be recorded its guesses stay, though
-    computing it for the first time, which finds that out, has drawn other tokens in their places."""
+    """Graphs alone, or what comes behind them; and where a step is too large to be recorded its
+    guesses stay, though computing it for the first time, which finds that out, has drawn other
+    tokens in their places.
+    """
     jobs = prompts()[: len(params)]
     expected = Bench(decoder, recorded=False).run(jobs, params)
     monkeypatch.setattr(recording, "_MAX_BYTES", max_bytes)
     for right, depth in ((0.7, 2), (1.0, 1)):
-        bench = Bench(decoder, depth=depth, guess=Guesser(expected.tokens, right, depth), observes=False)
+        bench = Bench(
+            decoder, depth=depth, guess=Guesser(expected.tokens, right, depth), observes=False
+        )
         got = bench.run(jobs, params)
         assert got.tokens == expected.tokens
     assert got.steps < expected.steps

@@ -30,7 +30,9 @@ def counts(guess: np.ndarray, params: SamplingParams) -> np.ndarray:  # type: ig
 
 
 def noisy_guesses(params: SamplingParams) -> np.ndarray:  # type: ignore[type-arg]
-    """What a draft model with other logits draws with the engine's own noise: the rule must not mind."""
+    """What a draft model with other logits draws with the engine's own noise: the rule must not
+    mind.
+    """
     sampler = Sampler(1, len(LOGITS), ReferenceKernels(), torch.device("cpu"))
     sampler.admit(Admission("a", 0, (1,), 1, (), 0, 0, params, 5, (), 0.0))
     history = torch.zeros(1, NUM_DRAWS + 2, dtype=torch.int64)
@@ -39,7 +41,9 @@ def noisy_guesses(params: SamplingParams) -> np.ndarray:  # type: ignore[type-ar
 
 
 @pytest.mark.parametrize("drafter", ["likely", "unlikely", "impossible", "shared noise", "none"])
-@pytest.mark.parametrize("params", [SamplingParams(temperature=0.8), SamplingParams(temperature=1.3, top_k=4)])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(temperature=0.8), SamplingParams(temperature=1.3, top_k=4)]
+)
 def test_probabilities_are_kept(drafter: str, params: SamplingParams) -> None:
     guess = {
         "likely": np.zeros(NUM_DRAWS, np.int64),
@@ -55,7 +59,8 @@ def test_probabilities_are_kept(drafter: str, params: SamplingParams) -> None:
     possible = expected > 0
     assert found[~possible].sum() == 0
     chi_squared = (((found - expected) ** 2)[possible] / expected[possible]).sum()
-    assert chi_squared < 27.9  # beyond it lies a thousandth of a percent, with up to six degrees of freedom
+    # beyond it lies a thousandth of a percent, with up to six degrees of freedom
+    assert chi_squared < 27.9
 
 
 def test_greedy_answers_are_what_they_are() -> None:
@@ -65,7 +70,10 @@ def test_greedy_answers_are_what_they_are() -> None:
 
 def test_a_runner_that_rejects_goes_on_as_ever() -> None:
     decoder = random_decoder(SPECS["llama"], ReferenceKernels(), torch.float32)
-    params = [SamplingParams(temperature=0, max_tokens=12), SamplingParams(temperature=1.0, seed=3, max_tokens=12)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=12),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=12),
+    ]
     expected = Bench(decoder, observes=False).run([[1, 2, 3], [4, 5]], params)
 
     def guess(request: Request, most: int) -> list[int]:
@@ -77,4 +85,5 @@ def test_a_runner_that_rejects_goes_on_as_ever() -> None:
     got = bench.run([[1, 2, 3], [4, 5]], params)
     assert got.tokens["0"] == expected.tokens["0"]
     assert len(got.tokens["1"]) == 12
-    assert got.tokens["1"] != expected.tokens["1"]  # guesses are taken by chance: that is what exactness saves us from
+    # guesses are taken by chance: that is what exactness saves us from
+    assert got.tokens["1"] != expected.tokens["1"]

@@ -38,7 +38,9 @@ def test_every_kind_of_request(
     # Not what this machine's noise makes of it.
     monkeypatch.setattr(StepCosts, "observe", lambda self, entry: setattr(self, "share", 0.3))
     speculation = f"draft:{smollm2_gguf}" if speculation == "draft" else speculation
-    with LLM(smollm2_gguf, max_model_len=512, kv_cache_memory="400MiB", speculation=speculation) as llm:
+    with LLM(
+        smollm2_gguf, max_model_len=512, kv_cache_memory="400MiB", speculation=speculation
+    ) as llm:
         outputs = answers(llm, 7, COUNT, 24)
     drafted, accepted = num_accepted(outputs)
     assert accepted > COUNT
@@ -48,14 +50,22 @@ def test_every_kind_of_request(
 
 
 @pytest.mark.soak
-def test_the_same_model_in_fewer_bits_drafts(smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes its own keys and values where the model's will be: none of them may be left when it counts."""
+def test_the_same_model_in_fewer_bits_drafts(
+    smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes its own keys and values where the model's will be: none of them may be left when it
+    counts.
+    """
     monkeypatch.setattr(StepCosts, "observe", lambda self, entry: setattr(self, "share", 0.3))
     count = short_or_long(4, 300)
     found = []
     for speculation in ("self", "off"):
         with LLM(
-            smollm2_gguf, quantization="none", max_model_len=256, kv_cache_memory="200MiB", speculation=speculation
+            smollm2_gguf,
+            quantization="none",
+            max_model_len=256,
+            kv_cache_memory="200MiB",
+            speculation=speculation,
         ) as llm:
             found.append(answers(llm, 5, count, 12))
     drafted, accepted = num_accepted(found[0])
@@ -64,29 +74,54 @@ def test_the_same_model_in_fewer_bits_drafts(smollm2_gguf: Path, monkeypatch: py
 
 
 def test_who_cannot_draft_is_refused(smollm2_gguf: Path, tiny_model: Path) -> None:
-    """Both sizes and the first token that differs; a model that is quantised already has nothing quicker."""
-    with pytest.raises(InvalidRequestError, match=r"vocabulary has \d+ tokens, the model's 49152, and the first that"):
-        LLM(smollm2_gguf, max_model_len=64, kv_cache_memory="16MiB", speculation=f"draft:{tiny_model}")
-    with pytest.raises(InvalidRequestError, match=r'as they are stored .*use ngram, or quantization="none"'):
+    """Both sizes and the first token that differs; a model that is quantised already has nothing
+    quicker.
+    """
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"vocabulary has \d+ tokens, the model's 49152, and the first that",
+    ):
+        LLM(
+            smollm2_gguf,
+            max_model_len=64,
+            kv_cache_memory="16MiB",
+            speculation=f"draft:{tiny_model}",
+        )
+    with pytest.raises(
+        InvalidRequestError, match=r'as they are stored .*use ngram, or quantization="none"'
+    ):
         LLM(smollm2_gguf, max_model_len=64, kv_cache_memory="16MiB", speculation="self")
 
 
-def test_scarcity_chunks_streams_and_aborts(plain: LLM, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few blocks, few tokens a step, a host tier, preemptions by hand, a stream that is left and one that is read."""
+def test_scarcity_chunks_streams_and_aborts(
+    plain: LLM, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few blocks, few tokens a step, a host tier, preemptions by hand, a stream that is left and
+    one that is read.
+    """
     monkeypatch.setattr(StepCosts, "observe", lambda self, entry: setattr(self, "share", 0.3))
     prompts, params = make_requests(3, 8, 16)
     params = [replace(one, deadline=None) for one in params]
     expected = essence(plain.generate(prompts, params, progress=False))
-    options = {"max_batched_tokens": 24, "max_num_seqs": 6, "kv_cache_memory": "14MiB", "host_cache_memory": "4MiB"}
+    options = {
+        "max_batched_tokens": 24,
+        "max_num_seqs": 6,
+        "kv_cache_memory": "14MiB",
+        "host_cache_memory": "4MiB",
+    }
     with LLM(smollm2_gguf, max_model_len=256, speculation="ngram", **options) as llm:  # type: ignore[arg-type]
         scheduler = llm.engine.core.scheduler
         left = llm.stream("a b c a b c a b c a", SamplingParams(temperature=0, max_tokens=60))
-        read = llm.stream("a b c a b c a b c a", SamplingParams(temperature=0, max_tokens=30, stop=("c a b",)))
+        read = llm.stream(
+            "a b c a b c a b c a", SamplingParams(temperature=0, max_tokens=30, stop=("c a b",))
+        )
         names = [llm.add_request(*one) for one in zip(prompts, params, strict=True)]
         outputs: dict[str, RequestOutput] = {}
         text, number = "", 0
         while not outputs.keys() >= set(names):
-            outputs |= {delta.request_id: delta.output for delta in llm.step() if delta.output is not None}
+            outputs |= {
+                delta.request_id: delta.output for delta in llm.step() if delta.output is not None
+            }
             number += 1
             if number == 12:
                 next(left)
@@ -98,7 +133,9 @@ def test_scarcity_chunks_streams_and_aborts(plain: LLM, smollm2_gguf: Path, monk
         text = "".join(read)
         log = list(llm.engine.step_log)
     assert essence([outputs[name] for name in names]) == expected
-    whole = plain.generate("a b c a b c a b c a", SamplingParams(temperature=0, max_tokens=30, stop=("c a b",)))[0]
+    whole = plain.generate(
+        "a b c a b c a b c a", SamplingParams(temperature=0, max_tokens=30, stop=("c a b",))
+    )[0]
     assert text == whole.text
     assert any(step.step.preempted for step in log)
     assert any(entry.guesses for step in log for entry in step.step.scheduled)

@@ -25,8 +25,9 @@ from tests.long_runs import short_or_long
 
 
 def slow_find(tokens: Sequence[int]) -> int:
-    """By comparing every place: behind the one with most tokens alike, 24 being enough, of the latest six with three;
-    of several the latest."""
+    """By comparing every place: behind the one with most tokens alike, 24 being enough, of the
+    latest six with three; of several the latest.
+    """
     last, best, longest = len(tokens) - 1, -1, 2
     places = [place for place in range(2, last) if tokens[place - 2 : place + 1] == tokens[-3:]]
     for place in places[:-7:-1]:
@@ -43,9 +44,14 @@ class TestNgrams:
     @settings(max_examples=short_or_long(60, 2000), deadline=None)
     @pytest.mark.soak
     def test_it_finds_what_a_slow_search_finds(self, data: st.DataObject) -> None:
-        """However late and in whatever pieces tokens are taken in, be they indexed or searched as they are."""
+        """However late and in whatever pieces tokens are taken in, be they indexed or searched as
+        they are.
+        """
         tokens: list[int] = []
-        index, token = NgramIndex(), st.integers(0, data.draw(st.sampled_from([1, 3, 300, 2**31 - 1])))
+        index, token = (
+            NgramIndex(),
+            st.integers(0, data.draw(st.sampled_from([1, 3, 300, 2**31 - 1]))),
+        )
         with patch("quire.speculate.ngram._SCANNED", data.draw(st.sampled_from([0, 1, 5, 1024]))):
             for _ in range(data.draw(st.integers(1, 12))):
                 tokens += data.draw(st.lists(token, min_size=1, max_size=30))
@@ -54,7 +60,11 @@ class TestNgrams:
                 if data.draw(st.booleans()):
                     place = index.follow(tokens)
                     assert place < len(tokens)  # and no more than its last token differs
-                    assert place < 0 or tokens[place - 1] == tokens[-1] or tokens[place - 2] == tokens[-2]
+                    assert (
+                        place < 0
+                        or tokens[place - 1] == tokens[-1]
+                        or tokens[place - 2] == tokens[-2]
+                    )
                 if data.draw(st.booleans()):
                     while not index.extend(tokens, data.draw(st.integers(1, 10))):
                         pass
@@ -77,9 +87,11 @@ class TestNgrams:
         assert index.follow([*tokens, 7]) == -1  # a change after five tokens ends it
         tokens += [106, 107, 7]  # after seven it does not
         assert index.follow(tokens) == 9
-        for changed in ([7], [7, 110], [109, 110, 111, 7]):  # nor two of them, nor one soon after the other
+        # nor two of them, nor one soon after the other
+        for changed in ([7], [7, 110], [109, 110, 111, 7]):
             assert index.follow(tokens + changed) == -1
-        # If it has gone on where it was, behind whatever changed, that is taken up again, and the next change expected.
+        # If it has gone on where it was, behind whatever changed, that is taken up again, and the
+        # next change expected.
         tokens += [7, 7, 111, 112]
         assert index.follow(tokens) == -1
         tokens += [113]
@@ -128,7 +140,9 @@ class TestPredictions:
         assert predicted.guess([0, 1, 77, *range(5, 20), 3], 3) == ()
 
     def test_no_token_outside_the_model_is_guessed(self) -> None:
-        request = Request("a", (1, 2), SamplingParams(), 0, resolved=ResolvedTokens(prediction_ids=(5, 900)))
+        request = Request(
+            "a", (1, 2), SamplingParams(), 0, resolved=ResolvedTokens(prediction_ids=(5, 900))
+        )
         request.num_placeholders = 1
         assert list(Speculator(1000, adaptive=False).guess(request, 5)) == [5, 900]
         request.draft_state = None
@@ -152,14 +166,20 @@ class TestWhoIsGuessedFor:
         assert not Speculator(10).guess(request, 5)
 
     def test_nothing_is_guessed_behind_the_end(self) -> None:
-        """A prompt that is repeated to its last word goes on with what ends an answer, and a question's beginning."""
+        """A prompt that is repeated to its last word goes on with what ends an answer, and a
+        question's beginning.
+        """
         speculator = Speculator(10, ngrams=True, adaptive=False)
-        request = Request("a", (1, 2, 3, 4, 9, 7, 8, 1, 2, 3), SamplingParams(), 0, eos_token_ids=(9,))
+        request = Request(
+            "a", (1, 2, 3, 4, 9, 7, 8, 1, 2, 3), SamplingParams(), 0, eos_token_ids=(9,)
+        )
         request.num_placeholders = 1
         assert list(speculator.guess(request, 5)) == [4, 9]
         request.num_placeholders = 3
         assert list(speculator.guess(request, 5)) == []
-        request = Request("a", request.prompt_token_ids, SamplingParams(ignore_eos=True), 0, eos_token_ids=(9,))
+        request = Request(
+            "a", request.prompt_token_ids, SamplingParams(ignore_eos=True), 0, eos_token_ids=(9,)
+        )
         request.num_placeholders = 1
         assert list(speculator.guess(request, 5)) == [4, 9, 7, 8, 1]
 
@@ -187,7 +207,10 @@ class TestWhoIsGuessedFor:
 
 @cache
 def requests(count: int, guesses: int) -> tuple[ScheduledRequest, ...]:
-    return tuple(ScheduledRequest(f"r{i}", i, 10, 1 + guesses, True, (), (1,) * guesses) for i in range(count))
+    return tuple(
+        ScheduledRequest(f"r{i}", i, 10, 1 + guesses, True, (), (1,) * guesses)
+        for i in range(count)
+    )
 
 
 def step_entry(number: int, num_requests: int, guesses: int, seconds: float) -> StepLogEntry:
@@ -221,12 +244,14 @@ class TestPauses:
         pauses = [after - before - 1 for before, after in pairwise(asked)]
         assert pauses[:3] == [2, 4, 8]
         assert all(one in (31, 32) for one in pauses[5:])
-        # What repeats itself in the end is noticed, and then the next search in vain comes soon again.
+        # What repeats itself in the end is noticed, and then the next search in vain comes soon
+        # again.
         request.token_ids += [1, 2, 3]
         request.guess_pause = 0
         assert list(speculator.guess(request, 5))[:3] == [4, 5, 6]
         assert self.asked_at(speculator, request, 8)[:2] == [0, 1]
-        # Whoever comes after requests for which nothing was found is not expected to differ from them.
+        # Whoever comes after requests for which nothing was found is not expected to differ from
+        # them.
         others = [Request(f"r{i}", (1, 2, 3), SamplingParams(), 0) for i in range(40)]
         assert sum(len(self.asked_at(speculator, other, 64)) for other in others[20:]) < 20 * 4
 
@@ -234,14 +259,18 @@ class TestPauses:
         speculator = Speculator(10**6, ngrams=True)
         for number in range(20):
             speculator.observe(step_entry(number, 8, 0, 0.05))
-        assert self.asked_at(speculator, Request("a", (1, 2, 3), SamplingParams(), 0), 50) == list(range(50))
+        assert self.asked_at(speculator, Request("a", (1, 2, 3), SamplingParams(), 0), 50) == list(
+            range(50)
+        )
 
     def test_where_guesses_never_come_nobody_asks_twice(self) -> None:
         for request in (
             Request("a", (1,), SamplingParams(speculation=False), 0),
             Request("a", (1,), SamplingParams(), 0),
         ):
-            assert self.asked_at(Speculator(10, ngrams=not request.params.speculation), request, 9) == [0]
+            assert self.asked_at(
+                Speculator(10, ngrams=not request.params.speculation), request, 9
+            ) == [0]
 
     @pytest.mark.parametrize("most", [1, 5, 100])
     def test_a_rest_is_as_long_as_being_told_that_nothing_pays(self, most: int) -> None:
@@ -257,13 +286,22 @@ class TestPauses:
 
 
 class TestWhatPays:
-    """Costs are base + slope per token; a request's guesses are right with a chance, one after the other."""
+    """Costs are base + slope per token; a request's guesses are right with a chance, one after the
+    other.
+    """
 
     def run(
-        self, num_requests: int, base: float, slope: float, chance: float, seed: int = 0, early: float | None = None
+        self,
+        num_requests: int,
+        base: float,
+        slope: float,
+        chance: float,
+        seed: int = 0,
+        early: float | None = None,
     ) -> tuple[float, float]:
-        """(time per token, that without guesses), after it has settled. In every other 60 steps the chance is `early`,
-        if that is given."""
+        """(time per token, that without guesses), after it has settled. In every other 60 steps the
+        chance is `early`, if that is given.
+        """
         rng = random.Random(seed)
         costs, acceptance = StepCosts(), Acceptance()
         right = wrong = 0
@@ -282,15 +320,20 @@ class TestWhatPays:
         return spent / tokens, base + slope * num_requests
 
     @pytest.mark.parametrize("num_requests", [1, 32])
-    def test_right_guesses_are_used_where_a_step_is_bound_by_its_weights(self, num_requests: int) -> None:
+    def test_right_guesses_are_used_where_a_step_is_bound_by_its_weights(
+        self, num_requests: int
+    ) -> None:
         took, plain = self.run(num_requests, 1000.0, 2.0, 0.9)
         assert took < plain / 3
 
     @pytest.mark.parametrize(
-        ("num_requests", "base", "slope"), [(1, 1000.0, 50.0), (32, 1000.0, 50.0), (256, 100.0, 50.0), (1, 100.0, 50.0)]
+        ("num_requests", "base", "slope"),
+        [(1, 1000.0, 50.0), (32, 1000.0, 50.0), (256, 100.0, 50.0), (1, 100.0, 50.0)],
     )
     @pytest.mark.parametrize("chance", [0.0, 0.05, 0.4, 0.7])
-    def test_wrong_guesses_cost_nothing(self, num_requests: int, base: float, slope: float, chance: float) -> None:
+    def test_wrong_guesses_cost_nothing(
+        self, num_requests: int, base: float, slope: float, chance: float
+    ) -> None:
         took, plain = self.run(num_requests, base, slope, chance)
         assert took < plain * 1.02
 
@@ -308,7 +351,10 @@ class TestWhatPays:
         for share in (0.01, 0.1, 0.3, 0.7, 1.0):
             for percent in range(0, 100, 7):
                 chance = percent / 100
-                speeds = [sum(chance**i for i in range(k + 1)) / (1 + share * k) for k in range(MAX_GUESSES + 1)]
+                speeds = [
+                    sum(chance**i for i in range(k + 1)) / (1 + share * k)
+                    for k in range(MAX_GUESSES + 1)
+                ]
                 assert speeds[best_number(chance, share)] >= 0.97 * max(speeds)
 
     def test_prompts_say_nothing_about_guesses(self) -> None:

@@ -31,7 +31,9 @@ def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def invoke(*arguments: str | Path) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["verify", *map(str, arguments), "--seconds", "300", "--device", "cpu"])
+    done = CliRunner().invoke(
+        app, ["verify", *map(str, arguments), "--seconds", "300", "--device", "cpu"]
+    )
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done.exit_code, done.stdout
@@ -49,7 +51,9 @@ def test_a_model_from_its_files_is_exact_on_all_axes(tiny_model: Path) -> None:
     assert told["smallest"] is None
 
 
-def test_a_difference_is_shown_with_its_smallest_case(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_shown_with_its_smallest_case(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import quire.sampling.sampler as sampler
 
     proper, calls = sampler.noise_keys, []
@@ -59,7 +63,9 @@ def test_a_difference_is_shown_with_its_smallest_case(tiny_model: Path, monkeypa
         return proper(seeds + len(calls), positions)
 
     monkeypatch.setattr(sampler, "noise_keys", keys)
-    monkeypatch.setattr(engines.Model, "no_devices", lambda model, size: "other processes have a sound one")
+    monkeypatch.setattr(
+        engines.Model, "no_devices", lambda model, size: "other processes have a sound one"
+    )
     code, text = invoke(tiny_model)
     assert code == 1
     assert "NOT EXACT: answers differ from those alone on repeated" in text
@@ -77,13 +83,17 @@ def test_a_model_that_can_not_be_divided(tiny_model: Path, monkeypatch: pytest.M
         axes = {axis.name: axis.missing for axis in LoadedModel(model).axes()}
         assert "query heads" in str(axes["devices"])
         with monkeypatch.context() as little_memory:
-            little_memory.setattr(CpuDevice, "free_memory", lambda device: model.first_engine.decoder.nbytes)
+            little_memory.setattr(
+                CpuDevice, "free_memory", lambda device: model.first_engine.decoder.nbytes
+            )
             assert "no room" in str(model.no_devices(2))
         monkeypatch.setattr(engines, "_num_cores", lambda: 1)
         assert "cores" in str(model.no_devices(2))
     finally:
         model.close()
-    assert "no files" in str(make_model(select_kernels(torch.device("cpu"), torch.float32)).no_devices(2))
+    assert "no files" in str(
+        make_model(select_kernels(torch.device("cpu"), torch.float32)).no_devices(2)
+    )
 
 
 def test_wrong_input_is_refused(tiny_model: Path) -> None:

@@ -48,13 +48,19 @@ def test_a_sound_engine_has_no_difference() -> None:
     assert set(states(verdict).values()) == {"equal"}
     assert verdict.is_exact
     assert verdict.smallest is None
-    assert all(axis.values > 0 and axis.requests > 0 for axis in verdict.axes if axis.state == "equal")
+    assert all(
+        axis.values > 0 and axis.requests > 0 for axis in verdict.axes if axis.state == "equal"
+    )
 
 
 class BatchedSums(ReferenceKernels):
-    """Adds in another order when there are more rows: what a library that picks its split by the batch does."""
+    """Adds in another order when there are more rows: what a library that picks its split by the
+    batch does.
+    """
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         if len(x) < 5 or weight.format is None:
             return super().linear(x, weight, bias, out)
         half = x.shape[1] // 2
@@ -65,7 +71,9 @@ class BatchedSums(ReferenceKernels):
 
 
 def test_sums_that_depend_on_the_batch_show_in_batches() -> None:
-    verdict = verify(LoadedModel(make_model(BatchedSums())), 600.0, max_rounds=1, shrink_seconds=60.0)
+    verdict = verify(
+        LoadedModel(make_model(BatchedSums())), 600.0, max_rounds=1, shrink_seconds=60.0
+    )
     found = states(verdict)
     assert found["repeated"] == found["seeds"] == "equal"
     assert found["together"] == found["chunks"] == found["scored again"] == "different"
@@ -78,7 +86,9 @@ def test_sums_that_depend_on_the_batch_show_in_batches() -> None:
     assert 2 <= len(smallest.cases) <= 6  # five rows in one step: a request alone never has them
 
 
-def test_a_prefix_cache_that_gives_a_neighbours_block_shows_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefix_cache_that_gives_a_neighbours_block_shows_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def admit(**fields: Any) -> Admission:
         blocks = fields["block_ids"]
         if fields["num_cached_tokens"] and blocks:
@@ -94,7 +104,9 @@ def test_a_prefix_cache_that_gives_a_neighbours_block_shows_there(monkeypatch: p
     assert len(verdict.smallest.cases) <= 2
 
 
-def test_a_sampler_that_draws_its_own_chance_shows_when_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_that_draws_its_own_chance_shows_when_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     source = np.random.default_rng(0)
 
     def keys(seeds: Any, positions: Any) -> Any:
@@ -110,7 +122,9 @@ def test_a_sampler_that_draws_its_own_chance_shows_when_repeated(monkeypatch: py
 
 def test_a_sampler_that_ignores_the_seed_shows_among_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     proper = sampler.noise_keys
-    monkeypatch.setattr(sampler, "noise_keys", lambda seeds, positions: proper(np.zeros_like(seeds), positions))
+    monkeypatch.setattr(
+        sampler, "noise_keys", lambda seeds, positions: proper(np.zeros_like(seeds), positions)
+    )
     apply = RequestRows.apply
 
     def forget_seeds(rows: RequestRows, step: Step) -> None:
@@ -130,7 +144,11 @@ def test_an_axis_that_breaks_is_a_difference() -> None:
             def fail(cases: Sequence[Case], alone: Answers) -> Comparison:
                 raise EngineError("three are too many")
 
-            return [Axis("rows", "", fail), Axis("chips", "", fail, "there is one"), *super().axes()[:1]]
+            return [
+                Axis("rows", "", fail),
+                Axis("chips", "", fail, "there is one"),
+                *super().axes()[:1],
+            ]
 
     verdict = verify(Breaking(make_model(CPU)), 600.0, max_rounds=1, shrink_seconds=0.1)
     assert [axis.state for axis in verdict.axes] == ["different", "not applicable", "equal"]

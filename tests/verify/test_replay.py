@@ -1,4 +1,6 @@
-"""`quire replay --model`: the requests of a log again on the real engine, and a log that was changed."""
+"""`quire replay --model`: the requests of a log again on the real engine, and a log that was
+changed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from tests.ladder.conftest import tiny_model as tiny_model
 @pytest.fixture(scope="module")
 def log(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("replay") / "steps.jsonl"
-    options = {"kv_cache_memory": "400KiB", "max_model_len": 128, "max_num_seqs": 4, "device": "cpu"}
+    options = {
+        "kv_cache_memory": "400KiB",
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "device": "cpu",
+    }
     params = [
         SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
         SamplingParams(seed=3, max_tokens=30, n=2, repetition_penalty=1.2),
@@ -26,7 +33,11 @@ def log(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         SamplingParams(temperature=1.5, top_k=9, max_tokens=40, ignore_eos=True),
     ]
     with LLM(tiny_model, step_log=path, **options) as llm:  # type: ignore[arg-type]
-        llm.generate(["some text", "more of it " * 4, "learn", "from the text " * 3] * 2, params * 2, progress=False)
+        llm.generate(
+            ["some text", "more of it " * 4, "learn", "from the text " * 3] * 2,
+            params * 2,
+            progress=False,
+        )
         llm.generate("x", SamplingParams(max_tokens=1))
     return path
 
@@ -39,7 +50,9 @@ def invoke(*arguments: str | Path) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("how", [(), ("--no-wait",)])
-def test_the_same_requests_give_the_same_tokens(log: Path, tiny_model: Path, how: tuple[str, ...]) -> None:
+def test_the_same_requests_give_the_same_tokens(
+    log: Path, tiny_model: Path, how: tuple[str, ...]
+) -> None:
     code, text = invoke(log, "--model", tiny_model, "--json", *how)
     told = json.loads(text)
     assert code == 0
@@ -91,12 +104,15 @@ def test_another_model_is_noticed(log: Path, tiny_model: Path, tmp_path: Path) -
 def test_what_if_measures_steps_that_the_log_does_not_have(
     log: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the log's own model, if it is here; else, or if nobody wants that, it says that figures are uncertain."""
+    """On the log's own model, if it is here; else, or if nobody wants that, it says that figures
+    are uncertain.
+    """
     engine = last_run(log)[1]
     assert engine is not None
     assert engine.model is not None
     assert (engine.model.name, engine.model.device) == (str(tiny_model), "cpu")
-    monkeypatch.setattr("quire.tools.what_if.calibration._SPEEDS", (0.0, 1e9))  # steps of a tiny model are mostly noise
+    # steps of a tiny model are mostly noise
+    monkeypatch.setattr("quire.tools.what_if.calibration._SPEEDS", (0.0, 1e9))
     change = ("--what-if", "max_num_seqs=16,max_batched_tokens=64")
     told = json.loads(invoke(log, "--json", *change)[1])
     assert told["calibration"]["model"] == str(tiny_model)

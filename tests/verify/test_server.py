@@ -1,5 +1,7 @@
-"""`quire verify --url` against small servers: a sound one, one that adds differently in a crowd, one that forgets
-seeds, one whose streams lose a token, one that is busy, and one that speaks chat only."""
+"""`quire verify --url` against small servers: a sound one, one that adds differently in a crowd,
+one that forgets seeds, one whose streams lose a token, one that is busy, and one that speaks chat
+only.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,10 @@ class Handler(BaseHTTPRequestHandler):
         seed = body["seed"] if body["temperature"] else 0
         seed = next(_count) if self.fault == "seed" and body["temperature"] else seed
         tokens = list(sha256(f"{prompt} {seed}".encode()).hexdigest()[: body["max_tokens"]])
-        logprobs = [-int(token, 16) / 3 - (1e-7 if self.fault == "crowd" and crowd > 1 else 0) for token in tokens]
+        logprobs = [
+            -int(token, 16) / 3 - (1e-7 if self.fault == "crowd" and crowd > 1 else 0)
+            for token in tokens
+        ]
         if not body["stream"]:
             self._send({"choices": [self._choice(chat, tokens, logprobs, "length", "message")]})
             return
@@ -83,7 +88,11 @@ class Handler(BaseHTTPRequestHandler):
         text = "".join(tokens)
         if chat:
             return {part: {"content": text}, "finish_reason": end}
-        found = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": [{"a": one} for one in logprobs]}
+        found = {
+            "tokens": tokens,
+            "token_logprobs": logprobs,
+            "top_logprobs": [{"a": one} for one in logprobs],
+        }
         return {"text": text, "logprobs": found, "finish_reason": end}
 
     def _send(self, body: object, status: int = 200) -> None:
@@ -113,7 +122,9 @@ def server(fault: str) -> Iterator[str]:
 
 def tried(fault: str, key: str | None = None) -> tuple[Verdict, str]:
     with server(fault) as url:
-        verdict, facts = verify_server(f"{url}/v1", key, None, 6, 600.0, 0, _silent, max_rounds=1, shrink_seconds=60.0)
+        verdict, facts = verify_server(
+            f"{url}/v1", key, None, 6, 600.0, 0, _silent, max_rounds=1, shrink_seconds=60.0
+        )
     return verdict, facts["server"]
 
 

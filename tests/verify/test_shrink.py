@@ -17,7 +17,10 @@ TOKENIZER = Tokenizer.of_bytes()
 
 def test_what_is_left_is_what_it_takes() -> None:
     """The fault: two requests with the token 7 in their prompts, one of which draws three tokens."""
-    cases = [Case("x", tuple(range(i, i + 40)), SamplingParams(max_tokens=16, top_k=5, n=2)) for i in range(8)]
+    cases = [
+        Case("x", tuple(range(i, i + 40)), SamplingParams(max_tokens=16, top_k=5, n=2))
+        for i in range(8)
+    ]
 
     def first_difference(some: Sequence[Case]) -> Difference | None:
         guilty = [number for number, case in enumerate(some) if 7 in case.prompt]
@@ -59,9 +62,12 @@ def test_bits_are_compared_and_not_values() -> None:
     assert count(Answer({"logprobs": [0.0]}), Answer({"logprobs": [-0.0]})) == 1
     assert count(Answer({"tokens": [1, 2, 3]}), Answer({"tokens": [1]})) == 2
     assert count(Answer(end="stop"), Answer(end="length")) == 1
-    text = differences([Pair(3, 1, Answer({"logprobs": [0.5]}), Answer({"logprobs": [0.25]}))])[0].describe()
+    text = differences([Pair(3, 1, Answer({"logprobs": [0.5]}), Answer({"logprobs": [0.25]}))])[
+        0
+    ].describe()
     assert (
-        text == "request 3, answer 1, logprobs[0]: 0.5 (0x1.0000000000000p-1) alone, 0.25 (0x1.0000000000000p-2) here"
+        text
+        == "request 3, answer 1, logprobs[0]: 0.5 (0x1.0000000000000p-1) alone, 0.25 (0x1.0000000000000p-2) here"
     )
 
 
@@ -71,6 +77,9 @@ def test_every_kind_of_request_is_drawn_and_the_same_ones_again() -> None:
     assert cases == draw_cases(24, 3, TOKENIZER, 256)
     assert cases != draw_cases(24, 4, TOKENIZER, 256)
     assert all(case.prompt and max(case.prompt) < 256 for case in cases)
-    assert all("structured" not in case.as_json()["params"] for case in draw_cases(24, 3, TOKENIZER, 256, 96, False))
+    assert all(
+        "structured" not in case.as_json()["params"]
+        for case in draw_cases(24, 3, TOKENIZER, 256, 96, False)
+    )
     beginnings = {case.prompt[:16] for case in cases if len(case.prompt) >= 16}
     assert len(beginnings) < sum(len(case.prompt) >= 16 for case in cases)  # some are shared

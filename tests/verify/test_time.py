@@ -1,4 +1,6 @@
-"""How the time is divided: every axis comes to its turn, those that start slowly or take longer than expected, too."""
+"""How the time is divided: every axis comes to its turn, those that start slowly or take longer
+than expected, too.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Clock:
 
 
 class Timed:
-    """Takes a second for a request alone; on each axis, as long as `seconds` says: to start, and for a request."""
+    """Takes a second for a request alone; on each axis, as long as `seconds` says: to start, and
+    for a request.
+    """
 
     sizes = Sizes(fewest=6, first=12, most=48, least=3)
     notes = ()
@@ -33,7 +37,10 @@ class Timed:
         self._seconds = seconds
 
     def axes(self) -> list[Axis]:
-        return [Axis(name, "", self._compare(name), None, 1.0, start) for name, (start, _) in self._seconds.items()]
+        return [
+            Axis(name, "", self._compare(name), None, 1.0, start)
+            for name, (start, _) in self._seconds.items()
+        ]
 
     def draw(self, count: int, seed: int, is_first: bool) -> list[Case]:
         return [Case("greedy", (number,), SamplingParams()) for number in range(count)]

@@ -1,5 +1,6 @@
-"""Packs a C++ function's arguments, by names. Both sides have a list of them, which are compared when a library is
-loaded: `functions.py` here, the struct's `QUIRE_ARGUMENTS` there."""
+"""Packs a C++ function's arguments, by names. Both sides have a list of them, which are compared
+when a library is loaded: `functions.py` here, the struct's `QUIRE_ARGUMENTS` there.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +52,12 @@ _KINDS: dict[object, _Kind] = {
 
 
 def packer(declared: Callable[P, None]) -> Callable[P, bytes]:
-    """A function that makes a struct of the declared arguments, whose integers are int64_t. Of the library that reads
-    it, `check_packer` must be asked."""
-    made: Callable[P, bytes] = _written(declared, "_pack", "return _pack({})")(_own_layout(declared).pack)
+    """A function that makes a struct of the declared arguments, whose integers are int64_t. Of the
+    library that reads it, `check_packer` must be asked.
+    """
+    made: Callable[P, bytes] = _written(declared, "_pack", "return _pack({})")(
+        _own_layout(declared).pack
+    )
     return made
 
 
@@ -63,8 +67,12 @@ def check_packer(library: ctypes.CDLL, declared: Callable[..., None]) -> None:
         raise DeviceError(f"{name} of the compiled CPU kernels has an integer that is no int64_t.")
 
 
-def caller(library: ctypes.CDLL, name: str, declared: Callable[P, None], recorder: Recorder) -> Callable[P, None]:
-    """The C++ function `quire_{name}` as a Python one, whose calls the recorder gets while it has a list for them."""
+def caller(
+    library: ctypes.CDLL, name: str, declared: Callable[P, None], recorder: Recorder
+) -> Callable[P, None]:
+    """The C++ function `quire_{name}` as a Python one, whose calls the recorder gets while it has a
+    list for them.
+    """
     layout = _checked_layout(library, name, declared)
     function = exported(library, f"quire_{name}")
     function.argtypes, function.restype = [ctypes.c_char_p], None
@@ -78,7 +86,9 @@ def exported(library: ctypes.CDLL, symbol: str) -> Any:
     try:
         return library[symbol]
     except AttributeError as error:
-        raise DeviceError(f"The compiled CPU kernels have no {symbol}: delete them, they are built anew.") from error
+        raise DeviceError(
+            f"The compiled CPU kernels have no {symbol}: delete them, they are built anew."
+        ) from error
 
 
 def exported_text(library: ctypes.CDLL, symbol: str) -> str:
@@ -93,14 +103,18 @@ def check_names(library: ctypes.CDLL, symbol: str, names: Sequence[str]) -> None
     """Names whose positions are numbers must be those of the library."""
     theirs = exported_text(library, symbol).upper().split(", ")
     if theirs != list(names):
-        raise DeviceError(f"{symbol} of the compiled CPU kernels has {theirs}, functions.py has {list(names)}.")
+        raise DeviceError(
+            f"{symbol} of the compiled CPU kernels has {theirs}, functions.py has {list(names)}."
+        )
 
 
 def _checked_layout(library: ctypes.CDLL, name: str, declared: Callable[..., None]) -> Struct:
     """The struct that the library says it reads, if its fields are the declared arguments."""
 
     def differs(what: str) -> DeviceError:
-        return DeviceError(f"quire_{name} of the compiled CPU kernels is not what functions.py declares: {what}.")
+        return DeviceError(
+            f"quire_{name} of the compiled CPU kernels is not what functions.py declares: {what}."
+        )
 
     declaration = _kinds(declared)
     names, places, size = exported_text(library, f"quire_{name}_arguments").split(";")
@@ -135,16 +149,21 @@ def _kinds(declared: Callable[..., None]) -> dict[str, _Kind]:
 
 @cache
 def _written(declared: Callable[..., None], given: str, body: str) -> Callable[..., Any]:
-    """A function that is given some values and makes one with the declared arguments, whose numbers go into the body.
+    """A function that is given some values and makes one with the declared arguments, whose numbers
+    go into the body.
 
-    It is written and compiled here: a loop that asks of every argument what it is would take longer than many of the
-    C++ functions do.
+    It is written and compiled here: a loop that asks of every argument what it is would take longer
+    than many of the C++ functions do.
     """
     kinds = _kinds(declared)
     numbers = ", ".join(kind.packed.format(name) for name, kind in kinds.items())
     lines = body.format(numbers).splitlines()
     name = declared.__name__  # in tracebacks, and where arguments are missing
-    source = [f"def make({given}):", f"  def {name}(*, {', '.join(kinds)}):", *(f"    {line}" for line in lines)]
+    source = [
+        f"def make({given}):",
+        f"  def {name}(*, {', '.join(kinds)}):",
+        *(f"    {line}" for line in lines),
+    ]
     scope: dict[str, Any] = {}
     exec("\n".join([*source, f"  return {name}"]), scope)  # noqa: S102  (of names in functions.py only)
     make: Callable[..., Any] = scope["make"]

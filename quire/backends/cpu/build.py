@@ -11,9 +11,9 @@ from quire.errors import DeviceError
 from quire.process.native_library import build_library
 
 _SOURCE_FOLDER = Path(__file__).parent
-# -ffp-contract=off: products and sums are fused only where the source says so, or bits would depend on how
-# the compiler unrolled a loop.
-# -fno-schedule-insns: on ARM GCC would move loads so far ahead that sums no longer fit the registers.
+# -ffp-contract=off: products and sums are fused only where the source says so, or bits would depend
+# on how the compiler unrolled a loop. -fno-schedule-insns: on ARM GCC would move loads so far ahead
+# that sums no longer fit the registers.
 FLAGS = (
     "-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
     "-fno-schedule-insns",
@@ -27,10 +27,14 @@ def load_library(architecture: str = "native") -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise DeviceError(f"The compiled CPU kernels {path} can't be loaded ({error}); delete the file.") from error
+        raise DeviceError(
+            f"The compiled CPU kernels {path} can't be loaded ({error}); delete the file."
+        ) from error
 
 
 def machine_flag(architecture: str) -> str:
-    """The compiler's flag for an architecture; on ARM "native" is -mcpu for clang, and gcc knows that too."""
+    """The compiler's flag for an architecture; on ARM "native" is -mcpu for clang, and gcc knows
+    that too.
+    """
     is_arm = architecture == "native" and platform.machine() == "aarch64"
     return "-mcpu=native" if is_arm else f"-march={architecture}"

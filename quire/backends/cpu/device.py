@@ -36,8 +36,9 @@ class CpuDevice(Device):
         return f"cpu ({torch.get_num_threads()} threads)"
 
     def fastest_dtype(self, is_quantized: bool) -> torch.dtype:
-        """bfloat16 where the hardware multiplies it; with quantised weights always float32, which has the same bits on
-        all CPUs."""
+        """bfloat16 where the hardware multiplies it; with quantised weights always float32, which
+        has the same bits on all CPUs.
+        """
         return torch.bfloat16 if _multiplies_bfloat16() and not is_quantized else torch.float32
 
     def initialise(self) -> None:
@@ -58,7 +59,8 @@ class CpuDevice(Device):
     def peak_memory(self, compute: Callable[[], object]) -> int | None:
         """Of the whole process, as the system sees it."""
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of resident memory
+            # resets VmHWM, the peak of resident memory
+            Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             return None
         start = peak_resident()

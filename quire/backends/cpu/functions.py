@@ -1,11 +1,13 @@
-"""The C++ functions as Python calls them: names and types of their arguments, in the order of the C++ structs.
+"""The C++ functions as Python calls them: names and types of their arguments, in the order of the
+C++ structs.
 
-These have no bodies: they are declarations, from which `arguments.py` makes the functions that are called. When the
-library is loaded each is compared with what the library says of its struct (`QUIRE_ARGUMENTS`), field by field. Type
-checkers know the declarations too, so a call that leaves an argument out or confuses two does not pass `make check`.
+These have no bodies: they are declarations, from which `arguments.py` makes the functions that are
+called. When the library is loaded each is compared with what the library says of its struct
+(`QUIRE_ARGUMENTS`), field by field. Type checkers know the declarations too, so a call that leaves
+an argument out or confuses two does not pass `make check`.
 
-A pointer is a Tensor, or None where it may be null; `Address` is one to memory that no tensor owns. A Python int is an
-int64_t or an int, as the struct says.
+A pointer is a Tensor, or None where it may be null; `Address` is one to memory that no tensor owns.
+A Python int is an int64_t or an int, as the struct says.
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ from quire.kernels.ops import Activation
 Address = NewType("Address", int)
 
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8", "MXFP4")
-"""Formats that matrix products take without expanding them. A format's number is its index: the library's list
-(`QUIRE_FORMATS`) is compared with it."""
+"""Formats that matrix products take without expanding them. A format's number is its index: the
+library's list (`QUIRE_FORMATS`) is compared with it.
+"""
 
 ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU)
 """An activation's number is its index, as in `QUIRE_ACTIVATIONS`."""
 
 
 def quantized_part(*, packed: Tensor, columns: int, format: int) -> None:
-    """What `parts` of `linear_quantized` points to: one for each part of the weight, one after the other."""
+    """What `parts` of `linear_quantized` points to: one for each part of the weight, one after the
+    other.
+    """
 
 
 def replayed_call(*, function: Address, arguments: Address) -> None:
@@ -41,7 +46,14 @@ def pack(*, weight: Tensor, packed: Tensor, columns: int, depth: int, num_thread
 
 
 def unpack_rows(
-    *, packed: Tensor, ids: Tensor, out: Tensor, rows: int, columns: int, depth: int, num_threads: int
+    *,
+    packed: Tensor,
+    ids: Tensor,
+    out: Tensor,
+    rows: int,
+    columns: int,
+    depth: int,
+    num_threads: int,
 ) -> None: ...
 
 
@@ -67,7 +79,14 @@ def pack_quantized(
 
 
 def unpack_quantized(
-    *, packed: Tensor, ids: Tensor, out: Tensor, rows: int, depth: int, format: int, num_threads: int
+    *,
+    packed: Tensor,
+    ids: Tensor,
+    out: Tensor,
+    rows: int,
+    depth: int,
+    format: int,
+    num_threads: int,
 ) -> None: ...
 
 
@@ -84,16 +103,33 @@ def add_rms_norm(
 
 
 def layer_norm(
-    *, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, rows: int, size: int, eps: float, num_threads: int
+    *,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    rows: int,
+    size: int,
+    eps: float,
+    num_threads: int,
 ) -> None: ...
 
 
 def scale_add(
-    *, x: Tensor, other: Tensor | None, out: Tensor, rows: int, size: int, scale: float, num_threads: int
+    *,
+    x: Tensor,
+    other: Tensor | None,
+    out: Tensor,
+    rows: int,
+    size: int,
+    scale: float,
+    num_threads: int,
 ) -> None: ...
 
 
-def soft_cap(*, x: Tensor, stride: int, rows: int, size: int, cap: float, num_threads: int) -> None: ...
+def soft_cap(
+    *, x: Tensor, stride: int, rows: int, size: int, cap: float, num_threads: int
+) -> None: ...
 
 
 def rope(
@@ -103,7 +139,15 @@ def rope(
 
 
 def activate(
-    *, x: Tensor, stride: int, out: Tensor, rows: int, size: int, activation: int, gated: bool, num_threads: int
+    *,
+    x: Tensor,
+    stride: int,
+    out: Tensor,
+    rows: int,
+    size: int,
+    activation: int,
+    gated: bool,
+    num_threads: int,
 ) -> None: ...
 
 
@@ -141,7 +185,9 @@ def sample_rows(
 ) -> None: ...  # fmt: skip
 
 
-def top_values(*, x: Tensor, stride: int, out: Tensor, rows: int, size: int, k: int, num_threads: int) -> None: ...
+def top_values(
+    *, x: Tensor, stride: int, out: Tensor, rows: int, size: int, k: int, num_threads: int
+) -> None: ...
 
 
 def keep_between(

@@ -1,8 +1,9 @@
 """CpuKernels: the kernel contract on C++ code, for float32 and bfloat16.
 
-The methods here only check shapes and pass addresses on; what is computed, and in which order, is in the `.cpp`
-files beside this one. There are many short calls (about a dozen per layer and step), so functions are looked up once
-and get their arguments as one packed struct (`functions.py`), which takes less time than a dozen ctypes arguments.
+The methods here only check shapes and pass addresses on; what is computed, and in which order, is
+in the `.cpp` files beside this one. There are many short calls (about a dozen per layer and step),
+so functions are looked up once and get their arguments as one packed struct (`functions.py`), which
+takes less time than a dozen ctypes arguments.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class CpuKernels(ReferenceKernels):
     name = "cpu"
 
     def __init__(self, architecture: str = "native", use_amx: bool = True) -> None:
-        """Compiles or loads the kernels. Without `use_amx`, bfloat16 runs as on CPUs that have no AMX."""
+        """Compiles or loads the kernels. Without `use_amx`, bfloat16 runs as on CPUs that have no
+        AMX.
+        """
         library = load_library(architecture)
         library.quire_has_amx.argtypes, library.quire_has_amx.restype = [], ctypes.c_int
         self.has_amx = use_amx and bool(library.quire_has_amx())
@@ -90,29 +93,44 @@ class CpuKernels(ReferenceKernels):
         self._rope = calls.by_dtype(functions.rope)
         self._activate = calls.by_dtype(functions.activate)
         self._sample_rows = calls.by_dtype(functions.sample_rows)
-        self._attention = {kind: calls.by_dtype(functions.attention, suffix) for kind, suffix in _CACHES.items()}
-        self._write_kv = {kind: calls.by_dtype(functions.write_kv, suffix) for kind, suffix in _CACHES.items()}
-        self._attention_amx = calls.function(functions.attention, "attention_amx") if self.has_amx else None
+        self._attention = {
+            kind: calls.by_dtype(functions.attention, suffix) for kind, suffix in _CACHES.items()
+        }
+        self._write_kv = {
+            kind: calls.by_dtype(functions.write_kv, suffix) for kind, suffix in _CACHES.items()
+        }
+        self._attention_amx = (
+            calls.function(functions.attention, "attention_amx") if self.has_amx else None
+        )
         if self.has_amx:
             self._linear[torch.bfloat16] = calls.function(functions.linear, "linear_amx")
 
     def keys_by_dimension(self, cache_dtype: torch.dtype, block_size: int) -> bool:
-        """For vector instructions, with one key per lane. AMX kernels, and those for FP8, transpose keys themselves."""
-        is_turned = cache_dtype == torch.float8_e4m3fn or (self.has_amx and cache_dtype == torch.bfloat16)
+        """For vector instructions, with one key per lane. AMX kernels, and those for FP8, transpose
+        keys themselves.
+        """
+        is_turned = cache_dtype == torch.float8_e4m3fn or (
+            self.has_amx and cache_dtype == torch.bfloat16
+        )
         return block_size % _KEY_RUN == 0 and not is_turned
 
     def computes(self, format: Format) -> bool:
         return format.name in FORMATS
 
     def pack(self, weight: Weight) -> Weight:
-        """Plain numbers and formats of `FORMATS` get the layouts of `linear`; parts in other formats stay."""
+        """Plain numbers and formats of `FORMATS` get the layouts of `linear`; parts in other
+        formats stay.
+        """
         return PackedWeight(weight.shape, tuple(self._packed(part) for part in weight.parts))
 
     def pack_into(self, packed: Weight, loaded: Weight) -> None:
-        """Straight into its place: memory for a copy would be had from the system page by page, which takes longer than
-        packing. Checked before, as nothing of it can fail."""
+        """Straight into its place: memory for a copy would be had from the system page by page,
+        which takes longer than packing. Checked before, as nothing of it can fail.
+        """
         made = [(_packed_format(part), part.rows) for part in loaded.parts]
-        if loaded.shape != packed.shape or made != [(part.format, part.rows) for part in packed.parts]:
+        if loaded.shape != packed.shape or made != [
+            (part.format, part.rows) for part in packed.parts
+        ]:
             raise ValueError(f"a weight {loaded.shape} of {made} does not fit into {packed.layout}")
         for part, place in zip(loaded.parts, packed.parts, strict=True):
             self._packed(part, place)
@@ -128,11 +146,15 @@ class CpuKernels(ReferenceKernels):
         stored = part.tensors[0].contiguous()
         columns, depth = stored.shape[-2:]
         if stored.dtype == torch.bfloat16 and depth % 2:
-            raise UnsupportedModelError(f"A bfloat16 weight on the CPU needs an even input size, not {depth}.")
+            raise UnsupportedModelError(
+                f"A bfloat16 weight on the CPU needs an even input size, not {depth}."
+            )
         packed = torch.empty_like(stored)
         pack = self._pack[stored.dtype]
         packed = packed if place is None else place.tensors[0]
-        for plain, target in zip(stored.view(-1, columns, depth), packed.view(-1, columns, depth), strict=True):
+        for plain, target in zip(
+            stored.view(-1, columns, depth), packed.view(-1, columns, depth), strict=True
+        ):
             pack(weight=plain, packed=target, columns=columns, depth=depth, num_threads=_threads())
         return Part(_PACKED[stored.dtype], (packed,), part.rows)
 
@@ -143,19 +165,30 @@ class CpuKernels(ReferenceKernels):
         format = _PACKED_BLOCKS[part.format.name]
         size = ctypes.c_int64()
         number = _FORMAT_NUMBERS[format]
-        self._packed_size(columns=columns, depth=depth, format=number, bytes=Address(ctypes.addressof(size)))
+        self._packed_size(
+            columns=columns, depth=depth, format=number, bytes=Address(ctypes.addressof(size))
+        )
         packed = torch.empty(*outer, size.value, dtype=torch.uint8)
         factors = scales[0].view(-1, columns) if scales else repeat(None)
         packed = packed if place is None else place.tensors[0]
-        matrices = zip(stored.view(-1, columns, num_bytes), factors, packed.view(-1, size.value), strict=False)
+        matrices = zip(
+            stored.view(-1, columns, num_bytes), factors, packed.view(-1, size.value), strict=False
+        )
         for plain, factor, target in matrices:
             self._pack_quantized(
-                stored=plain, channel_scales=factor, packed=target, columns=columns, depth=depth, format=number,
+                stored=plain,
+                channel_scales=factor,
+                packed=target,
+                columns=columns,
+                depth=depth,
+                format=number,
                 num_threads=_threads(),
-            )  # fmt: skip
+            )
         return Part(format, (packed,), part.rows)
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         dtype = x.dtype
         function = self._linear[dtype]
         rows, depth = x.shape
@@ -163,22 +196,40 @@ class CpuKernels(ReferenceKernels):
         if not isinstance(weight, PackedWeight) and not weight.is_dense:
             return super().linear(x, weight, bias, out)
         if not isinstance(weight, PackedWeight) or inner_size != depth:
-            raise ValueError(f"the weight {weight.shape} was not packed for x {tuple(x.shape)} {dtype}")
+            raise ValueError(
+                f"the weight {weight.shape} was not packed for x {tuple(x.shape)} {dtype}"
+            )
         x = _with_whole_rows(x)
         if out is None:
             out = self._empty(rows, columns, dtype=dtype)
         parts = weight.quantized_parts
         if parts is not None:
             self._linear_quantized[dtype](
-                x=x, x_stride=x.stride(0), parts=Address(ctypes.addressof(parts)), num_parts=len(weight.parts),
-                bias=bias, out=out, out_stride=out.stride(0), rows=rows, depth=depth, num_threads=_threads(),
+                x=x,
+                x_stride=x.stride(0),
+                parts=Address(ctypes.addressof(parts)),
+                num_parts=len(weight.parts),
+                bias=bias,
+                out=out,
+                out_stride=out.stride(0),
+                rows=rows,
+                depth=depth,
+                num_threads=_threads(),
                 use_amx=self.has_amx,
-            )  # fmt: skip
+            )
         elif weight.format is _PACKED[dtype]:
             function(
-                x=x, x_stride=x.stride(0), weight=weight.tensor, bias=bias, out=out, out_stride=out.stride(0),
-                rows=rows, columns=columns, depth=depth, num_threads=_threads(),
-            )  # fmt: skip
+                x=x,
+                x_stride=x.stride(0),
+                weight=weight.tensor,
+                bias=bias,
+                out=out,
+                out_stride=out.stride(0),
+                rows=rows,
+                columns=columns,
+                depth=depth,
+                num_threads=_threads(),
+            )
         elif weight.format is None:
             targets = out.split_with_sizes([part.rows for part in weight.parts], 1)
             for (part, added), target in zip(weight.split(bias), targets, strict=True):
@@ -200,12 +251,24 @@ class CpuKernels(ReferenceKernels):
         if number is not None:
             out = self._empty(rows, depth, dtype=torch.float32)
             self._unpack_quantized(
-                packed=table, ids=ids, out=out, rows=rows, depth=depth, format=number, num_threads=_threads()
+                packed=table,
+                ids=ids,
+                out=out,
+                rows=rows,
+                depth=depth,
+                format=number,
+                num_threads=_threads(),
             )
         else:
             out = self._empty(rows, depth, dtype=table.dtype)
             self._unpack_rows[table.dtype](
-                packed=table, ids=ids, out=out, rows=rows, columns=columns, depth=depth, num_threads=_threads()
+                packed=table,
+                ids=ids,
+                out=out,
+                rows=rows,
+                columns=columns,
+                depth=depth,
+                num_threads=_threads(),
             )
         return out
 
@@ -215,9 +278,17 @@ class CpuKernels(ReferenceKernels):
         out = self._empty(*shape, dtype=x.dtype)
         inner = shape[1] if len(shape) == 3 else 1
         self._rms_norm[x.dtype](
-            x=x, stride=x.stride(0), inner=inner, weight=weight, out=out, rows=shape[0] * inner, size=shape[-1],
-            eps=eps, offset=offset, num_threads=_threads(),
-        )  # fmt: skip
+            x=x,
+            stride=x.stride(0),
+            inner=inner,
+            weight=weight,
+            out=out,
+            rows=shape[0] * inner,
+            size=shape[-1],
+            eps=eps,
+            offset=offset,
+            num_threads=_threads(),
+        )
         return out
 
     def add_rms_norm(
@@ -227,16 +298,31 @@ class CpuKernels(ReferenceKernels):
         rows, size = x.shape
         out, total = self._empty(rows, size, dtype=x.dtype), self._empty(rows, size, dtype=x.dtype)
         self._add_rms_norm[x.dtype](
-            x=x, residual=residual, weight=weight, out=out, total=total, rows=rows, size=size, eps=eps, offset=offset,
+            x=x,
+            residual=residual,
+            weight=weight,
+            out=out,
+            total=total,
+            rows=rows,
+            size=size,
+            eps=eps,
+            offset=offset,
             num_threads=_threads(),
-        )  # fmt: skip
+        )
         return out, total
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         x, (rows, size) = x.contiguous(), x.shape
         out = self._empty(rows, size, dtype=x.dtype)
         self._layer_norm[x.dtype](
-            x=x, weight=weight, bias=bias, out=out, rows=rows, size=size, eps=eps, num_threads=_threads()
+            x=x,
+            weight=weight,
+            bias=bias,
+            out=out,
+            rows=rows,
+            size=size,
+            eps=eps,
+            num_threads=_threads(),
         )
         return out
 
@@ -244,14 +330,18 @@ class CpuKernels(ReferenceKernels):
         x, (rows, size) = x.contiguous(), x.shape
         added = None if other is None else other.contiguous()
         out = self._empty(rows, size, dtype=x.dtype)
-        self._scale_add[x.dtype](x=x, other=added, out=out, rows=rows, size=size, scale=scale, num_threads=_threads())
+        self._scale_add[x.dtype](
+            x=x, other=added, out=out, rows=rows, size=size, scale=scale, num_threads=_threads()
+        )
         return out
 
     def soft_cap_(self, x: Tensor, cap: float) -> None:
         if x.stride(1) != 1:
             raise ValueError(f"x has strides {x.stride()}")
         rows, size = x.shape
-        self._soft_cap[x.dtype](x=x, stride=x.stride(0), rows=rows, size=size, cap=cap, num_threads=_threads())
+        self._soft_cap[x.dtype](
+            x=x, stride=x.stride(0), rows=rows, size=size, cap=cap, num_threads=_threads()
+        )
 
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         rows, heads, head_dim = x.shape
@@ -259,9 +349,16 @@ class CpuKernels(ReferenceKernels):
         positions = positions.long().contiguous()
         out = self._empty(rows, heads, head_dim, dtype=x.dtype)
         self._rope[x.dtype](
-            x=x, stride=x.stride(0), positions=positions, cos_sin=cos_sin, out=out, rows=rows, heads=heads,
-            head_dim=head_dim, num_threads=_threads(),
-        )  # fmt: skip
+            x=x,
+            stride=x.stride(0),
+            positions=positions,
+            cos_sin=cos_sin,
+            out=out,
+            rows=rows,
+            heads=heads,
+            head_dim=head_dim,
+            num_threads=_threads(),
+        )
         return out
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -275,12 +372,20 @@ class CpuKernels(ReferenceKernels):
         x = _with_whole_rows(x)
         out = self._empty(rows, size, dtype=x.dtype)
         self._activate[x.dtype](
-            x=x, stride=x.stride(0), out=out, rows=rows, size=size, activation=_ACTIVATION_NUMBERS[activation],
-            gated=width > size, num_threads=_threads(),
-        )  # fmt: skip
+            x=x,
+            stride=x.stride(0),
+            out=out,
+            rows=rows,
+            size=size,
+            activation=_ACTIVATION_NUMBERS[activation],
+            gated=width > size,
+            num_threads=_threads(),
+        )
         return out
 
-    def write_kv_(self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
+    def write_kv_(
+        self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor
+    ) -> None:
         if not cache.values.is_contiguous():
             super().write_kv_(keys, values, cache, slot_mapping)
             return
@@ -288,30 +393,64 @@ class CpuKernels(ReferenceKernels):
         keys, values = _with_whole_rows(keys), _with_whole_rows(values)
         key_scale, value_scale = cache.fp8_scales
         self._write_kv[_kind(cache)][keys.dtype](
-            keys=keys, keys_stride=keys.stride(0), values=values, values_stride=values.stride(0), key_cache=cache.keys,
-            value_cache=cache.values, key_scales=cache.key_scales, value_scales=cache.value_scales, key_scale=key_scale,
-            value_scale=value_scale, slots=slot_mapping, rows=rows, heads=heads, block_size=cache.block_size,
-            head_dim=head_dim, keys_by_dimension=cache.keys_by_dimension, num_threads=_threads(),
-        )  # fmt: skip
+            keys=keys,
+            keys_stride=keys.stride(0),
+            values=values,
+            values_stride=values.stride(0),
+            key_cache=cache.keys,
+            value_cache=cache.values,
+            key_scales=cache.key_scales,
+            value_scales=cache.value_scales,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            slots=slot_mapping,
+            rows=rows,
+            heads=heads,
+            block_size=cache.block_size,
+            head_dim=head_dim,
+            keys_by_dimension=cache.keys_by_dimension,
+            num_threads=_threads(),
+        )
 
     def gather_inputs(
-        self, token_rows: Tensor, positions: Tensor, token_ids: Tensor, block_tables: Tensor, block_size: int
+        self,
+        token_rows: Tensor,
+        positions: Tensor,
+        token_ids: Tensor,
+        block_tables: Tensor,
+        block_size: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         count = len(token_rows)
-        if {token_rows.dtype, positions.dtype, block_tables.dtype} != {torch.int32} or token_ids.dtype != torch.int64:
+        if {token_rows.dtype, positions.dtype, block_tables.dtype} != {
+            torch.int32
+        } or token_ids.dtype != torch.int64:
             raise TypeError("rows, positions and block tables are int32, token ids int64")
         ids, places, slots = (self._empty(count, dtype=torch.int64) for _ in range(3))
         self._gather_inputs(
-            rows=token_rows.contiguous(), positions=positions.contiguous(), token_ids=token_ids,
-            tokens_stride=token_ids.stride(0), block_tables=block_tables, tables_stride=block_tables.stride(0), ids=ids,
-            places=places, slots=slots, count=count, block_size=block_size,
-        )  # fmt: skip
+            rows=token_rows.contiguous(),
+            positions=positions.contiguous(),
+            token_ids=token_ids,
+            tokens_stride=token_ids.stride(0),
+            block_tables=block_tables,
+            tables_stride=block_tables.stride(0),
+            ids=ids,
+            places=places,
+            slots=slots,
+            count=count,
+            block_size=block_size,
+        )
         return ids, places, slots
 
     def attention(
-        self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        batch: PagedBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        # Where layers keep different things, blocks are apart from each other: the C++ code takes no stride for that.
+        # Where layers keep different things, blocks are apart from each other: the C++ code takes
+        # no stride for that.
         if not cache.values.is_contiguous():
             return super().attention(query, cache, batch, spec, sinks)
         rows, num_heads, head_dim = query.shape
@@ -323,47 +462,103 @@ class CpuKernels(ReferenceKernels):
         query = _with_whole_rows(query)
         _, kv_heads, block_size, _ = cache.keys.shape
         key_scale, value_scale = cache.fp8_scales
-        if self._attention_amx is not None and cache.keys.dtype == torch.bfloat16 and not cache.keys_by_dimension:
+        if (
+            self._attention_amx is not None
+            and cache.keys.dtype == torch.bfloat16
+            and not cache.keys_by_dimension
+        ):
             function = self._attention_amx
         else:
             function = self._attention[_kind(cache)][query.dtype]
         block_tables = batch.block_tables.contiguous()
         out = self._empty(rows, num_heads, head_dim, dtype=query.dtype)
         function(
-            query=query, query_stride=query.stride(0), keys=cache.keys, values=cache.values,
-            key_scales=cache.key_scales, value_scales=cache.value_scales, query_start=batch.query_start,
-            context_lens=batch.context_lens, block_tables=block_tables, table_rows=batch.table_rows, out=out,
-            num_sequences=len(batch.table_rows), max_blocks=block_tables.shape[1], num_heads=num_heads,
-            num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, window=spec.sliding_window or 0,
-            keys_by_dimension=cache.keys_by_dimension, sinks=sinks, scale=spec.scale * key_scale * _LOG2_E,
-            cap=spec.soft_cap * _LOG2_E, value_scale=value_scale, num_threads=_threads(),
-        )  # fmt: skip
+            query=query,
+            query_stride=query.stride(0),
+            keys=cache.keys,
+            values=cache.values,
+            key_scales=cache.key_scales,
+            value_scales=cache.value_scales,
+            query_start=batch.query_start,
+            context_lens=batch.context_lens,
+            block_tables=block_tables,
+            table_rows=batch.table_rows,
+            out=out,
+            num_sequences=len(batch.table_rows),
+            max_blocks=block_tables.shape[1],
+            num_heads=num_heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            window=spec.sliding_window or 0,
+            keys_by_dimension=cache.keys_by_dimension,
+            sinks=sinks,
+            scale=spec.scale * key_scale * _LOG2_E,
+            cap=spec.soft_cap * _LOG2_E,
+            value_scale=value_scale,
+            num_threads=_threads(),
+        )
         return out
 
-    def gumbel_argmax(self, logits: Tensor, temperature: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def gumbel_argmax(
+        self, logits: Tensor, temperature: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor]:
         rows, size = logits.shape
-        if logits.dtype != torch.float32 or temperature.dtype != torch.float32 or keys.dtype != torch.int32:
-            raise TypeError(f"logits {logits.dtype}, temperature {temperature.dtype}, keys {keys.dtype}")
-        logits, temperature, keys = _with_whole_rows(logits), temperature.contiguous(), keys.contiguous()
+        if (
+            logits.dtype != torch.float32
+            or temperature.dtype != torch.float32
+            or keys.dtype != torch.int32
+        ):
+            raise TypeError(
+                f"logits {logits.dtype}, temperature {temperature.dtype}, keys {keys.dtype}"
+            )
+        logits, temperature, keys = (
+            _with_whole_rows(logits),
+            temperature.contiguous(),
+            keys.contiguous(),
+        )
         out, flags = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.int32)
         self._gumbel_argmax(
-            logits=logits, stride=logits.stride(0), temperature=temperature, keys=keys, out=out, flags=flags, rows=rows,
-            size=size, num_threads=_threads(),
-        )  # fmt: skip
+            logits=logits,
+            stride=logits.stride(0),
+            temperature=temperature,
+            keys=keys,
+            out=out,
+            flags=flags,
+            rows=rows,
+            size=size,
+            num_threads=_threads(),
+        )
         return out, flags
 
     def sample_rows(
-        self, logits: Tensor, row_index: Tensor, seeds: Tensor, temperatures: Tensor, positions: Tensor,
-        token_ids: Tensor, out: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        logits: Tensor,
+        row_index: Tensor,
+        seeds: Tensor,
+        temperatures: Tensor,
+        positions: Tensor,
+        token_ids: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor:
         logits, (rows, size) = _with_whole_rows(logits), logits.shape
         out = self._empty(2, rows, dtype=torch.int64) if out is None else out
         tokens, flags = out
         self._sample_rows[logits.dtype](
-            logits=logits, stride=logits.stride(0), row_index=row_index, seeds=seeds, temperatures=temperatures,
-            positions=positions, token_ids=token_ids, tokens_stride=token_ids.stride(0), out=tokens, flags=flags,
-            rows=rows, size=size, num_threads=_threads(),
-        )  # fmt: skip
+            logits=logits,
+            stride=logits.stride(0),
+            row_index=row_index,
+            seeds=seeds,
+            temperatures=temperatures,
+            positions=positions,
+            token_ids=token_ids,
+            tokens_stride=token_ids.stride(0),
+            out=tokens,
+            flags=flags,
+            rows=rows,
+            size=size,
+            num_threads=_threads(),
+        )
         return out
 
     def top_values(self, x: Tensor, k: int) -> Tensor:
@@ -372,15 +567,27 @@ class CpuKernels(ReferenceKernels):
             raise ValueError(f"there are no {k} largest of {x.dtype} rows of {size}")
         x = _with_whole_rows(x)
         out = x.new_empty(rows, k)
-        self._top_values(x=x, stride=x.stride(0), out=out, rows=rows, size=size, k=k, num_threads=_threads())
+        self._top_values(
+            x=x, stride=x.stride(0), out=out, rows=rows, size=size, k=k, num_threads=_threads()
+        )
         return out
 
     def keep_between_(self, x: Tensor, low: Tensor, high: Tensor) -> None:
         rows, size = x.shape
         if {x.dtype, low.dtype, high.dtype} != {torch.float32} or x.stride(1) != 1:
-            raise ValueError(f"x {x.dtype} with strides {x.stride()}, limits {low.dtype} and {high.dtype}")
+            raise ValueError(
+                f"x {x.dtype} with strides {x.stride()}, limits {low.dtype} and {high.dtype}"
+            )
         low, high = low.contiguous(), high.contiguous()
-        self._keep_between(x=x, stride=x.stride(0), low=low, high=high, rows=rows, size=size, num_threads=_threads())
+        self._keep_between(
+            x=x,
+            stride=x.stride(0),
+            low=low,
+            high=high,
+            rows=rows,
+            size=size,
+            num_threads=_threads(),
+        )
 
 
 def _packed_format(part: Part) -> Format | None:
@@ -395,6 +602,8 @@ def _kind(cache: LayerCache) -> torch.dtype | None:
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:
-    """x, or a copy if a row is not contiguous; rows may be apart from each other, as in a slice of a projection."""
+    """x, or a copy if a row is not contiguous; rows may be apart from each other, as in a slice of
+    a projection.
+    """
     inner = x.stride()[1:]
     return x if inner == (1,) or inner == (x.shape[-1], 1) else x.contiguous()

@@ -18,15 +18,19 @@ _ALIGNMENT = 64
 class ResultMemory:
     """Parts of one block of memory; a part is free again when the last tensor on it is gone.
 
-    Results of prompts are megabytes. `malloc` gets such pieces from the system and gives them back, and at their first
-    use every 4 KiB stop the program: that took a fifth of the time of a prompt of 512 tokens."""
+    Results of prompts are megabytes. `malloc` gets such pieces from the system and gives them back,
+    and at their first use every 4 KiB stop the program: that took a fifth of the time of a prompt
+    of 512 tokens.
+    """
 
     def __init__(self, block: Tensor) -> None:
         self._block: NDArray[np.uint8] = block.numpy()
         self._num_bytes = 0
         """Of the block, those that were ever given out; behind them it is free."""
         self._free: defaultdict[int, list[int]] = defaultdict(list)
-        """Where parts begin that came back, by their size: layers are alike, and so are their results."""
+        """Where parts begin that came back, by their size: layers are alike, and so are their
+        results.
+        """
         self._held: set[int] = set()
         """Numbers of parts that somebody holds: when they were given out, counted from the first."""
         self._numbers = count()
@@ -55,4 +59,5 @@ class ResultMemory:
 
     def _give_back(self, number: int, begin: int, size: int) -> None:
         self._free[size].append(begin)
-        self._held.discard(number)  # last: with none held, `empty` takes all as free, in whatever thread this one is
+        # last: with none held, `empty` takes all as free, in whatever thread this one is
+        self._held.discard(number)

@@ -1,8 +1,9 @@
 """The C++ calls of a step, recorded once and repeated without Python.
 
-With one request, a layer's matrix products take about as long as the dozen Python calls around them. Every call is a
-plain C function with its arguments in memory, so a list of calls is a program. `Calls.record` notes the calls while
-they are made for the first time; the function it returns repeats them, on the same addresses with new numbers.
+With one request, a layer's matrix products take about as long as the dozen Python calls around
+them. Every call is a plain C function with its arguments in memory, so a list of calls is a
+program. `Calls.record` notes the calls while they are made for the first time; the function it
+returns repeats them, on the same addresses with new numbers.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from quire.backends.cpu.memory import ResultMemory
 from quire.errors import DeviceError
 
 _MAX_BYTES = 512 * 2**20
-"""The most bytes of results at a time, of a recording and of other steps. Pages that none uses take no memory."""
+"""The most bytes of results at a time, of a recording and of other steps. Pages that none uses take
+no memory.
+"""
 _LARGE = 2**20
-"""Smaller results are left to `malloc` outside recordings: it keeps their memory, and takes less time."""
+"""Smaller results are left to `malloc` outside recordings: it keeps their memory, and takes less
+time.
+"""
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 P = ParamSpec("P")
 _pack_call = packer(functions.replayed_call)
@@ -47,7 +52,9 @@ class Calls:
         """The calls since a recording began; None outside of one."""
         self._replay = self.function(functions.replay)
         check_packer(library, functions.replayed_call)
-        self._block, self._recorded_block = (torch.empty(_MAX_BYTES, dtype=torch.uint8) for _ in range(2))
+        self._block, self._recorded_block = (
+            torch.empty(_MAX_BYTES, dtype=torch.uint8) for _ in range(2)
+        )
         """Memory of results. Only one recording is replayed at a time, so all share a block."""
         self._results = ResultMemory(self._block)
 
@@ -56,9 +63,13 @@ class Calls:
         return caller(self._library, name or declared.__name__, declared, self)
 
     def by_dtype(self, declared: Callable[P, None], suffix: str = "") -> ByDtype[P]:
-        """A function for each dtype, for example `quire_linear_float32`; a suffix comes before the dtype."""
+        """A function for each dtype, for example `quire_linear_float32`; a suffix comes before the
+        dtype.
+        """
         name = f"{declared.__name__}{suffix}"
-        return ByDtype({dtype: self.function(declared, f"{name}_{kind}") for dtype, kind in DTYPES.items()})
+        return ByDtype(
+            {dtype: self.function(declared, f"{name}_{kind}") for dtype, kind in DTYPES.items()}
+        )
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Memory for a result, which may be that of earlier ones."""
@@ -67,7 +78,9 @@ class Calls:
         return torch.empty(shape, dtype=dtype) if found is None else found
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None] | None:
-        """Runs `compute` and returns a function that repeats its calls; None if that takes too much memory."""
+        """Runs `compute` and returns a function that repeats its calls; None if that takes too much
+        memory.
+        """
         calls: Recorded = []
         usual, results = self._results, ResultMemory(self._recorded_block)
         self.recorded, self._results = calls, results
@@ -80,9 +93,13 @@ class Calls:
         arguments = [one + bytes(-len(one) % 8) for _, one in calls]
         memory, count = ctypes.create_string_buffer(b"".join(arguments)), len(calls)
         begins = accumulate(map(len, arguments), initial=ctypes.addressof(memory))
-        places = zip((address for address, _ in calls), begins, strict=False)  # the last one begins behind all
+        # the last one begins behind all
+        places = zip((address for address, _ in calls), begins, strict=False)
         program = ctypes.create_string_buffer(
-            b"".join(_pack_call(function=Address(call), arguments=Address(place)) for call, place in places)
+            b"".join(
+                _pack_call(function=Address(call), arguments=Address(place))
+                for call, place in places
+            )
         )
         begin = Address(ctypes.addressof(program))
 

@@ -1,7 +1,8 @@
 """Attention over one tile of keys and values, from a cache of 16 or 32 bits or of FP8.
 
-FP8 numbers are read two at a time, as an int16, and converted to float16, which is exact. A tile then has first the
-even numbers of a head and then the odd ones; queries and outputs have the same order until the result is stored.
+FP8 numbers are read two at a time, as an int16, and converted to float16, which is exact. A tile
+then has first the even numbers of a head and then the odd ones; queries and outputs have the same
+order until the result is stored.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _TO_FLOAT16 = tl.constexpr(
 
 @triton.jit
 def _read_tile(source, place, exists, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Loads keys or values. After the sequence's end the cache may hold NaN: zeros are used instead."""
+    """Loads keys or values. After the sequence's end the cache may hold NaN: zeros are used
+    instead.
+    """
     column = tl.arange(0, D_PAD)
     mask = exists[:, None] & (column < D)[None, :]
     return tl.load(source + place[:, None] + column[None, :], mask=mask, other=0)
@@ -27,9 +30,12 @@ def _read_tile(source, place, exists, D: tl.constexpr, D_PAD: tl.constexpr):
 
 @triton.jit
 def _numbers(pairs):
-    """The even and the odd numbers of pairs, in float16. Each thread converts in its own registers, where it would have
-    16-bit numbers otherwise, so that products add in the same order."""
-    return tl.inline_asm_elementwise(_TO_FLOAT16, "=r,=r,r", [pairs], (tl.float16, tl.float16), True, 2)
+    """The even and the odd numbers of pairs, in float16. Each thread converts in its own registers,
+    where it would have 16-bit numbers otherwise, so that products add in the same order.
+    """
+    return tl.inline_asm_elementwise(
+        _TO_FLOAT16, "=r,=r,r", [pairs], (tl.float16, tl.float16), True, 2
+    )
 
 
 @triton.jit
@@ -39,22 +45,44 @@ def halves(rows):
 
 @triton.jit
 def raised(reference, highest, NUMBER: tl.constexpr):
-    """What a row's weights are relative to after a tile with this highest score: weights are 2**(score - reference). It
-    is the highest score of the first tile, and stays until weights come near the largest number, as all that was added
-    up has to be scaled when it changes."""
+    """What a row's weights are relative to after a tile with this highest score: weights are
+    2**(score - reference). It is the highest score of the first tile, and stays until weights come
+    near the largest number, as all that was added up has to be scaled when it changes.
+    """
     limit: tl.constexpr = 8.0 if NUMBER == tl.float16 else 64.0  # noqa: SIM300  (it is a type, no constant)
     return tl.where(highest > reference + limit, highest, reference)
 
 
 @triton.jit
 def attend_tile(
-    query, highest, total, output, first_key, context_len, position,
-    keys, values, table, kv_head, block_stride, head_stride, scale,
-    window, cap, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ONES: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Adds one tile of keys to the running softmax of the queries: highest [rows], total [rows, ONES] (all columns
-    the same), output [rows, D_PAD]."""
+    query,
+    highest,
+    total,
+    output,
+    first_key,
+    context_len,
+    position,
+    keys,
+    values,
+    table,
+    kv_head,
+    block_stride,
+    head_stride,
+    scale,
+    window,
+    cap,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    ONES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Adds one tile of keys to the running softmax of the queries: highest [rows], total [rows,
+    ONES] (all columns the same), output [rows, D_PAD].
+    """
     key = first_key + tl.arange(0, KEYS)
     exists = key < context_len
     block = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0)
@@ -83,7 +111,8 @@ def attend_tile(
     weights = tl.exp2(tl.fma(scores, scale, -reference[:, None])).to(query.dtype)
     decay = tl.exp2(highest - reference)
     v = _read_tile(values, place, exists, D // WIDTH, D_PAD // WIDTH)
-    # The sum of the weights is a product too: the order of a reduction would depend on the tile's layout.
+    # The sum of the weights is a product too: the order of a reduction would depend on the tile's
+    # layout.
     ones = tl.full((KEYS, ONES), 1.0, query.dtype)
     total = tl.dot(weights, ones, total * decay[:, None], input_precision="ieee")
     output = output * decay[:, None]

@@ -1,4 +1,6 @@
-"""Divides the attention of a step into items of work for programs: lists made on the host, which knows the lengths."""
+"""Divides the attention of a step into items of work for programs: lists made on the host, which
+knows the lengths.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,16 @@ _ENTRY = 8
 
 
 def attention_work(
-    query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape, num_multiprocessors: int
+    query_lens: Int32Array,
+    context_lens: Int32Array,
+    table_rows: Int32Array,
+    shape: HeadShape,
+    num_multiprocessors: int,
 ) -> dict[str, Int32Array]:
-    """The lists that the kernels walk: `decode` for sequences with up to DECODE_ROWS rows, `prefill` for the others. If
-    all are single queries and there is a multiprocessor for every split, the list is called `small`, not `decode`."""
+    """The lists that the kernels walk: `decode` for sequences with up to DECODE_ROWS rows,
+    `prefill` for the others. If all are single queries and there is a multiprocessor for every
+    split, the list is called `small`, not `decode`.
+    """
     first_rows = np.zeros_like(query_lens)
     np.cumsum(query_lens[:-1], out=first_rows[1:])
     group = shape.num_heads // shape.num_kv_heads
@@ -39,12 +47,23 @@ def attention_work(
         of_all = first_rows, query_lens, context_lens, table_rows
         num_splits = int((-(-context_lens // SPLIT)).sum())
         is_small = query_lens.max() == 1 and num_splits * shape.num_kv_heads <= num_multiprocessors
-        return {"small" if is_small else "decode": _decode_work(*of_all, shape.num_kv_heads, num_multiprocessors)}
+        return {
+            "small" if is_small else "decode": _decode_work(
+                *of_all, shape.num_kv_heads, num_multiprocessors
+            )
+        }
     work = {}
     rest = ~is_decode
-    work["prefill"] = _prefill_work(first_rows[rest], query_lens[rest], context_lens[rest], table_rows[rest], group)
+    work["prefill"] = _prefill_work(
+        first_rows[rest], query_lens[rest], context_lens[rest], table_rows[rest], group
+    )
     if is_decode.any():
-        chosen = first_rows[is_decode], query_lens[is_decode], context_lens[is_decode], table_rows[is_decode]
+        chosen = (
+            first_rows[is_decode],
+            query_lens[is_decode],
+            context_lens[is_decode],
+            table_rows[is_decode],
+        )
         work["decode"] = _decode_work(*chosen, shape.num_kv_heads, num_multiprocessors)
     return work
 
@@ -52,7 +71,9 @@ def attention_work(
 def decode_lists(
     fewest: int, most: int, max_context_len: int, shape: HeadShape, num_multiprocessors: int
 ) -> dict[str, int]:
-    """The lists that steps of `fewest` to `most` single queries may have, and the most items of each."""
+    """The lists that steps of `fewest` to `most` single queries may have, and the most items of
+    each.
+    """
     lists = {}
     if fewest * shape.num_kv_heads <= num_multiprocessors:
         lists["small"] = num_multiprocessors // shape.num_kv_heads
@@ -63,35 +84,51 @@ def decode_lists(
 
 
 def _decode_work(
-    first_rows: Int32Array, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array,
-    num_kv_heads: int, num_multiprocessors: int,
-) -> Int32Array:  # fmt: skip
+    first_rows: Int32Array,
+    query_lens: Int32Array,
+    context_lens: Int32Array,
+    table_rows: Int32Array,
+    num_kv_heads: int,
+    num_multiprocessors: int,
+) -> Int32Array:
     splits = -(-context_lens // SPLIT)
     run = _best_run(splits, num_kv_heads, PROGRAMS * num_multiprocessors)
     return divided(first_rows, query_lens, context_lens, table_rows, np.full_like(splits, run))
 
 
 def _best_run(splits: Int32Array, num_kv_heads: int, num_programs: int) -> int:
-    """How many splits of a sequence an item should have, for the step to be done soonest. The costs, in units of one
-    split's time, were measured on an H200 (docs/performance.md, attempt 20): 0.15 for each item, 0.3 to merge a divided
-    sequence, and, if there are more items than programs, a quarter of an item for programs that idle at the end."""
+    """How many splits of a sequence an item should have, for the step to be done soonest. The
+    costs, in units of one split's time, were measured on an H200 (docs/performance.md, attempt 20):
+    0.15 for each item, 0.3 to merge a divided sequence, and, if there are more items than programs,
+    a quarter of an item for programs that idle at the end.
+    """
     longest = int(splits.max())
     if longest == 1:
         return 1
-    runs = np.unique(-(-longest // np.arange(1, longest + 1)))  # sizes that divide the longest sequence about evenly
+    # sizes that divide the longest sequence about evenly
+    runs = np.unique(-(-longest // np.arange(1, longest + 1)))
     rounds = (-(-splits // runs[:, None])).sum(1) * num_kv_heads / num_programs
     share = int(splits.sum()) * num_kv_heads / num_programs
-    costs = np.where(rounds <= 1, runs, share + 0.25 * runs) + 0.15 * rounds + 0.3 * (runs < longest)
+    costs = (
+        np.where(rounds <= 1, runs, share + 0.25 * runs) + 0.15 * rounds + 0.3 * (runs < longest)
+    )
     return int(runs[costs.argmin()])
 
 
 def divided(
-    first_rows: Int32Array, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, runs: Int32Array
+    first_rows: Int32Array,
+    query_lens: Int32Array,
+    context_lens: Int32Array,
+    table_rows: Int32Array,
+    runs: Int32Array,
 ) -> Int32Array:
-    """The list `decode`: each sequence is divided into items of `runs` splits, the last one perhaps with fewer."""
+    """The list `decode`: each sequence is divided into items of `runs` splits, the last one perhaps
+    with fewer.
+    """
     splits = -(-context_lens // SPLIT)
     runs = np.minimum(runs, splits)
-    # Where guesses are checked as single queries, a step writes several keys of a sequence, not just the last one.
+    # Where guesses are checked as single queries, a step writes several keys of a sequence, not
+    # just the last one.
     first_new = np.full(1 + table_rows.max(initial=0), np.iinfo(np.int32).max, np.int32)
     np.minimum.at(first_new, table_rows, context_lens - query_lens)
     pieces = -(-splits // runs)
@@ -99,7 +136,8 @@ def divided(
     first_split = (np.arange(len(owner)) - (np.cumsum(pieces) - pieces)[owner]) * runs[owner]
     end_split = np.minimum(first_split + runs[owner], splits[owner])
     lengths = np.minimum(end_split * SPLIT, context_lens[owner]) - first_split * SPLIT
-    order = np.argsort(-lengths, kind="stable")  # long items first, so that those started last are short
+    # long items first, so that those started last are short
+    order = np.argsort(-lengths, kind="stable")
     owner, first_split, end_split = owner[order], first_split[order], end_split[order]
     partials = np.where(pieces > 1, splits, 0)
     num_partials = int(partials.sum())
@@ -118,7 +156,11 @@ def divided(
 
 
 def _prefill_work(
-    first_rows: Int32Array, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, num_groups: int
+    first_rows: Int32Array,
+    query_lens: Int32Array,
+    context_lens: Int32Array,
+    table_rows: Int32Array,
+    num_groups: int,
 ) -> Int32Array:
     tiles = -(-query_lens * num_groups // PROMPT_ROWS)
     owner = np.repeat(np.arange(len(tiles)), tiles)
@@ -144,7 +186,10 @@ def shorten_attention_work_(work: Mapping[str, Tensor], lag: Tensor) -> None:
         items[:, 4] -= lag[items[:, 5].long()]
         num_splits = (items[:, 4] + SPLIT - 1) // SPLIT
         items[:, 6] = torch.minimum(items[:, 6], num_splits)
-        # Items that now begin after their sequence's end are moved to the end of the list and not counted.
-        exists = (torch.arange(len(items), device=items.device) < decode[0, 0]) & (items[:, 1] < num_splits)
+        # Items that now begin after their sequence's end are moved to the end of the list and not
+        # counted.
+        exists = (torch.arange(len(items), device=items.device) < decode[0, 0]) & (
+            items[:, 1] < num_splits
+        )
         decode[1:] = items[(~exists).int().argsort(stable=True)]
         decode[0, 0] = exists.sum()

@@ -1,8 +1,9 @@
-"""Products by cuBLAS, through its interface for those who say which algorithms they want (cublasLt).
+"""Products by cuBLAS, through its interface for those who say which algorithms they want
+(cublasLt).
 
-Some of its algorithms split sums, and then add in another order for another number of rows: they are not asked for.
-torch's own calls would take the host longer, several times as long with a bias, and environment variables change what
-they do (docs/performance.md, attempts 47 and 49).
+Some of its algorithms split sums, and then add in another order for another number of rows: they
+are not asked for. torch's own calls would take the host longer, several times as long with a bias,
+and environment variables change what they do (docs/performance.md, attempts 47 and 49).
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def _handle(device: torch.device) -> c_void_p:
 
 @cache
 def _matrix(dtype: torch.dtype, size: int, count: int) -> c_void_p:
-    """`count` rows of `size` numbers; cublasLt takes them for columns, so that all it computes is transposed."""
+    """`count` rows of `size` numbers; cublasLt takes them for columns, so that all it computes is
+    transposed.
+    """
     return _made("MatrixLayout", _NUMBERS[dtype], c_uint64(size), c_uint64(count), c_int64(size))
 
 
@@ -100,11 +103,18 @@ def _asked(alignment: int) -> c_void_p:
 def _described(
     device: torch.device, dtype: torch.dtype, shape: torch.Size, rows: int, has_bias: bool
 ) -> tuple[c_void_p, c_void_p, c_void_p, c_void_p, _Algorithm]:
-    """The handle, the weight of this shape, so many rows of inputs and of outputs, and the algorithm for them."""
+    """The handle, the weight of this shape, so many rows of inputs and of outputs, and the
+    algorithm for them.
+    """
     outputs, inner = shape
     alignment = math.gcd(outputs * dtype.itemsize, inner * dtype.itemsize, _MOST_ALIGNED)
-    weight, x, out = _matrix(dtype, inner, outputs), _matrix(dtype, inner, rows), _matrix(dtype, outputs, rows)
-    operation = _operation(alignment if has_bias else 0)  # of a bias's address only this matters here
+    weight, x, out = (
+        _matrix(dtype, inner, outputs),
+        _matrix(dtype, inner, rows),
+        _matrix(dtype, outputs, rows),
+    )
+    # of a bias's address only this matters here
+    operation = _operation(alignment if has_bias else 0)
     algorithm, count = _Algorithm(), c_int()
     about = _handle(device), operation, weight, x, out, out, _asked(alignment)
     _call("MatmulAlgoGetHeuristic", *about, 1, byref(algorithm), byref(count))
@@ -112,15 +122,31 @@ def _described(
 
 
 def product(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [rows, in] times weight [out, in] transposed, plus the bias, written to `out`; half precision, contiguous."""
+    """x [rows, in] times weight [out, in] transposed, plus the bias, written to `out`; half
+    precision, contiguous.
+    """
     if _library() is None:
         return out.copy_(F.linear(x, weight, bias))
     handle, as_weight, as_x, as_out, algorithm = _described(
         x.device, x.dtype, weight.shape, x.shape[0], bias is not None
     )
     _call(
-        "Matmul", handle, _operation(0 if bias is None else bias.data_ptr()),
-        _ONE, weight.data_ptr(), as_weight, x.data_ptr(), as_x, _ZERO, out.data_ptr(), as_out, out.data_ptr(), as_out,
-        byref(algorithm), None, 0, torch.cuda.current_stream(x.device).cuda_stream,
-    )  # fmt: skip
+        "Matmul",
+        handle,
+        _operation(0 if bias is None else bias.data_ptr()),
+        _ONE,
+        weight.data_ptr(),
+        as_weight,
+        x.data_ptr(),
+        as_x,
+        _ZERO,
+        out.data_ptr(),
+        as_out,
+        out.data_ptr(),
+        as_out,
+        byref(algorithm),
+        None,
+        0,
+        torch.cuda.current_stream(x.device).cuda_stream,
+    )
     return out

@@ -31,12 +31,20 @@ class CudaDevice(Device):
     @classmethod
     def find(cls, name: str) -> CudaDevice:
         if not torch.cuda.is_available():
-            build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-            raise DeviceError(f"device {name}: torch sees no GPU here (it is {build}). Use --device cpu.")
+            build = (
+                f"built for CUDA {torch.version.cuda}"
+                if torch.version.cuda
+                else "built without CUDA"
+            )
+            raise DeviceError(
+                f"device {name}: torch sees no GPU here (it is {build}). Use --device cpu."
+            )
         index = torch.device(name).index
         index = torch.cuda.current_device() if index is None else index
         if index >= torch.cuda.device_count():
-            raise DeviceError(f"device {name}: there are {torch.cuda.device_count()} GPUs, numbered from 0.")
+            raise DeviceError(
+                f"device {name}: there are {torch.cuda.device_count()} GPUs, numbered from 0."
+            )
         return cls(torch.device(cls.kind, index))
 
     @property
@@ -104,7 +112,8 @@ class CudaCopyStream:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             copies = [
-                self._device.pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True) for tensor in tensors
+                self._device.pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+                for tensor in tensors
             ]
             arrived = self._device.event()
             arrived.record()
@@ -112,8 +121,9 @@ class CudaCopyStream:
 
 
 class CudaGraphPool:
-    """Captures on a stream of its own, while the device goes on computing. The first graph takes the memory that the
-    others then share, so it should be the largest."""
+    """Captures on a stream of its own, while the device goes on computing. The first graph takes
+    the memory that the others then share, so it should be the largest.
+    """
 
     def __init__(self, device: CudaDevice) -> None:
         self._stream = torch.cuda.Stream(device.torch_device)
@@ -123,7 +133,8 @@ class CudaGraphPool:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         gc_was_on = gc.isenabled()
-        gc.disable()  # a garbage collection during the capture would record its freeing of memory in the graph
+        # a garbage collection during the capture would record its freeing of memory in the graph
+        gc.disable()
         try:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")

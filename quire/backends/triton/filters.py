@@ -1,7 +1,9 @@
-"""Filters without sorting and without waiting for the host: each row's limits are found on the device.
+"""Filters without sorting and without waiting for the host: each row's limits are found on the
+device.
 
-Every filter keeps a range of scores (also `typical_p`, whose range of distances is one of scores), so all filters of a
-row together are two numbers, a lower and an upper limit. They are found in four launches:
+Every filter keeps a range of scores (also `typical_p`, whose range of distances is one of scores),
+so all filters of a row together are two numbers, a lower and an upper limit. They are found in four
+launches:
 
 1.  scale: divides the row by its temperature, chunk by chunk, and stores each chunk's highest score
 2.  survey: each chunk's count, mean and spread, and how many scores (and how much weight) lie within fixed distances
@@ -11,7 +13,8 @@ row together are two numbers, a lower and an upper limit. They are found in four
     the bits of float numbers, where each end moves on to the next existing score: about log2(number of scores) rounds
     4.  keep: sets scores outside the limits to minus infinity, chunk by chunk
 
-All sums are over chunks of fixed size and over lists that depend on the row only: no bits depend on the batch.
+All sums are over chunks of fixed size and over lists that depend on the row only: no bits depend on
+the batch.
 """
 
 from __future__ import annotations
@@ -37,9 +40,19 @@ _LOG_MIN_P = tl.constexpr(FILTERS.index("log_min_p"))
 _TYPICAL_P = tl.constexpr(FILTERS.index("typical_p"))
 _XTC_THRESHOLD = tl.constexpr(FILTERS.index("xtc_threshold"))
 _NUM_RINGS = tl.constexpr(8)
-_FIGURES = ("highest", "count", "total", "deviations", "weight", *["ring_count"] * 8, *["ring_weight"] * 8)
-"""Stored per chunk: its highest score; of the scores above minus infinity the count, the sum, the squared deviations
-from the chunk's mean, and the weight; then counts within each ring, and weights within each ring."""
+_FIGURES = (
+    "highest",
+    "count",
+    "total",
+    "deviations",
+    "weight",
+    *["ring_count"] * 8,
+    *["ring_weight"] * 8,
+)
+"""Stored per chunk: its highest score; of the scores above minus infinity the count, the sum, the
+squared deviations from the chunk's mean, and the weight; then counts within each ring, and weights
+within each ring.
+"""
 _NUM_FIGURES = tl.constexpr(len(_FIGURES))
 _HIGHEST = tl.constexpr(_FIGURES.index("highest"))
 _COUNT = tl.constexpr(_FIGURES.index("count"))
@@ -63,8 +76,15 @@ def _ring(i):
 
 @triton.jit
 def _scale_kernel(
-    logits, rows, limits, figures, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+    logits,
+    rows,
+    limits,
+    figures,
+    stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     begin(PDL)
     i = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -80,15 +100,23 @@ def _scale_kernel(
 def _highest(figures, i, chunks, CHUNKS: tl.constexpr):
     """The row's highest score; NaN if it has one."""
     chunk = tl.arange(0, CHUNKS)
-    each = tl.load(figures + (i * chunks + chunk) * _NUM_FIGURES + _HIGHEST, mask=chunk < chunks, other=_NEVER)
+    each = tl.load(
+        figures + (i * chunks + chunk) * _NUM_FIGURES + _HIGHEST, mask=chunk < chunks, other=_NEVER
+    )
     return tl.reduce(each, 0, higher)
 
 
 @triton.jit
 def _survey_kernel(
-    logits, rows, figures, stride,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,
+    rows,
+    figures,
+    stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     begin(PDL)
     i = tl.program_id(0)
     chunks = tl.num_programs(1)
@@ -116,12 +144,16 @@ def _survey_kernel(
 def _figure(figures, i, chunks, which, CHUNKS: tl.constexpr):
     """One figure of each of the row's chunks."""
     chunk = tl.arange(0, CHUNKS)
-    return tl.load(figures + (i * chunks + chunk) * _NUM_FIGURES + which, mask=chunk < chunks, other=0.0)
+    return tl.load(
+        figures + (i * chunks + chunk) * _NUM_FIGURES + which, mask=chunk < chunks, other=0.0
+    )
 
 
 @triton.jit
 def _spread(figures, i, chunks, CHUNKS: tl.constexpr):
-    """The standard deviation of the row, from deviations within the chunks and of the chunks' means."""
+    """The standard deviation of the row, from deviations within the chunks and of the chunks'
+    means.
+    """
     counts = _figure(figures, i, chunks, _COUNT, CHUNKS)
     totals = _figure(figures, i, chunks, _TOTAL, CHUNKS)
     within = tl.sum(_figure(figures, i, chunks, _DEVIATIONS, CHUNKS))
@@ -153,7 +185,9 @@ def _load_kept(source, length, start, low, high, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weigh(source, length, low, high, highest, BLOCK: tl.constexpr):
-    """The total weight of the scores within the limits, and their weighted mean distance from the highest score."""
+    """The total weight of the scores within the limits, and their weighted mean distance from the
+    highest score.
+    """
     weights = tl.zeros([BLOCK], tl.float32)
     moments = tl.zeros([BLOCK], tl.float32)
     for start in range(0, length, BLOCK):
@@ -168,10 +202,22 @@ def _weigh(source, length, low, high, highest, BLOCK: tl.constexpr):
 
 @triton.jit
 def _bisect(
-    source, length, low, high, highest, mean, wanted, bottom, top, MODE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The highest value v such that the scores within the limits whose value is at least v reach `wanted`, by count or
-    by weight; `bottom` if they never do. A score's value is itself, or its negative distance from `mean`."""
+    source,
+    length,
+    low,
+    high,
+    highest,
+    mean,
+    wanted,
+    bottom,
+    top,
+    MODE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The highest value v such that the scores within the limits whose value is at least v reach
+    `wanted`, by count or by weight; `bottom` if they never do. A score's value is itself, or its
+    negative distance from `mean`.
+    """
     reached = _key(bottom)
     missed = _key(top) + 1
     while missed - reached > 1:
@@ -193,7 +239,8 @@ def _bisect(
                 weights += tl.where(counts, tl.exp(below), 0.0)
             above = tl.minimum(above, tl.where(counts, value, float("inf")))
             under = tl.maximum(under, tl.where(kept & (value < middle), value, _NEVER))
-        # Each end moves on to the next existing value, within bounds: +0 and -0 are equal but have different keys.
+        # Each end moves on to the next existing value, within bounds: +0 and -0 are equal but have
+        # different keys.
         if tl.sum(weights) >= wanted:
             reached = tl.minimum(tl.maximum(_key(tl.min(above)), key), missed - 1)
         else:
@@ -203,7 +250,9 @@ def _bisect(
 
 @triton.jit
 def _collect(row, figures, collected, i, chunks, cut, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes the row's scores of at least `cut` one after the other; chunks without any are not read."""
+    """Writes the row's scores of at least `cut` one after the other; chunks without any are not
+    read.
+    """
     count = tl.zeros([], tl.int32)
     for chunk in range(0, chunks):
         if tl.load(figures + (i * chunks + chunk) * _NUM_FIGURES + _HIGHEST) >= cut:
@@ -219,7 +268,9 @@ def _collect(row, figures, collected, i, chunks, cut, VOCAB: tl.constexpr, BLOCK
 
 @triton.jit
 def _innermost_ring(figures, i, chunks, highest, low, top_k, top_p, total, CHUNKS: tl.constexpr):
-    """The score above which all scores lie that the limits depend on, and how many do (1e9: not known)."""
+    """The score above which all scores lie that the limits depend on, and how many do (1e9: not
+    known).
+    """
     cut = tl.full([], _NEVER, tl.float32)
     count = tl.full([], 1e9, tl.float32)
     for step in range(_NUM_RINGS):
@@ -228,7 +279,11 @@ def _innermost_ring(figures, i, chunks, highest, low, top_k, top_p, total, CHUNK
         weight = tl.sum(_figure(figures, i, chunks, _RING_WEIGHTS + ring, CHUNKS))
         reaches = highest - _ring(ring)
         # With top_k and top_p the first k scores are enough for both: top_p keeps some of them.
-        does = (reaches <= low) | ((top_k > 0) & (inside >= top_k)) | ((top_k == 0) & (weight >= top_p * total))
+        does = (
+            (reaches <= low)
+            | ((top_k > 0) & (inside >= top_k))
+            | ((top_k == 0) & (weight >= top_p * total))
+        )
         cut = tl.where(does, reaches, cut)
         count = tl.where(does, inside, count)
     return cut, count
@@ -236,14 +291,29 @@ def _innermost_ring(figures, i, chunks, highest, low, top_k, top_p, total, CHUNK
 
 @triton.jit
 def _limits_kernel(
-    logits, rows, limits, figures, collected, found, stride, chunks,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,
+    rows,
+    limits,
+    figures,
+    collected,
+    found,
+    stride,
+    chunks,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    PDL: tl.constexpr,
+):
     begin(PDL)
     i = tl.program_id(0)
     row = logits + tl.load(rows + i) * stride
     own = limits + i * _NUM_LIMITS
-    top_k, top_p, typical_p = tl.load(own + _TOP_K), tl.load(own + _TOP_P), tl.load(own + _TYPICAL_P)
+    top_k, top_p, typical_p = (
+        tl.load(own + _TOP_K),
+        tl.load(own + _TOP_P),
+        tl.load(own + _TYPICAL_P),
+    )
     top_n_sigma, xtc_threshold = tl.load(own + _TOP_N_SIGMA), tl.load(own + _XTC_THRESHOLD)
     zero = tl.full([], 0.0, tl.float32)
     never = tl.full([], _NEVER, tl.float32)
@@ -259,24 +329,58 @@ def _limits_kernel(
             total = tl.sum(_figure(figures, i, chunks, _WEIGHT, CHUNKS))
             if low > _NEVER:
                 total, _ = _weigh(source, length, low, high, highest, BLOCK)
-            cut, count = _innermost_ring(figures, i, chunks, highest, low, top_k, top_p, total, CHUNKS)
+            cut, count = _innermost_ring(
+                figures, i, chunks, highest, low, top_k, top_p, total, CHUNKS
+            )
             if count <= CAPACITY:
                 source = collected + i.to(tl.int64) * CAPACITY
                 length = _collect(row, figures, source, i, chunks, cut, VOCAB, BLOCK)
             floor = tl.maximum(low, cut)
             if top_k > 0:
-                low = _bisect(source, length, low, high, highest, zero, top_k, floor, highest, _BY_COUNT, BLOCK)
+                low = _bisect(
+                    source,
+                    length,
+                    low,
+                    high,
+                    highest,
+                    zero,
+                    top_k,
+                    floor,
+                    highest,
+                    _BY_COUNT,
+                    BLOCK,
+                )
                 total, _ = _weigh(source, length, low, high, highest, BLOCK)
                 floor = low
             if top_p < 1:
                 low = _bisect(
-                    source, length, low, high, highest, zero, top_p * total, floor, highest, _BY_WEIGHT, BLOCK
+                    source,
+                    length,
+                    low,
+                    high,
+                    highest,
+                    zero,
+                    top_p * total,
+                    floor,
+                    highest,
+                    _BY_WEIGHT,
+                    BLOCK,
                 )
         low = tl.maximum(low, highest + tl.load(own + _LOG_MIN_P))
         if typical_p < 1:
             total, mean = _weigh(source, length, low, high, highest, BLOCK)
             farthest = _bisect(
-                source, length, low, high, highest, mean, typical_p * total, never, zero, _BY_DISTANCE, BLOCK
+                source,
+                length,
+                low,
+                high,
+                highest,
+                mean,
+                typical_p * total,
+                never,
+                zero,
+                _BY_DISTANCE,
+                BLOCK,
             )
             low, high = _range_of(source, length, low, high, highest, mean, farthest, zero, BLOCK)
         if xtc_threshold < float("inf"):
@@ -290,8 +394,9 @@ def _limits_kernel(
 
 @triton.jit
 def _range_of(source, length, low, high, highest, mean, farthest, least, BLOCK: tl.constexpr):
-    """The lowest and the highest score whose negative distance is at least `farthest` and whose weight is at least
-    `least`; infinity and minus infinity if there is none."""
+    """The lowest and the highest score whose negative distance is at least `farthest` and whose
+    weight is at least `least`; infinity and minus infinity if there is none.
+    """
     lowest = tl.full([BLOCK], float("inf"), tl.float32)
     topmost = tl.full([BLOCK], _NEVER, tl.float32)
     for start in range(0, length, BLOCK):
@@ -304,7 +409,9 @@ def _range_of(source, length, low, high, highest, mean, farthest, least, BLOCK: 
 
 
 @triton.jit
-def _keep_kernel(logits, rows, found, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _keep_kernel(
+    logits, rows, found, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     begin(PDL)
     i = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -316,8 +423,14 @@ def _keep_kernel(logits, rows, found, stride, VOCAB: tl.constexpr, BLOCK: tl.con
 
 def filter_rows_(logits: Tensor, rows: Tensor, limits: Tensor) -> None:
     """`Kernels.filter_rows_`, as `quire.kernels.filters` defines it."""
-    if logits.stride(1) != 1 or logits.dtype != torch.float32 or limits.shape != (len(rows), _NUM_LIMITS.value):
-        raise ValueError(f"There are no filters {tuple(limits.shape)} for {logits.dtype} rows of {logits.shape[1]}.")
+    if (
+        logits.stride(1) != 1
+        or logits.dtype != torch.float32
+        or limits.shape != (len(rows), _NUM_LIMITS.value)
+    ):
+        raise ValueError(
+            f"There are no filters {tuple(limits.shape)} for {logits.dtype} rows of {logits.shape[1]}."
+        )
     if logits.data_ptr() % ALIGNMENT:  # sums over unaligned rows would be taken in another order
         aligned = logits.clone(memory_format=torch.contiguous_format)
         filter_rows_(aligned, rows, limits)
@@ -331,13 +444,32 @@ def filter_rows_(logits: Tensor, rows: Tensor, limits: Tensor) -> None:
     chunks = cdiv(vocab_size, CHUNK)
     wide = next_power_of_2(chunks)
     empty = logits.new_empty
-    figures, collected, found = empty(count, chunks, _NUM_FIGURES.value), empty(count, _CAPACITY), empty(count, 2)
+    figures, collected, found = (
+        empty(count, chunks, _NUM_FIGURES.value),
+        empty(count, _CAPACITY),
+        empty(count, 2),
+    )
     grid = (count, chunks)
-    common = {"logits": logits, "rows": rows, "stride": stride, "VOCAB": vocab_size, "BLOCK": CHUNK, "PDL": USE_PDL}
+    common = {
+        "logits": logits,
+        "rows": rows,
+        "stride": stride,
+        "VOCAB": vocab_size,
+        "BLOCK": CHUNK,
+        "PDL": USE_PDL,
+    }
     _scale_kernel[grid](limits=limits, figures=figures, **common, num_warps=8, **LAUNCH)
     _survey_kernel[grid](figures=figures, CHUNKS=wide, **common, num_warps=8, **LAUNCH)
     _limits_kernel[(count,)](
-        limits=limits, figures=figures, collected=collected, found=found, chunks=chunks, CHUNKS=wide,
-        CAPACITY=_CAPACITY, **common, num_warps=16, **LAUNCH,
-    )  # fmt: skip
+        limits=limits,
+        figures=figures,
+        collected=collected,
+        found=found,
+        chunks=chunks,
+        CHUNKS=wide,
+        CAPACITY=_CAPACITY,
+        **common,
+        num_warps=16,
+        **LAUNCH,
+    )
     _keep_kernel[grid](found=found, **common, num_warps=8, **LAUNCH)

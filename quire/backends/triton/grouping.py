@@ -1,8 +1,8 @@
 """Groups (row, expert) pairs into tiles that share an expert, on the device.
 
-Pair `row * top_k + i` is the i-th expert of a row. This is a counting sort: the number of pairs of each expert tells
-where its tiles begin, and one program per expert goes through all pairs and lists its own. It computes with integers
-only, so the order of additions does not matter.
+Pair `row * top_k + i` is the i-th expert of a row. This is a counting sort: the number of pairs of
+each expert tells where its tiles begin, and one program per expert goes through all pairs and lists
+its own. It computes with integers only, so the order of additions does not matter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from quire.backends.triton.launch import LAUNCH, USE_PDL, begin
 from quire.backends.triton.shapes import cdiv, next_power_of_2
 
 _SMALL_CHUNK, _CHUNK, _LISTED_TILES = 512, 4096, 256
-"""Pairs, or tiles, that a program handles at a time. If all pairs fit into one chunk, every program counts them."""
+"""Pairs, or tiles, that a program handles at a time. If all pairs fit into one chunk, every program
+counts them.
+"""
 
 SINGLE, GROUPED, IN_ORDER = (tl.constexpr(how) for how in range(3))
 
@@ -38,12 +40,15 @@ class Tiles:
     """There are no more tiles than this."""
     width: int
     listed: int
-    """How a tile's pairs are found: SINGLE (a pair is a tile), GROUPED (in `order`), IN_ORDER (`width` rows in
-    turn)."""
+    """How a tile's pairs are found: SINGLE (a pair is a tile), GROUPED (in `order`), IN_ORDER
+    (`width` rows in turn).
+    """
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _count_kernel(expert_ids, totals, pairs, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr):
+def _count_kernel(
+    expert_ids, totals, pairs, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
     """Adds how many pairs of one chunk each expert has."""
     begin(PDL)
     pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -53,11 +58,24 @@ def _count_kernel(expert_ids, totals, pairs, BLOCK: tl.constexpr, CHUNK: tl.cons
 
 @triton.jit(do_not_specialize=["pairs", "bound"])
 def _group_kernel(
-    expert_ids, totals, tile_experts, tile_counts, order, pairs, bound,
-    COUNTED: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, LISTED: tl.constexpr,
-    WIDTH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Lists an expert's tiles and their pairs, after those of the experts before; a last program marks unused tiles."""
+    expert_ids,
+    totals,
+    tile_experts,
+    tile_counts,
+    order,
+    pairs,
+    bound,
+    COUNTED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LISTED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Lists an expert's tiles and their pairs, after those of the experts before; a last program
+    marks unused tiles.
+    """
     begin(PDL)
     own = tl.program_id(0)
     expert = tl.arange(0, BLOCK)
@@ -65,10 +83,14 @@ def _group_kernel(
     if COUNTED:
         total = tl.load(totals + expert)
     else:
-        total = tl.histogram(tl.load(expert_ids + chunk, mask=chunk < pairs, other=0), BLOCK, mask=chunk < pairs)
+        total = tl.histogram(
+            tl.load(expert_ids + chunk, mask=chunk < pairs, other=0), BLOCK, mask=chunk < pairs
+        )
     tiles = (total + WIDTH - 1) // WIDTH
     first_tile = tl.sum(tl.where(expert < own, tiles, 0), 0)
-    end_tile = tl.where(own < EXPERTS, first_tile + tl.sum(tl.where(expert == own, tiles, 0), 0), bound)
+    end_tile = tl.where(
+        own < EXPERTS, first_tile + tl.sum(tl.where(expert == own, tiles, 0), 0), bound
+    )
     tl.store(tile_counts + bound, first_tile, mask=own == EXPERTS)
     own_pairs = tl.sum(tl.where(expert == own, total, 0), 0)
     for first in range(first_tile, end_tile, LISTED):
@@ -90,15 +112,18 @@ def rows_in_order(x: Tensor, width: int) -> Tiles:
 
 
 def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> Tiles:
-    """Tiles of up to `width` pairs for int32 expert_ids [rows * top_k], in ascending order of the experts and, in
-    them, of the pairs. A row's experts differ, so a single row needs no grouping."""
+    """Tiles of up to `width` pairs for int32 expert_ids [rows * top_k], in ascending order of the
+    experts and, in them, of the pairs. A row's experts differ, so a single row needs no grouping.
+    """
     pairs = expert_ids.shape[0]
     if rows == 1:
         return Tiles(expert_ids, expert_ids, expert_ids, pairs, pairs, width, SINGLE.value)
     # The most tiles there can be: full ones, and for each expert one that is not full.
     bound = min(pairs, pairs // width + min(num_experts, pairs))
     device = expert_ids.device
-    experts, counts = (torch.empty(size, dtype=torch.int32, device=device) for size in (bound, bound + 1))
+    experts, counts = (
+        torch.empty(size, dtype=torch.int32, device=device) for size in (bound, bound + 1)
+    )
     order = torch.empty(bound * width, dtype=torch.int32, device=device)
     block = max(32, next_power_of_2(num_experts))
     is_counted = pairs > _CHUNK
@@ -109,7 +134,21 @@ def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> 
             expert_ids, totals, pairs, block, _SMALL_CHUNK, USE_PDL, num_warps=8, **LAUNCH
         )
     _group_kernel[(num_experts + 1,)](
-        expert_ids, totals, experts, counts, order, pairs, bound, is_counted, num_experts, block,
-        _CHUNK if pairs > _SMALL_CHUNK else _SMALL_CHUNK, _LISTED_TILES, width, USE_PDL, num_warps=8, **LAUNCH,
-    )  # fmt: skip
+        expert_ids,
+        totals,
+        experts,
+        counts,
+        order,
+        pairs,
+        bound,
+        is_counted,
+        num_experts,
+        block,
+        _CHUNK if pairs > _SMALL_CHUNK else _SMALL_CHUNK,
+        _LISTED_TILES,
+        width,
+        USE_PDL,
+        num_warps=8,
+        **LAUNCH,
+    )
     return Tiles(experts, counts, order, pairs, bound, width, GROUPED.value)

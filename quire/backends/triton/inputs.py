@@ -15,9 +15,20 @@ _BLOCK = 256
 
 @triton.jit(do_not_specialize=["count"])
 def _gather_inputs_kernel(
-    token_rows, places, token_ids, block_tables, out_ids, out_positions, out_slots, count, id_stride, table_stride,
-    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    token_rows,
+    places,
+    token_ids,
+    block_tables,
+    out_ids,
+    out_positions,
+    out_slots,
+    count,
+    id_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     begin(PDL)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     within = index < count
@@ -41,9 +52,20 @@ def gather_inputs(
     ids, places, slots = out.unbind()
     if count:
         _gather_inputs_kernel[(cdiv(count, _BLOCK),)](
-            token_rows=token_rows, places=positions, token_ids=token_ids, block_tables=block_tables, out_ids=ids,
-            out_positions=places, out_slots=slots, count=count, id_stride=token_ids.stride(0),
-            table_stride=block_tables.stride(0), BLOCK_SIZE=block_size, BLOCK=_BLOCK, PDL=USE_PDL,
-            num_warps=4, **LAUNCH,
-        )  # fmt: skip
+            token_rows=token_rows,
+            places=positions,
+            token_ids=token_ids,
+            block_tables=block_tables,
+            out_ids=ids,
+            out_positions=places,
+            out_slots=slots,
+            count=count,
+            id_stride=token_ids.stride(0),
+            table_stride=block_tables.stride(0),
+            BLOCK_SIZE=block_size,
+            BLOCK=_BLOCK,
+            PDL=USE_PDL,
+            num_warps=4,
+            **LAUNCH,
+        )
     return ids, places, slots

@@ -1,8 +1,9 @@
 """The Triton backend: meets `quire.kernels.ops.Kernels` on NVIDIA GPUs.
 
-Matrix products of half-precision weights go to cuBLAS, with its splitting of the inner dimension turned off and
-small batches padded to 16 rows. Whether cuBLAS then gives a row the same bits in any batch is not documented, so
-it is checked for each shape of weight when it is loaded; a shape that fails is computed by our own kernel.
+Matrix products of half-precision weights go to cuBLAS, with its splitting of the inner dimension
+turned off and small batches padded to 16 rows. Whether cuBLAS then gives a row the same bits in any
+batch is not documented, so it is checked for each shape of weight when it is loaded; a shape that
+fails is computed by our own kernel.
 """
 
 from __future__ import annotations
@@ -16,15 +17,43 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.backends.triton import attention as paged_attention
-from quire.backends.triton import cublas, filters, heads, inputs, quantized, repeats, rowwise, sampling, scores
+from quire.backends.triton import (
+    cublas,
+    filters,
+    heads,
+    inputs,
+    quantized,
+    repeats,
+    rowwise,
+    sampling,
+    scores,
+)
 from quire.backends.triton import moe as experts_kernels
-from quire.backends.triton.attention_work import SPLIT, attention_work, decode_lists, shorten_attention_work_
+from quire.backends.triton.attention_work import (
+    SPLIT,
+    attention_work,
+    decode_lists,
+    shorten_attention_work_,
+)
 from quire.backends.triton.launch import HAS_GLUON, num_multiprocessors
-from quire.backends.triton.linear import SMALLEST_BATCH, VOCABULARY_SIZE, is_quicker_than_cublas, linear, room_for
+from quire.backends.triton.linear import (
+    SMALLEST_BATCH,
+    VOCABULARY_SIZE,
+    is_quicker_than_cublas,
+    linear,
+    room_for,
+)
 from quire.backends.triton.packed_size import packed_bytes
 from quire.backends.triton.small_batches import are_exact
 from quire.kernels.formats import Format
-from quire.kernels.ops import Activation, AttentionSpec, HeadShape, Int32Array, LayerCache, PagedBatch
+from quire.kernels.ops import (
+    Activation,
+    AttentionSpec,
+    HeadShape,
+    Int32Array,
+    LayerCache,
+    PagedBatch,
+)
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Weight
 from quire.process.compile_together import compile_together
@@ -34,8 +63,21 @@ if HAS_GLUON:
 
 logger = logging.getLogger(__name__)
 
-_CHECKED_ROWS = (*range(SMALLEST_BATCH, 64), *range(64, 328, 8), 384, 448, 512, 1000, 1024, 1500, 2047, 2048)
-"""With memory for split sums cuBLAS changes bits at some sizes of up to 320 rows, which differ from shape to shape."""
+_CHECKED_ROWS = (
+    *range(SMALLEST_BATCH, 64),
+    *range(64, 328, 8),
+    384,
+    448,
+    512,
+    1000,
+    1024,
+    1500,
+    2047,
+    2048,
+)
+"""With memory for split sums cuBLAS changes bits at some sizes of up to 320 rows, which differ from
+shape to shape.
+"""
 
 
 def forbid_split_sums() -> None:
@@ -47,7 +89,9 @@ def forbid_split_sums() -> None:
 
 
 class TritonKernels(ReferenceKernels):
-    """Kernels for one GPU and a model's dtype; the rest, such as products in float32, is the reference's."""
+    """Kernels for one GPU and a model's dtype; the rest, such as products in float32, is the
+    reference's.
+    """
 
     name = "triton"
     keys_at_once = SPLIT
@@ -88,19 +132,24 @@ class TritonKernels(ReferenceKernels):
         if is_product and weight.tensor.is_cuda and weight.tensor.dtype != torch.float32:
             for has_bias in (False, True):
                 self._check(weight.tensor, has_bias)
-            are_exact(weight.device, weight.tensor.dtype)  # tested here, as this can't be done during a graph capture
+            # tested here, as this can't be done during a graph capture
+            are_exact(weight.device, weight.tensor.dtype)
         return weight
 
     def packed_bytes(self, parts: Sequence[tuple[Format, tuple[int, ...]]]) -> int:
         return packed_bytes(parts, self._dtype, quantized.capability())
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         if x.dtype == torch.float32 or weight.format is None:
             return super().linear(x, weight, bias, out)
         if not weight.is_dense:
             return self._quantized.linear(x, weight, bias, out, silu_mul=False)
         rows, matrix = x.shape[0], weight.tensor
-        own = _own_product(x, matrix, silu_mul=False) or (None if self._check(matrix, bias is not None) else linear)
+        own = _own_product(x, matrix, silu_mul=False) or (
+            None if self._check(matrix, bias is not None) else linear
+        )
         if own is not None:
             return own(x, matrix, bias, out, False)
         x = _padded(x.contiguous())
@@ -109,7 +158,9 @@ class TritonKernels(ReferenceKernels):
         result = cublas.product(x, matrix, room_for(x, matrix.shape[0]), bias)[:rows]
         return result if out is None else out.copy_(result)
 
-    def linear_gated(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation) -> Tensor:
+    def linear_gated(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
         is_fused = activation is Activation.SILU and x.dtype != torch.float32 and weight.is_dense
         own = _own_product(x, weight.tensor, silu_mul=True) if is_fused else None
         if own is not None:
@@ -119,18 +170,35 @@ class TritonKernels(ReferenceKernels):
         return self.gate(self.linear(x, weight, bias), activation)
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
-        return rowwise.embedding(token_ids, weight.tensor) if weight.is_dense else super().embedding(token_ids, weight)
+        return (
+            rowwise.embedding(token_ids, weight.tensor)
+            if weight.is_dense
+            else super().embedding(token_ids, weight)
+        )
 
     def attention_work(
-        self, query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array, shape: HeadShape
+        self,
+        query_lens: Int32Array,
+        context_lens: Int32Array,
+        table_rows: Int32Array,
+        shape: HeadShape,
     ) -> dict[str, Int32Array]:
-        return attention_work(query_lens, context_lens, table_rows, shape, self._num_multiprocessors)
+        return attention_work(
+            query_lens, context_lens, table_rows, shape, self._num_multiprocessors
+        )
 
-    def decode_lists(self, fewest: int, most: int, max_context_len: int, shape: HeadShape) -> dict[str, int]:
+    def decode_lists(
+        self, fewest: int, most: int, max_context_len: int, shape: HeadShape
+    ) -> dict[str, int]:
         return decode_lists(fewest, most, max_context_len, shape, self._num_multiprocessors)
 
     def attention(
-        self, query: Tensor, cache: LayerCache, batch: PagedBatch, spec: AttentionSpec, sinks: Tensor | None = None
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        batch: PagedBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         work = batch.work
         if work is None:  # outside an engine; inside, it was made before the step was sent off
@@ -140,17 +208,28 @@ class TritonKernels(ReferenceKernels):
                 batch.table_rows.cpu().numpy(),
                 spec.heads,
             )
-            work = {name: torch.from_numpy(values).to(query.device) for name, values in lists.items()}
+            work = {
+                name: torch.from_numpy(values).to(query.device) for name, values in lists.items()
+            }
         out = torch.empty_like(query)
         for name, some in work.items():
             self._attend(name, some, query, out, cache, batch, spec, sinks)
         return out
 
     def _attend(
-        self, name: str, work: Tensor, query: Tensor, out: Tensor, cache: LayerCache, batch: PagedBatch,
-        spec: AttentionSpec, sinks: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Attention of one of a step's lists, by the quickest kernel; only attention.py knows soft caps."""
+        self,
+        name: str,
+        work: Tensor,
+        query: Tensor,
+        out: Tensor,
+        cache: LayerCache,
+        batch: PagedBatch,
+        spec: AttentionSpec,
+        sinks: Tensor | None,
+    ) -> None:
+        """Attention of one of a step's lists, by the quickest kernel; only attention.py knows soft
+        caps.
+        """
         has_others = are_exact(query.device, query.dtype) and not spec.soft_cap
         arguments = query, out, cache, batch.block_tables, work
         if name == "prefill":
@@ -168,26 +247,35 @@ class TritonKernels(ReferenceKernels):
             paged_attention.decode_attention(*arguments, num_partials, spec, sinks)
 
     def _check(self, weight: Tensor, has_bias: bool) -> bool:
-        """Whether cuBLAS gives a row the same bits in batches of any size, for weights of this shape."""
+        """Whether cuBLAS gives a row the same bits in batches of any size, for weights of this
+        shape.
+        """
         key = weight.shape, weight.dtype, has_bias
         if key not in self._is_exact:
             self._is_exact[key] = rows_are_exact(weight, has_bias)
             if not self._is_exact[key]:
                 kind = f"{tuple(weight.shape)} of {weight.dtype}{' that have a bias' if has_bias else ''}"
-                logger.warning("cuBLAS has no exact product for weights %s: using our own kernel", kind)
+                logger.warning(
+                    "cuBLAS has no exact product for weights %s: using our own kernel", kind
+                )
         return self._is_exact[key]
 
 
 def _own_product(x: Tensor, weight: Tensor, silu_mul: bool) -> Callable[..., Tensor] | None:
     """Our own kernel, where it is quicker than cuBLAS."""
-    if x.shape[0] == 1 and are_exact(x.device, x.dtype) and single_row_linear.takes(1, weight, silu_mul):
+    if (
+        x.shape[0] == 1
+        and are_exact(x.device, x.dtype)
+        and single_row_linear.takes(1, weight, silu_mul)
+    ):
         return single_row_linear.single_row_linear
     return linear if is_quicker_than_cublas(x.shape[0], weight) else None
 
 
 def _padded(x: Tensor) -> Tensor:
-    """x with at least SMALLEST_BATCH rows, without a copy where its memory has room for them: the added rows may hold
-    anything, as they don't affect the others."""
+    """x with at least SMALLEST_BATCH rows, without a copy where its memory has room for them: the
+    added rows may hold anything, as they don't affect the others.
+    """
     rows, size = x.shape
     if rows >= SMALLEST_BATCH:
         return x
@@ -197,13 +285,19 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def rows_are_exact(weight: Tensor, has_bias: bool) -> bool:
-    """Tests whether cuBLAS gives random rows, in batches of several sizes, the bits of our own kernel."""
+    """Tests whether cuBLAS gives random rows, in batches of several sizes, the bits of our own
+    kernel.
+    """
     generator = torch.Generator(device=weight.device).manual_seed(0)
-    most = max(_CHECKED_ROWS) if weight.shape[0] < VOCABULARY_SIZE else 256  # the head scores few rows at a time
-    x = torch.randn(most, weight.shape[1], device=weight.device, generator=generator).to(weight.dtype)
+    # the head scores few rows at a time
+    most = max(_CHECKED_ROWS) if weight.shape[0] < VOCABULARY_SIZE else 256
+    x = torch.randn(most, weight.shape[1], device=weight.device, generator=generator).to(
+        weight.dtype
+    )
     bias = torch.zeros_like(weight[:, 0]) if has_bias else None
     expected = linear(x, weight)
-    batches = (x[:rows] for rows in _CHECKED_ROWS[:: 6 if has_bias else 1] if rows <= most)  # few models have biases
+    # few models have biases
+    batches = (x[:rows] for rows in _CHECKED_ROWS[:: 6 if has_bias else 1] if rows <= most)
     found = (cublas.product(some, weight, room_for(some, len(weight)), bias) for some in batches)
     try:
         return all(torch.equal(some, expected[: len(some)]) for some in found)

@@ -1,8 +1,8 @@
 """Programmatic dependent launch (PDL): a kernel starts while the one before it is still finishing.
 
-Such a kernel first allows its own successor to start, then does work that only touches constants (loading weights into
-the cache), and waits for the kernel before it to be complete before it reads or writes anything else. So all reads and
-writes still happen in the order of the launches.
+Such a kernel first allows its own successor to start, then does work that only touches constants
+(loading weights into the cache), and waits for the kernel before it to be complete before it reads
+or writes anything else. So all reads and writes still happen in the order of the launches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from triton.language.extra import cuda
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Whether kernels run in Triton's interpreter on the CPU (for tests)."""
 
-USE_PDL = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+USE_PDL = (
+    not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+)
 """Whether the GPU supports PDL: from Hopper on."""
 
 
@@ -27,7 +29,11 @@ def _has_gluon() -> bool:
     if INTERPRETED:
         return False
     try:
-        from triton.experimental.gluon.language.nvidia.hopper import async_copy, mma_v2, warpgroup_mma  # noqa: F401
+        from triton.experimental.gluon.language.nvidia.hopper import (
+            async_copy,  # noqa: F401
+            mma_v2,  # noqa: F401
+            warpgroup_mma,  # noqa: F401
+        )
     except ImportError:
         return False
     return True
@@ -37,8 +43,10 @@ HAS_GLUON = _has_gluon()
 """Whether this Triton has Gluon, its lower level, in which some kernels are written."""
 
 ROUND_ALWAYS: dict[str, Any] = {} if INTERPRETED else {"enable_fp_fusion": False}
-"""Launch options of kernels that compute the same number by different code and must agree to the bit: the compiler may
-not fuse a multiplication and an addition, which would round once instead of twice, in only one of them."""
+"""Launch options of kernels that compute the same number by different code and must agree to the
+bit: the compiler may not fuse a multiplication and an addition, which would round once instead of
+twice, in only one of them.
+"""
 
 LAUNCH: dict[str, Any] = {"launch_pdl": True} if USE_PDL else {}
 """Keyword arguments of every launch."""
@@ -46,7 +54,11 @@ LAUNCH: dict[str, Any] = {"launch_pdl": True} if USE_PDL else {}
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )
 
 
 @triton.jit

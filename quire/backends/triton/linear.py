@@ -1,9 +1,10 @@
 """Matrix products with a weight, the same bits for any number of rows.
 
-The tensor cores add 16 products at a time to an accumulator, in the same way for any instruction (mma or wgmma) and
-any tile size: only the order of walking the inner dimension decides the bits. Here it is walked from beginning to end
-with one accumulator. cuBLAS does the same where it does not split the inner dimension between programs, so both can be
-used side by side (`kernels.py` checks this and decides).
+The tensor cores add 16 products at a time to an accumulator, in the same way for any instruction
+(mma or wgmma) and any tile size: only the order of walking the inner dimension decides the bits.
+Here it is walked from beginning to end with one accumulator. cuBLAS does the same where it does not
+split the inner dimension between programs, so both can be used side by side (`kernels.py` checks
+this and decides).
 """
 
 from __future__ import annotations
@@ -23,21 +24,37 @@ MEMORY_BOUND_ROWS = 32
 """Up to this many rows the time is that of reading the weights."""
 MEDIUM_ROWS = 256
 SMALLEST_BATCH = 16
-"""With fewer rows cuBLAS uses other algorithms, which add in another order. So smaller batches are padded to this size,
-and outputs of our kernels have memory for the padding."""
+"""With fewer rows cuBLAS uses other algorithms, which add in another order. So smaller batches are
+padded to this size, and outputs of our kernels have memory for the padding.
+"""
 _SMALL_WEIGHT = 7 << 20
 _LARGE_WEIGHT = 16 << 20
 VOCABULARY_SIZE = 65536
-"""A weight with at least this many outputs is taken to be the head, which is applied to few rows: those that sample."""
+"""A weight with at least this many outputs is taken to be the head, which is applied to few rows:
+those that sample.
+"""
 
 
 @triton.jit(do_not_specialize=["M"])
 def _linear_kernel(
-    x, weight, bias, out, M, N, K,
-    HAS_BIAS: tl.constexpr, SILU_MUL: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_N outputs of BLOCK_M rows; with SILU_MUL silu(output[i]) * output[i + N]. EVEN: no tile needs a mask."""
+    x,
+    weight,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    HAS_BIAS: tl.constexpr,
+    SILU_MUL: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_N outputs of BLOCK_M rows; with SILU_MUL silu(output[i]) * output[i + N]. EVEN: no tile
+    needs a mask.
+    """
     begin(PDL)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -52,7 +69,9 @@ def _linear_kernel(
         mask = None if EVEN else (outputs[:, None] < N) & within
         other = None if EVEN else 0.0
         x_tile = tl.trans(tl.load(inputs, mask=within, other=other))
-        total = tl.dot(tl.load(weights, mask=mask, other=other), x_tile, total, input_precision="ieee")
+        total = tl.dot(
+            tl.load(weights, mask=mask, other=other), x_tile, total, input_precision="ieee"
+        )
         if SILU_MUL:
             up_tile = tl.load(weights + N.to(tl.int64) * K, mask=mask, other=other)
             total_up = tl.dot(up_tile, x_tile, total_up, input_precision="ieee")
@@ -64,7 +83,9 @@ def _linear_kernel(
     result = total.to(dtype)
     if SILU_MUL:
         if HAS_BIAS:
-            total_up += tl.load(bias + N + outputs, mask=outputs < N, other=0.0).to(tl.float32)[:, None]
+            total_up += tl.load(bias + N + outputs, mask=outputs < N, other=0.0).to(tl.float32)[
+                :, None
+            ]
         gate = silu(result.to(tl.float32)).to(dtype)
         result = (gate.to(tl.float32) * total_up.to(dtype).to(tl.float32)).to(dtype)
     target = out + rows[None, :].to(tl.int64) * N + outputs[:, None]
@@ -72,10 +93,15 @@ def _linear_kernel(
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, silu_mul: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    silu_mul: bool = False,
 ) -> Tensor:
-    """x [rows, in] times weight [out, in] transposed by the kernel above, for any number of rows. With `silu_mul`,
-    silu(first half of the outputs) * (second half)."""
+    """x [rows, in] times weight [out, in] transposed by the kernel above, for any number of rows.
+    With `silu_mul`, silu(first half of the outputs) * (second half).
+    """
     rows, inner = x.shape
     size = weight.shape[0] // 2 if silu_mul else weight.shape[0]
     x = x.contiguous()
@@ -86,16 +112,32 @@ def linear(
         block_k, stages = 32, 2  # twice the bytes must fit the same memory
     if rows:
         _linear_kernel[(cdiv(size, block_n), cdiv(rows, block_m))](
-            x=x, weight=weight, bias=weight if bias is None else bias, out=out, M=rows, N=size, K=inner,
-            HAS_BIAS=bias is not None, SILU_MUL=silu_mul, EVEN=size % block_n == 0 and inner % block_k == 0,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, PDL=USE_PDL,
-            num_stages=stages, num_warps=warps, **ROUND_ALWAYS, **LAUNCH,
-        )  # fmt: skip
+            x=x,
+            weight=weight,
+            bias=weight if bias is None else bias,
+            out=out,
+            M=rows,
+            N=size,
+            K=inner,
+            HAS_BIAS=bias is not None,
+            SILU_MUL=silu_mul,
+            EVEN=size % block_n == 0 and inner % block_k == 0,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            PDL=USE_PDL,
+            num_stages=stages,
+            num_warps=warps,
+            **ROUND_ALWAYS,
+            **LAUNCH,
+        )
     return out
 
 
 def room_for(x: Tensor, size: int) -> Tensor:
-    """Memory for `size` outputs of each row of x, with room after them for the rows of a padded batch."""
+    """Memory for `size` outputs of each row of x, with room after them for the rows of a padded
+    batch.
+    """
     rows = x.shape[0]
     return torch.empty(max(rows, SMALLEST_BATCH), size, dtype=x.dtype, device=x.device)[:rows]
 
@@ -114,7 +156,8 @@ def tile_of(rows: int, weight: Tensor, silu_mul: bool) -> Tile:
     """The quickest of those tried on an H200 (docs/performance.md, attempt 11)."""
     size = weight.shape[0]
     if rows <= MEMORY_BOUND_ROWS:
-        # A large weight should be read only once (all rows in one tile); a small one by many programs.
+        # A large weight should be read only once (all rows in one tile); a small one by many
+        # programs.
         is_large = weight.numel() >= _LARGE_WEIGHT
         block = next((block for block in (8, 16) if rows <= block), 32) if is_large else 16
         if size >= VOCABULARY_SIZE:
@@ -135,8 +178,10 @@ def tile_of(rows: int, weight: Tensor, silu_mul: bool) -> Tile:
 
 
 def is_quicker_than_cublas(rows: int, weight: Tensor) -> bool:
-    """Our kernel overlaps with the kernels before and after it (PDL), cuBLAS doesn't; cuBLAS is quicker with long inner
-    dimensions and many rows. Measured on an H200 (docs/performance.md, attempts 7 and 11)."""
+    """Our kernel overlaps with the kernels before and after it (PDL), cuBLAS doesn't; cuBLAS is
+    quicker with long inner dimensions and many rows. Measured on an H200 (docs/performance.md,
+    attempts 7 and 11).
+    """
     if rows <= MEMORY_BOUND_ROWS:
         return weight.shape[1] <= 4096
     return rows <= MEDIUM_ROWS and weight.numel() <= _SMALL_WEIGHT

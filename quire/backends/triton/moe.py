@@ -1,8 +1,10 @@
-"""Mixture of experts: route, group the (row, expert) pairs by expert, two grouped products, combine.
+"""Mixture of experts: route, group the (row, expert) pairs by expert, two grouped products,
+combine.
 
-Nothing is decided on the host: grids are upper bounds for a number of rows, and work lists lie on the device, so all of
-it can be captured in a CUDA graph. A pair's product does not depend on the other pairs of its tile (`tile_product.py`),
-and a row adds its experts' outputs in ascending order of the experts.
+Nothing is decided on the host: grids are upper bounds for a number of rows, and work lists lie on
+the device, so all of it can be captured in a CUDA graph. A pair's product does not depend on the
+other pairs of its tile (`tile_product.py`), and a row adds its experts' outputs in ascending order
+of the experts.
 """
 
 from __future__ import annotations
@@ -28,16 +30,28 @@ _COMBINE_BLOCK = 1024
 
 @triton.jit
 def _route_kernel(
-    router_logits, bias, expert_ids, weights, stride, weight_scale,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr,
-    BIAS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    router_logits,
+    bias,
+    expert_ids,
+    weights,
+    stride,
+    weight_scale,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The TOP_K experts of one row in ascending order, and their weights."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     exists = expert < EXPERTS
-    logit = tl.load(router_logits + row * stride + expert, mask=exists, other=float("-inf")).to(tl.float32)
+    logit = tl.load(router_logits + row * stride + expert, mask=exists, other=float("-inf")).to(
+        tl.float32
+    )
     if SIGMOID:
         weight = 1.0 / (1.0 + tl.exp(-logit))
     else:
@@ -46,9 +60,9 @@ def _route_kernel(
     rank = weight
     if BIAS:
         rank += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
-    # The bits of a float, the lower 31 inverted where it is negative, are integers in the same order (-0 is made 0),
-    # and a warp finds the highest integer in one instruction. NaN ranks highest, so that a row with NaN still gets
-    # TOP_K different experts (and NaN as its output).
+    # The bits of a float, the lower 31 inverted where it is negative, are integers in the same
+    # order (-0 is made 0), and a warp finds the highest integer in one instruction. NaN ranks
+    # highest, so that a row with NaN still gets TOP_K different experts (and NaN as its output).
     bits = tl.where(rank == 0.0, 0.0, rank).to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     key = tl.where(rank == rank, key, 0x7FFFFFFF)
@@ -69,8 +83,14 @@ def _route_kernel(
 
 @triton.jit
 def _combine_kernel(
-    products, weights, out, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+    products,
+    weights,
+    out,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The weighted sum of a row's pairs, which lie in the order of their experts."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -85,7 +105,11 @@ def _combine_kernel(
 
 
 def moe(
-    x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec, between: Between | None = None
+    x: Tensor,
+    router_logits: Tensor,
+    experts: ExpertWeights,
+    spec: MoeSpec,
+    between: Between | None = None,
 ) -> Tensor:
     """`Kernels.moe`."""
     gate_up, down, top_k = experts.gate_up, experts.down, spec.top_k
@@ -112,24 +136,41 @@ def moe(
     return out
 
 
-def route(router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """int32 [rows * top_k] experts, in ascending order in each row, and float32 weights beside them."""
+def route(
+    router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """int32 [rows * top_k] experts, in ascending order in each row, and float32 weights beside
+    them.
+    """
     logits = as_rows(router_logits)
     (rows, num_experts), top_k = logits.shape, spec.top_k
     expert_ids = torch.empty(rows * top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows * top_k, dtype=torch.float32, device=logits.device)
     block = next_power_of_2(num_experts)
     _route_kernel[(rows,)](
-        logits, logits if choice_bias is None else choice_bias, expert_ids, weights, row_stride(logits),
-        spec.weight_scale, num_experts, block, top_k, spec.normalize_weights, spec.sigmoid_scores,
-        choice_bias is not None, USE_PDL, num_warps=1, **LAUNCH,
-    )  # fmt: skip
+        logits,
+        logits if choice_bias is None else choice_bias,
+        expert_ids,
+        weights,
+        row_stride(logits),
+        spec.weight_scale,
+        num_experts,
+        block,
+        top_k,
+        spec.normalize_weights,
+        spec.sigmoid_scores,
+        choice_bias is not None,
+        USE_PDL,
+        num_warps=1,
+        **LAUNCH,
+    )
     return expert_ids, weights
 
 
 def tile_width(pairs: int, num_experts: int, dtype: torch.dtype) -> int:
-    """How many pairs share a tile: few where each expert has few pairs and the time goes to reading weights, many where
-    it goes to the products. Bits don't depend on it."""
+    """How many pairs share a tile: few where each expert has few pairs and the time goes to reading
+    weights, many where it goes to the products. Bits don't depend on it.
+    """
     each = pairs / num_experts
     if dtype == torch.float32 or each <= 8:
         return 16
@@ -146,9 +187,14 @@ def _expert_product(
 ) -> Tensor:
     activation = spec.activation if is_gated else None
     if _is_streamed(weight):
-        return streamed_experts.expert_product(x, weight.tensor, bias, tiles, spec.top_k, activation)
-    # The inner block of 128 is the group size of FP8 weights with groups. Bits of plain weights don't depend on it.
-    block, stages, warps = {16: (64, 5, 4), 32: (64, 4, 4), 64: (128, 4, 8), 128: (128, 3, 8)}[tiles.width]
+        return streamed_experts.expert_product(
+            x, weight.tensor, bias, tiles, spec.top_k, activation
+        )
+    # The inner block of 128 is the group size of FP8 weights with groups. Bits of plain weights
+    # don't depend on it.
+    block, stages, warps = {16: (64, 5, 4), 32: (64, 4, 4), 64: (128, 4, 8), 128: (128, 3, 8)}[
+        tiles.width
+    ]
     inner, stages = (32, 2) if x.dtype == torch.float32 else (128, stages)
     tile = Tile(tiles.width, block // 2 if is_gated else block, inner, stages, warps)
     format = weight.parts[0].format

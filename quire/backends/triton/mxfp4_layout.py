@@ -13,7 +13,9 @@ _BLOCK = 32
 _LARGEST_EXPONENT = 128
 _SHORTEST = 512
 _OFFSET = 126
-"""The factor of a block with exponent e is the bfloat16 with the exponent e + 126: see `streamed_experts.py`."""
+"""The factor of a block with exponent e is the bfloat16 with the exponent e + 126: see
+`streamed_experts.py`.
+"""
 
 
 def can_pack(out: int, inner: int) -> bool:
@@ -22,8 +24,9 @@ def can_pack(out: int, inner: int) -> bool:
 
 
 def pack_mxfp4(blocks: Tensor) -> Tensor | None:
-    """int32 [experts, out / 16, in / 64, 136] of stored blocks [experts, out, bytes of a row]; None where a factor
-    would be too large for bfloat16 (numbers above 2), which no known checkpoint has."""
+    """int32 [experts, out / 16, in / 64, 136] of stored blocks [experts, out, bytes of a row]; None
+    where a factor would be too large for bfloat16 (numbers above 2), which no known checkpoint has.
+    """
     if not blocks.is_meta and int(blocks.view(-1, _BLOCK // 2 + 1)[:, 0].max()) > _LARGEST_EXPONENT:
         return None
     return torch.stack([_packed(expert) for expert in blocks])
@@ -35,12 +38,20 @@ def _packed(blocks: Tensor) -> Tensor:
     codes = torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), -1).to(torch.int32)
     # Of 16 outputs and 64 inputs: row + 8, row; 32 inputs, 16 inputs, 8 inputs, t, neighbours.
     codes = codes.view(out // 16, 2, 8, -1, 2, 2, 2, 4, 2)
-    numbers = (codes & 8) << 12 | (codes & 7) << 6  # as a bfloat16: sign, two bits of exponent, one of fraction
-    # Four pairs of neighbours, which are the halves of a word, share it; the last one takes the bits that are left.
+    # as a bfloat16: sign, two bits of exponent, one of fraction
+    numbers = (codes & 8) << 12 | (codes & 7) << 6
+    # Four pairs of neighbours, which are the halves of a word, share it; the last one takes the
+    # bits that are left.
     first, second, third, fourth = numbers.permute(5, 6, 0, 3, 2, 7, 1, 4, 8).flatten(0, 1)
     fourth = fourth >> 1 & 0x4000 | fourth << 5 & 0x2000 | fourth << 4 & 0x0C00
     halves = first | second >> 3 & 0x1038 | third >> 6 & 0x0207 | fourth
     words = (halves[..., 0] | halves[..., 1] << 16).flatten(2)
     exponents = (blocks[..., 0].int() + _OFFSET).to(torch.uint8)
-    exponents = exponents.view(out // 16, 2, 8, -1, 2).permute(0, 3, 2, 1, 4).flatten(2).contiguous().view(torch.int32)
+    exponents = (
+        exponents.view(out // 16, 2, 8, -1, 2)
+        .permute(0, 3, 2, 1, 4)
+        .flatten(2)
+        .contiguous()
+        .view(torch.int32)
+    )
     return torch.cat((words, exponents), -1)

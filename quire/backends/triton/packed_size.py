@@ -1,5 +1,7 @@
-"""What weights take on a GPU once `quantized.pack` has packed them, which makes most of GGUF's formats larger: the
-loader asks before it reads any weight, and `quire plan` for cards that are not here (so it needs no Triton)."""
+"""What weights take on a GPU once `quantized.pack` has packed them, which makes most of GGUF's
+formats larger: the loader asks before it reads any weight, and `quire plan` for cards that are not
+here (so it needs no Triton).
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ def packed_bytes(
     return total
 
 
-def packed_size(format: Format, shape: tuple[int, ...], dtype: torch.dtype, capability: tuple[int, int]) -> int:
-    """Of one matrix or stack of them. `tests/plan` hold it against what the kernels' own `pack` makes."""
+def packed_size(
+    format: Format, shape: tuple[int, ...], dtype: torch.dtype, capability: tuple[int, int]
+) -> int:
+    """Of one matrix or stack of them. `tests/plan` hold it against what the kernels' own `pack`
+    makes.
+    """
     *stack, out, inner = (1, *shape) if len(shape) < 2 else shape
     numbers = torch.Size(shape).numel()
     if format.dtype is not None:
@@ -47,7 +53,13 @@ def packed_size(format: Format, shape: tuple[int, ...], dtype: torch.dtype, capa
     if is_four_bits and not stack and capability[0] == 9 and is_even:
         rows = -(-out // _TILE_OUTPUTS) * _TILE_OUTPUTS
         return rows * (inner // 2 + inner // group * 4)
-    if format.name == "MXFP4" and stack and capability[0] == 9 and dtype == torch.bfloat16 and can_pack(out, inner):
+    if (
+        format.name == "MXFP4"
+        and stack
+        and capability[0] == 9
+        and dtype == torch.bfloat16
+        and can_pack(out, inner)
+    ):
         return numbers // (PIECE_OUTPUTS * PIECE_INPUTS) * PIECE_WORDS * 4
     rows = numbers // inner
     padded = -(-inner // _TILE_INPUTS) * _TILE_INPUTS

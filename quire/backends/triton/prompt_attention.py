@@ -1,14 +1,17 @@
 """Attention of prompts on Hopper: the same bits as `attention._prefill_kernel`, in less time.
 
-A program has three parts that run at the same time (warp specialisation). One warp copies tiles of keys and values to
-shared memory, block by block of the paged cache, as far ahead as there is room. Two groups of four warps compute 64
-rows each: while one group computes its softmax, the tensor core multiplies for the other. Each group also starts the
-product with the next tile's keys before it computes the softmax of this tile. A program takes several items of work.
+A program has three parts that run at the same time (warp specialisation). One warp copies tiles of
+keys and values to shared memory, block by block of the paged cache, as far ahead as there is room.
+Two groups of four warps compute 64 rows each: while one group computes its softmax, the tensor core
+multiplies for the other. Each group also starts the product with the next tile's keys before it
+computes the softmax of this tile. A program takes several items of work.
 
-In bfloat16 two tiles are computed at once, without scaling what was added up before; an item that would need it (see
-`attention_tile.raised`) is marked, and computed again by `attention._prefill_kernel`.
+In bfloat16 two tiles are computed at once, without scaling what was added up before; an item that
+would need it (see `attention_tile.raised`) is marked, and computed again by
+`attention._prefill_kernel`.
 
-Written in Gluon, as Triton itself can neither divide a program this way nor keep products running during a softmax.
+Written in Gluon, as Triton itself can neither divide a program this way nor keep products running
+during a softmax.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ _GROUP_ROWS = gl.constexpr(64)
 _TILE = gl.constexpr(KEY_TILE)
 _ONES = gl.constexpr(8)
 _REGISTERS = 168
-"""Registers per thread when the program starts; the computing groups then take most of the copying warp's."""
+"""Registers per thread when the program starts; the computing groups then take most of the copying
+warp's.
+"""
 
 
 def takes(query: Tensor, cache: LayerCache) -> bool:
@@ -58,28 +63,56 @@ def takes(query: Tensor, cache: LayerCache) -> bool:
 
 
 def prompt_attention(
-    query: Tensor, out: Tensor, cache: LayerCache, block_tables: Tensor, work: Tensor, spec: AttentionSpec,
+    query: Tensor,
+    out: Tensor,
+    cache: LayerCache,
+    block_tables: Tensor,
+    work: Tensor,
+    spec: AttentionSpec,
     num_multiprocessors: int,
-) -> None:  # fmt: skip
-    """Attention of the items of a list `prefill`, where `takes` says yes: writes their rows of `out`."""
+) -> None:
+    """Attention of the items of a list `prefill`, where `takes` says yes: writes their rows of
+    `out`.
+    """
     _, num_heads, head_dim = query.shape
     num_kv_heads, block_size = cache.keys.shape[1], cache.block_size
     dtype = gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16
     box = [block_size, COPIED.value]
     layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
     keys, values = (
-        TensorDescriptor.from_tensor(side.view(-1, head_dim), box, layout) for side in (cache.keys, cache.values)
+        TensorDescriptor.from_tensor(side.view(-1, head_dim), box, layout)
+        for side in (cache.keys, cache.values)
     )
     keys_at_once = 2 * KEY_TILE if query.dtype == torch.bfloat16 else KEY_TILE
     failed = torch.empty(len(work) * num_kv_heads * 2, dtype=torch.int32, device=query.device)
     _prompt_kernel[(min(len(work) * num_kv_heads, num_multiprocessors),)](
-        query=query, out=out, keys=keys, values=values, block_tables=block_tables, work=work, failed=failed,
-        num_tiles=len(work), table_stride=block_tables.stride(0), scale=spec.scale * math.log2(math.e),
-        window=spec.sliding_window or 0, num_heads=num_heads, num_kv_heads=num_kv_heads,
-        GROUP=num_heads // num_kv_heads, D=head_dim, BLOCK_SIZE=block_size, ROWS=PROMPT_ROWS, KEYS=keys_at_once,
-        TILES=SPLIT // keys_at_once, WINDOW=spec.sliding_window is not None, STAGES=_STAGES, PDL=USE_PDL,
-        num_warps=4, maxnreg=_REGISTERS, **ROUND_ALWAYS, **LAUNCH,
-    )  # fmt: skip
+        query=query,
+        out=out,
+        keys=keys,
+        values=values,
+        block_tables=block_tables,
+        work=work,
+        failed=failed,
+        num_tiles=len(work),
+        table_stride=block_tables.stride(0),
+        scale=spec.scale * math.log2(math.e),
+        window=spec.sliding_window or 0,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        D=head_dim,
+        BLOCK_SIZE=block_size,
+        ROWS=PROMPT_ROWS,
+        KEYS=keys_at_once,
+        TILES=SPLIT // keys_at_once,
+        WINDOW=spec.sliding_window is not None,
+        STAGES=_STAGES,
+        PDL=USE_PDL,
+        num_warps=4,
+        maxnreg=_REGISTERS,
+        **ROUND_ALWAYS,
+        **LAUNCH,
+    )
     if keys_at_once > KEY_TILE:
         prefill_attention(query, out, cache, block_tables, work, spec, failed=failed)
 
@@ -99,11 +132,20 @@ def _clear_rows(tile, first, end, KEYS: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _softmax(
-    scores, scale, before, first_key, position, first_position, window,
-    KEYS: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
-    """The weights of a tile, or of two in bfloat16; what they are relative to (`before`: those before them); and the
-    factor for earlier weights, or for two tiles whether a row needs another than 1, which is rare in bfloat16."""
+    scores,
+    scale,
+    before,
+    first_key,
+    position,
+    first_position,
+    window,
+    KEYS: gl.constexpr,
+    WINDOW: gl.constexpr,
+):
+    """The weights of a tile, or of two in bfloat16; what they are relative to (`before`: those
+    before them); and the factor for earlier weights, or for two tiles whether a row needs another
+    than 1, which is rare in bfloat16.
+    """
     layout: gl.constexpr = scores.type.layout
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     key = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
@@ -126,17 +168,28 @@ def _softmax(
         used = gl.where(is_first, middle[:, None], highest[:, None])
         used = gl.where(used == float("-inf"), 0.0, used)
         weights = gl.exp2(gl.fma(tiles, scale, -used[:, :, None])).reshape(_GROUP_ROWS, KEYS)
-        change = (middle != before) & (before != float("-inf")) | (highest != middle) & (middle != float("-inf"))
+        change = (middle != before) & (before != float("-inf")) | (highest != middle) & (
+            middle != float("-inf")
+        )
         change = gl.convert_layout(change.to(gl.int32), rows)
     return gl.convert_layout(weights, layout), gl.convert_layout(highest, rows), change
 
 
 @gluon.jit
 def _rows_of(
-    tensor, first, first_row, num_queries, kv_head, num_heads,
-    GROUP: gl.constexpr, D: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """Where the numbers of a group's rows lie in queries or outputs [rows, heads, D], and which rows there are."""
+    tensor,
+    first,
+    first_row,
+    num_queries,
+    kv_head,
+    num_heads,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Where the numbers of a group's rows lie in queries or outputs [rows, heads, D], and which
+    rows there are.
+    """
     row = first + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, layout))
     column = gl.arange(0, D, gl.SliceLayout(0, layout))
     place = (first_row + row // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + row % GROUP
@@ -146,12 +199,37 @@ def _rows_of(
 
 @gluon.jit
 def _attend_rows(
-    NUMBER: gl.constexpr, staged_query, merged, query, out, key_tiles, value_tiles, ones, keys_full, keys_empty,
-    values_full, values_empty, work, failed, num_tiles, scale, window, num_heads, num_kv_heads, GROUP: gl.constexpr,
-    D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, TILES: gl.constexpr, WINDOW: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """The program of a group of four warps; NUMBER (0 or 1) says which half of the tile's rows it computes."""
+    NUMBER: gl.constexpr,
+    staged_query,
+    merged,
+    query,
+    out,
+    key_tiles,
+    value_tiles,
+    ones,
+    keys_full,
+    keys_empty,
+    values_full,
+    values_empty,
+    work,
+    failed,
+    num_tiles,
+    scale,
+    window,
+    num_heads,
+    num_kv_heads,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    ROWS: gl.constexpr,
+    KEYS: gl.constexpr,
+    TILES: gl.constexpr,
+    WINDOW: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The program of a group of four warps; NUMBER (0 or 1) says which half of the tile's rows it
+    computes.
+    """
     as_output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     as_read: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = query.dtype.element_ty
@@ -162,23 +240,54 @@ def _attend_rows(
     for turn in range(0, gl.cdiv(num_items, gl.num_programs(0))):
         item = item_of(turn)
         if item < num_items:
-            kv_head, first, first_row, num_queries, context_len, _, first_tile, end_tile = read_item(
-                item, work, num_kv_heads, window, GROUP, ROWS, KEYS, WINDOW
+            kv_head, first, first_row, num_queries, context_len, _, first_tile, end_tile = (
+                read_item(item, work, num_kv_heads, window, GROUP, ROWS, KEYS, WINDOW)
             )
-            first_seen = gl.maximum(context_len - num_queries + first // GROUP - window + 1, 0) if WINDOW else 0
+            first_seen = (
+                gl.maximum(context_len - num_queries + first // GROUP - window + 1, 0)
+                if WINDOW
+                else 0
+            )
             first += NUMBER * _GROUP_ROWS
-            rows, exists = _rows_of(query, first, first_row, num_queries, kv_head, num_heads, GROUP, D, as_read)
+            rows, exists = _rows_of(
+                query, first, first_row, num_queries, kv_head, num_heads, GROUP, D, as_read
+            )
             staged_query.store(gl.load(rows, mask=exists, other=0.0))
             fence_async_shared()
             tl.debug_barrier()
             total, output, has_failed, num_seen = _attend_tiles(
-                staged_query, merged, key_tiles, value_tiles, ones, keys_full, keys_empty, values_full, values_empty,
-                num_seen, first, num_queries, context_len, first_seen, first_tile, end_tile, scale, window, GROUP, D,
-                KEYS, TILES, WINDOW, STAGES, dtype,
-            )  # fmt: skip
-            divisor = gl.convert_layout(gl.max(total, 1), gl.SliceLayout(1, as_output))  # its columns are the same
+                staged_query,
+                merged,
+                key_tiles,
+                value_tiles,
+                ones,
+                keys_full,
+                keys_empty,
+                values_full,
+                values_empty,
+                num_seen,
+                first,
+                num_queries,
+                context_len,
+                first_seen,
+                first_tile,
+                end_tile,
+                scale,
+                window,
+                GROUP,
+                D,
+                KEYS,
+                TILES,
+                WINDOW,
+                STAGES,
+                dtype,
+            )
+            # its columns are the same
+            divisor = gl.convert_layout(gl.max(total, 1), gl.SliceLayout(1, as_output))
             result = output / gl.where(divisor == 0.0, 1.0, divisor)[:, None]
-            rows, exists = _rows_of(out, first, first_row, num_queries, kv_head, num_heads, GROUP, D, as_output)
+            rows, exists = _rows_of(
+                out, first, first_row, num_queries, kv_head, num_heads, GROUP, D, as_output
+            )
             gl.store(rows, result.to(dtype), mask=exists)
             if KEYS > _TILE:
                 gl.store(failed + item * 2 + NUMBER, gl.max(has_failed, 0))
@@ -186,13 +295,36 @@ def _attend_rows(
 
 @gluon.jit
 def _attend_tiles(
-    staged_query, merged, key_tiles, value_tiles, ones, keys_full, keys_empty, values_full, values_empty, num_seen,
-    first, num_queries, context_len, first_seen, first_tile, end_tile, scale, window, GROUP: gl.constexpr,
-    D: gl.constexpr, KEYS: gl.constexpr, TILES: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
+    staged_query,
+    merged,
+    key_tiles,
+    value_tiles,
+    ones,
+    keys_full,
+    keys_empty,
+    values_full,
+    values_empty,
+    num_seen,
+    first,
+    num_queries,
+    context_len,
+    first_seen,
+    first_tile,
+    end_tile,
+    scale,
+    window,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    KEYS: gl.constexpr,
+    TILES: gl.constexpr,
+    WINDOW: gl.constexpr,
+    STAGES: gl.constexpr,
     dtype: gl.constexpr,
-):  # fmt: skip
-    """Attention of 64 rows to all tiles that an item has, of which `num_seen` came before in this program. Returns what
-    outputs are to be divided by (in every column), outputs, which rows have failed, and the tiles seen now."""
+):
+    """Attention of 64 rows to all tiles that an item has, of which `num_seen` came before in this
+    program. Returns what outputs are to be divided by (in every column), outputs, which rows have
+    failed, and the tiles seen now.
+    """
     as_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     as_output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     as_total: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ONES, 16])
@@ -211,37 +343,63 @@ def _attend_tiles(
 
     stage = num_seen % STAGES
     mbarrier.wait(keys_full.index(stage), num_seen // STAGES & 1)
-    scores = warpgroup_mma(staged_query, key_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma(
+        staged_query, key_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True
+    )
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(keys_empty.index(stage))
     weights, split_highest, change = _softmax(
-        scores, scale, split_highest, first_tile * KEYS, position, first_position, window, KEYS, WINDOW
+        scores,
+        scale,
+        split_highest,
+        first_tile * KEYS,
+        position,
+        first_position,
+        window,
+        KEYS,
+        WINDOW,
     )
     has_failed = change
     for tile in range(first_tile, end_tile):
-        # The values of this tile are multiplied while the softmax of the next tile is computed. After the last tile,
-        # old keys in shared memory are multiplied once more, and the result is not used.
+        # The values of this tile are multiplied while the softmax of the next tile is computed.
+        # After the last tile, old keys in shared memory are multiplied once more, and the result is
+        # not used.
         has_next = tile + 1 < end_tile
         ends_split = (tile + 1) % TILES == 0
         next_stage = (num_seen + 1) % STAGES
         mbarrier.wait(keys_full.index(next_stage), (num_seen + 1) // STAGES & 1, pred=has_next)
         scores = warpgroup_mma(
-            staged_query, key_tiles.index(next_stage).permute((1, 0)), nothing, use_acc=False, is_async=True
+            staged_query,
+            key_tiles.index(next_stage).permute((1, 0)),
+            nothing,
+            use_acc=False,
+            is_async=True,
         )
         stage = num_seen % STAGES
         mbarrier.wait(values_full.index(stage), num_seen // STAGES & 1)
         first_key = tile * KEYS
         if (first_key < first_seen) | (first_key + KEYS > context_len):
-            _clear_rows(value_tiles.index(stage), first_seen - first_key, context_len - first_key, KEYS, D)
+            _clear_rows(
+                value_tiles.index(stage), first_seen - first_key, context_len - first_key, KEYS, D
+            )
         left = gl.convert_layout(weights.to(dtype), as_left)
         left_of_ones = gl.convert_layout(weights.to(dtype), as_left_of_ones)
         split_total = warpgroup_mma(left_of_ones, ones.permute((1, 0)), split_total, is_async=True)
         output = warpgroup_mma(left, value_tiles.index(stage), output, is_async=True)
         scores = warpgroup_mma_wait(2, deps=(scores,))
-        if has_next:  # this branch keeps the compilers from moving the softmax after the end of all products
+        # this branch keeps the compilers from moving the softmax after the end of all products
+        if has_next:
             before = gl.where(ends_split, float("-inf"), split_highest)
             weights, next_highest, change = _softmax(
-                scores, scale, before, (tile + 1) * KEYS, position, first_position, window, KEYS, WINDOW
+                scores,
+                scale,
+                before,
+                (tile + 1) * KEYS,
+                position,
+                first_position,
+                window,
+                KEYS,
+                WINDOW,
             )
         else:
             weights = scores  # not used
@@ -253,7 +411,14 @@ def _attend_tiles(
         num_seen += 1
         if ends_split | (not has_next):
             highest, total, output = _merge(
-                highest, total, merged.load(as_output), split_highest, split_total, output, as_total, as_output
+                highest,
+                total,
+                merged.load(as_output),
+                split_highest,
+                split_total,
+                output,
+                as_total,
+                as_output,
             )
             if has_next:
                 merged.store(output)
@@ -262,7 +427,9 @@ def _attend_tiles(
                 output = gl.zeros_like(output)
         split_highest = next_highest
         if KEYS == _TILE:
-            split_total = split_total * gl.convert_layout(change, gl.SliceLayout(1, as_total))[:, None]
+            split_total = (
+                split_total * gl.convert_layout(change, gl.SliceLayout(1, as_total))[:, None]
+            )
             output = output * gl.convert_layout(change, gl.SliceLayout(1, as_output))[:, None]
         else:
             has_failed = has_failed | change
@@ -271,7 +438,14 @@ def _attend_tiles(
 
 @gluon.jit
 def _merge(
-    highest, total, output, split_highest, split_total, split_output, as_total: gl.constexpr, as_output: gl.constexpr
+    highest,
+    total,
+    output,
+    split_highest,
+    split_total,
+    split_output,
+    as_total: gl.constexpr,
+    as_output: gl.constexpr,
 ):
     """`attention_splits.merge`, for totals and outputs in different layouts."""
     split_highest = gl.convert_layout(split_highest, gl.SliceLayout(1, as_output))
@@ -289,10 +463,29 @@ def _merge(
 # Specialised, it would be compiled again for a value of 1, and for multiples of 16.
 @gluon.jit(do_not_specialize=["num_tiles", "table_stride"])
 def _prompt_kernel(
-    query, out, keys, values, block_tables, work, failed, num_tiles, table_stride, scale, window, num_heads,
-    num_kv_heads, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr,
-    KEYS: gl.constexpr, TILES: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+    query,
+    out,
+    keys,
+    values,
+    block_tables,
+    work,
+    failed,
+    num_tiles,
+    table_stride,
+    scale,
+    window,
+    num_heads,
+    num_kv_heads,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    ROWS: gl.constexpr,
+    KEYS: gl.constexpr,
+    TILES: gl.constexpr,
+    WINDOW: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """`work` is the list that `attention._prefill_kernel` takes, with items of 2 * 64 rows."""
     dtype: gl.constexpr = query.dtype.element_ty
     as_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], dtype)
@@ -315,16 +508,98 @@ def _prompt_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_attend_rows, (0, staged_query.index(0), merged.index(0), query, out, key_tiles, value_tiles, ones,
-                            keys_full, keys_empty, values_full, values_empty, work, failed, num_tiles, scale, window,
-                            num_heads, num_kv_heads, GROUP, D, ROWS, KEYS, TILES, WINDOW, STAGES, PDL)),
-            (_attend_rows, (1, staged_query.index(1), merged.index(1), query, out, key_tiles, value_tiles, ones,
-                            keys_full, keys_empty, values_full, values_empty, work, failed, num_tiles, scale, window,
-                            num_heads, num_kv_heads, GROUP, D, ROWS, KEYS, TILES, WINDOW, STAGES, PDL)),
-            (copy_tiles, (keys, values, key_boxes, value_boxes, keys_full, keys_empty, values_full, values_empty,
-                           block_tables, work, num_tiles, table_stride, window, num_kv_heads, GROUP, D, BLOCK_SIZE,
-                           ROWS, KEYS, WINDOW, STAGES, PDL)),
+            (
+                _attend_rows,
+                (
+                    0,
+                    staged_query.index(0),
+                    merged.index(0),
+                    query,
+                    out,
+                    key_tiles,
+                    value_tiles,
+                    ones,
+                    keys_full,
+                    keys_empty,
+                    values_full,
+                    values_empty,
+                    work,
+                    failed,
+                    num_tiles,
+                    scale,
+                    window,
+                    num_heads,
+                    num_kv_heads,
+                    GROUP,
+                    D,
+                    ROWS,
+                    KEYS,
+                    TILES,
+                    WINDOW,
+                    STAGES,
+                    PDL,
+                ),
+            ),
+            (
+                _attend_rows,
+                (
+                    1,
+                    staged_query.index(1),
+                    merged.index(1),
+                    query,
+                    out,
+                    key_tiles,
+                    value_tiles,
+                    ones,
+                    keys_full,
+                    keys_empty,
+                    values_full,
+                    values_empty,
+                    work,
+                    failed,
+                    num_tiles,
+                    scale,
+                    window,
+                    num_heads,
+                    num_kv_heads,
+                    GROUP,
+                    D,
+                    ROWS,
+                    KEYS,
+                    TILES,
+                    WINDOW,
+                    STAGES,
+                    PDL,
+                ),
+            ),
+            (
+                copy_tiles,
+                (
+                    keys,
+                    values,
+                    key_boxes,
+                    value_boxes,
+                    keys_full,
+                    keys_empty,
+                    values_full,
+                    values_empty,
+                    block_tables,
+                    work,
+                    num_tiles,
+                    table_stride,
+                    window,
+                    num_kv_heads,
+                    GROUP,
+                    D,
+                    BLOCK_SIZE,
+                    ROWS,
+                    KEYS,
+                    WINDOW,
+                    STAGES,
+                    PDL,
+                ),
+            ),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )

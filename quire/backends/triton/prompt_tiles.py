@@ -1,5 +1,7 @@
-"""What the parts of the kernel for prompts (`prompt_attention.py`) share: which items of work a program takes, and the
-copying of tiles of keys and values to shared memory, with barriers that say which are there and which were used."""
+"""What the parts of the kernel for prompts (`prompt_attention.py`) share: which items of work a
+program takes, and the copying of tiles of keys and values to shared memory, with barriers that say
+which are there and which were used.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ COPIED = gl.constexpr(64)
 
 @gluon.jit
 def item_of(turn):
-    """The item that this program takes in its turn number `turn`. Items get shorter along the list, so every second
-    round goes backwards, to give all programs about the same work."""
+    """The item that this program takes in its turn number `turn`. Items get shorter along the list,
+    so every second round goes backwards, to give all programs about the same work.
+    """
     programs = gl.num_programs(0)
     place = gl.program_id(0)
     return turn * programs + (place if turn % 2 == 0 else programs - 1 - place)
@@ -23,11 +26,18 @@ def item_of(turn):
 
 @gluon.jit
 def read_item(
-    item, work, num_kv_heads, window,
-    GROUP: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
-    """Returns: key head, first of the (query, head) rows, first row of the batch, number of queries, context length,
-    row of the block table, first tile of keys, end of the tiles."""
+    item,
+    work,
+    num_kv_heads,
+    window,
+    GROUP: gl.constexpr,
+    ROWS: gl.constexpr,
+    KEYS: gl.constexpr,
+    WINDOW: gl.constexpr,
+):
+    """Returns: key head, first of the (query, head) rows, first row of the batch, number of
+    queries, context length, row of the block table, first tile of keys, end of the tiles.
+    """
     entry = work + item // num_kv_heads * 8
     first = gl.load(entry)
     first_row = gl.load(entry + 2)
@@ -35,18 +45,36 @@ def read_item(
     context_len = gl.load(entry + 4)
     table_row = gl.load(entry + 5)
     # No query sees keys after the last query.
-    last_position = gl.minimum(context_len - num_queries + (first + ROWS - 1) // GROUP, context_len - 1)
+    last_position = gl.minimum(
+        context_len - num_queries + (first + ROWS - 1) // GROUP, context_len - 1
+    )
     first_tile = 0
     if WINDOW:
         first_tile = gl.maximum(context_len - num_queries + first // GROUP - window + 1, 0) // KEYS
     end_tile = last_position // KEYS + 1
-    return item % num_kv_heads, first, first_row, num_queries, context_len, table_row, first_tile, end_tile
+    return (
+        item % num_kv_heads,
+        first,
+        first_row,
+        num_queries,
+        context_len,
+        table_row,
+        first_tile,
+        end_tile,
+    )
 
 
 @gluon.jit
 def _copy_tile(
-    source, boxes, barrier, stage, rows, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr
-):  # fmt: skip
+    source,
+    boxes,
+    barrier,
+    stage,
+    rows,
+    D: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    KEYS: gl.constexpr,
+):
     """Starts to copy a tile [KEYS, D] whose blocks begin at these rows of the cache."""
     BLOCKS: gl.constexpr = KEYS // BLOCK_SIZE
     PARTS: gl.constexpr = D // COPIED
@@ -59,11 +87,29 @@ def _copy_tile(
 
 @gluon.jit
 def copy_tiles(
-    keys, values, key_boxes, value_boxes, keys_full, keys_empty, values_full, values_empty,
-    block_tables, work, num_tiles, table_stride, window, num_kv_heads,
-    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
-    WINDOW: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+    keys,
+    values,
+    key_boxes,
+    value_boxes,
+    keys_full,
+    keys_empty,
+    values_full,
+    values_empty,
+    block_tables,
+    work,
+    num_tiles,
+    table_stride,
+    window,
+    num_kv_heads,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    ROWS: gl.constexpr,
+    KEYS: gl.constexpr,
+    WINDOW: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """The program of the copying warp."""
     if PDL:
         cuda.gdc_wait()
@@ -86,9 +132,13 @@ def copy_tiles(
                     block = gl.load(table + place, mask=place * BLOCK_SIZE < context_len, other=0)
                     rows = rows + ((block * num_kv_heads + kv_head) * BLOCK_SIZE,)  # type: ignore  # noqa: RUF005
                 mbarrier.wait(keys_empty.index(stage), phase ^ 1)
-                _copy_tile(keys, key_boxes, keys_full.index(stage), stage, rows, D, BLOCK_SIZE, KEYS)
+                _copy_tile(
+                    keys, key_boxes, keys_full.index(stage), stage, rows, D, BLOCK_SIZE, KEYS
+                )
                 mbarrier.wait(values_empty.index(stage), phase ^ 1)
-                _copy_tile(values, value_boxes, values_full.index(stage), stage, rows, D, BLOCK_SIZE, KEYS)
+                _copy_tile(
+                    values, value_boxes, values_full.index(stage), stage, rows, D, BLOCK_SIZE, KEYS
+                )
                 copied += 1
 
 

@@ -1,4 +1,6 @@
-"""Where a row of tokens repeats its last tokens: each position counts backwards by itself, all positions at once."""
+"""Where a row of tokens repeats its last tokens: each position counts backwards by itself, all
+positions at once.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,16 @@ _BLOCK = 512
 
 @triton.jit(do_not_specialize=["size", "most"])
 def _match_kernel(
-    tokens, lengths, breaks, out, size, most, HAS_BREAKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+    tokens,
+    lengths,
+    breaks,
+    out,
+    size,
+    most,
+    HAS_BREAKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     begin(PDL)
     row = tl.program_id(0).to(tl.int64) * size
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -44,7 +54,16 @@ def match_lengths(tokens: Tensor, lengths: Tensor, breaks: Tensor | None, most: 
     if out.numel():
         flags = None if breaks is None else breaks.contiguous().view(torch.uint8)
         _match_kernel[(rows, cdiv(size, _BLOCK))](
-            tokens=tokens, lengths=lengths.contiguous(), breaks=flags, out=out, size=size, most=most,
-            HAS_BREAKS=breaks is not None, BLOCK=_BLOCK, PDL=USE_PDL, num_warps=4, **LAUNCH,
-        )  # fmt: skip
+            tokens=tokens,
+            lengths=lengths.contiguous(),
+            breaks=flags,
+            out=out,
+            size=size,
+            most=most,
+            HAS_BREAKS=breaks is not None,
+            BLOCK=_BLOCK,
+            PDL=USE_PDL,
+            num_warps=4,
+            **LAUNCH,
+        )
     return out

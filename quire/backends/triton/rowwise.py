@@ -1,7 +1,7 @@
 """Operations on single rows: norms, the gates of an MLP, rows of the embedding.
 
-A program of a norm holds whole rows, so the mean of squares is one reduction, whose order depends on the row's size
-only. The other operations compute each number by itself.
+A program of a norm holds whole rows, so the mean of squares is one reduction, whose order depends
+on the row's size only. The other operations compute each number by itself.
 """
 
 from __future__ import annotations
@@ -27,12 +27,30 @@ _BLOCK = 1024
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
-    x, residual, weight, bias, normed, total, rows, x_stride, residual_stride, eps, offset,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
-    OFFSET: tl.constexpr, CENTER: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """ROWS rows of BLOCK >= SIZE columns. CENTER: the mean is subtracted first (LayerNorm). With CENTER or OFFSET (to
-    the weight) only the final result is rounded; else also the normed number before the product with the weight."""
+    x,
+    residual,
+    weight,
+    bias,
+    normed,
+    total,
+    rows,
+    x_stride,
+    residual_stride,
+    eps,
+    offset,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+    OFFSET: tl.constexpr,
+    CENTER: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS rows of BLOCK >= SIZE columns. CENTER: the mean is subtracted first (LayerNorm). With
+    CENTER or OFFSET (to the weight) only the final result is rounded; else also the normed number
+    before the product with the weight.
+    """
     column = tl.arange(0, BLOCK)[None, :]
     scale = tl.load(weight + column, mask=column < SIZE, other=0.0)  # a constant: before the wait
     if BIAS:
@@ -67,7 +85,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return _normed(x, weight, eps, offset=offset)[0]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """`Kernels.add_rms_norm`."""
     return _normed(x, weight, eps, residual, offset=offset)
 
@@ -78,9 +98,15 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def _normed(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *,
-    bias: Tensor | None = None, offset: float = 0.0, center: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    center: bool = False,
+) -> tuple[Tensor, Tensor]:
     """The norm, and x + residual; without a residual the norm twice."""
     source = as_rows(x)
     added = source if residual is None else as_rows(residual)
@@ -93,17 +119,35 @@ def _normed(
         block = next_power_of_2(size)
         group = max(1, _SHORT // block)
         _rms_norm_kernel[(cdiv(rows, group),)](
-            x=source, residual=added, weight=weight, bias=weight if bias is None else bias, normed=normed, total=total,
-            rows=rows, x_stride=row_stride(source), residual_stride=row_stride(added), eps=eps, offset=offset,
-            SIZE=size, BLOCK=block, ROWS=group, ADD=residual is not None, OFFSET=offset != 0, CENTER=center,
-            BIAS=bias is not None, PDL=USE_PDL, num_warps=num_warps(block * group), **LAUNCH,
-        )  # fmt: skip
+            x=source,
+            residual=added,
+            weight=weight,
+            bias=weight if bias is None else bias,
+            normed=normed,
+            total=total,
+            rows=rows,
+            x_stride=row_stride(source),
+            residual_stride=row_stride(added),
+            eps=eps,
+            offset=offset,
+            SIZE=size,
+            BLOCK=block,
+            ROWS=group,
+            ADD=residual is not None,
+            OFFSET=offset != 0,
+            CENTER=center,
+            BIAS=bias is not None,
+            PDL=USE_PDL,
+            num_warps=num_warps(block * group),
+            **LAUNCH,
+        )
     return normed, total
 
 
 def _launch_by_blocks(kernel: Any, rows: int, size: int, **arguments: Any) -> None:
-    """Launches a kernel whose programs compute a part of a row of `size` numbers; arguments are the kernel's other
-    ones, and launch options."""
+    """Launches a kernel whose programs compute a part of a row of `size` numbers; arguments are the
+    kernel's other ones, and launch options.
+    """
     if rows:
         block = min(_BLOCK, next_power_of_2(size))
         kernel[(rows, cdiv(size, block))](
@@ -133,7 +177,9 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
-    """activation(gate) * up in float32, of numbers already rounded to the dtype; the result is not rounded."""
+    """activation(gate) * up in float32, of numbers already rounded to the dtype; the result is not
+    rounded.
+    """
     if ACTIVATION == CLAMPED_SWIGLU:
         gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
@@ -143,9 +189,15 @@ def gated(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _gate_kernel(
-    gate_up, out, stride,
-    SIZE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    gate_up,
+    out,
+    stride,
+    SIZE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -176,7 +228,9 @@ def _sigmoid_mul_kernel(
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
-    """activation(gate) * up of [rows, 2 * size] -> [rows, size]; gate is the first half, rounded before the product."""
+    """activation(gate) * up of [rows, 2 * size] -> [rows, size]; gate is the first half, rounded
+    before the product.
+    """
     return _activated(gate_up, activation, gate_up.shape[-1] // 2)
 
 
@@ -188,9 +242,16 @@ def _activated(x: Tensor, activation: Activation, size: int) -> Tensor:
     source = as_rows(x)
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     _launch_by_blocks(
-        _gate_kernel, source.shape[0], size, gate_up=source, out=out, stride=row_stride(source),
-        ACTIVATION=NUMBERS[activation], GATED=size < x.shape[-1], **ROUND_ALWAYS,
-    )  # fmt: skip
+        _gate_kernel,
+        source.shape[0],
+        size,
+        gate_up=source,
+        out=out,
+        stride=row_stride(source),
+        ACTIVATION=NUMBERS[activation],
+        GATED=size < x.shape[-1],
+        **ROUND_ALWAYS,
+    )
     return out
 
 
@@ -200,7 +261,14 @@ def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
     rows, size = x.shape
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     _launch_by_blocks(
-        _sigmoid_mul_kernel, rows, size, gate=gate, x=x, out=out, gate_stride=gate.stride(0), x_stride=row_stride(x)
+        _sigmoid_mul_kernel,
+        rows,
+        size,
+        gate=gate,
+        x=x,
+        out=out,
+        gate_stride=gate.stride(0),
+        x_stride=row_stride(x),
     )
     return out
 
@@ -227,30 +295,41 @@ def soft_cap_(x: Tensor, cap: float) -> None:
     rows, size = x.shape
     if x.stride(1) != 1:
         raise ValueError(f"Rows must lie in one piece: {x.stride()}.")
-    _launch_by_blocks(_soft_cap_kernel, rows, size, x=x, stride=x.stride(0), cap=cap, **ROUND_ALWAYS)
+    _launch_by_blocks(
+        _soft_cap_kernel, rows, size, x=x, stride=x.stride(0), cap=cap, **ROUND_ALWAYS
+    )
 
 
 @triton.jit(do_not_specialize_on_alignment=["token_ids"])
 def _embedding_kernel(
     token_ids, weight, out, vocab_size, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+):
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token_id = tl.load(token_ids + row).to(tl.int64)
     known = (token_id >= 0) & (token_id < vocab_size)
-    found = tl.load(weight + token_id * SIZE + column, mask=known & (column < SIZE), other=float("nan"))
+    found = tl.load(
+        weight + token_id * SIZE + column, mask=known & (column < SIZE), other=float("nan")
+    )
     tl.store(out + row * SIZE + column, found, mask=column < SIZE)
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     """Rows of a contiguous weight [vocab, hidden], by int64 or int32 token_ids [rows].
 
-    An id outside the table gives a row of NaN, so that only its own request fails, at sampling (`HAS_NAN`).
+    An id outside the table gives a row of NaN, so that only its own request fails, at sampling
+    (`HAS_NAN`).
     """
     rows, size = token_ids.shape[0], weight.shape[1]
     out = torch.empty(rows, size, dtype=weight.dtype, device=weight.device)
     _launch_by_blocks(
-        _embedding_kernel, rows, size, token_ids=token_ids, weight=weight, out=out, vocab_size=weight.shape[0]
+        _embedding_kernel,
+        rows,
+        size,
+        token_ids=token_ids,
+        weight=weight,
+        out=out,
+        vocab_size=weight.shape[0],
     )
     return out

@@ -1,7 +1,7 @@
 """Logprobs and ranks of tokens, and the most likely tokens, each row by itself.
 
-A program reads its row twice, in chunks of fixed size: for the highest logit, then for the sum of exponentials and the
-number of tokens that rank before the scored one.
+A program reads its row twice, in chunks of fixed size: for the highest logit, then for the sum of
+exponentials and the number of tokens that rank before the scored one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,16 @@ _NEVER = tl.constexpr(float("-inf"))
 
 @triton.jit
 def _score_kernel(
-    logits, token_ids, totals, logprobs, ranks, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+    logits,
+    token_ids,
+    totals,
+    logprobs,
+    ranks,
+    stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     own = logits + row * stride
@@ -39,7 +47,8 @@ def _score_kernel(
         column = start + tl.arange(0, BLOCK)
         logit = tl.load(own + column, mask=column < VOCAB, other=_NEVER)
         sums += tl.exp(logit - highest)
-        # The filling of the last chunk (-inf) is never counted: it is above no logit and its ids are the highest.
+        # The filling of the last chunk (-inf) is never counted: it is above no logit and its ids
+        # are the highest.
         before += ((logit > chosen) | ((logit == chosen) & (column < token_id))).to(tl.int32)
     log_sum = tl.log(tl.sum(sums))
     tl.store(totals + 2 * row, highest)
@@ -56,17 +65,27 @@ def score_tokens(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores
     ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         _score_kernel[(rows,)](
-            logits=logits, token_ids=token_ids.contiguous(), totals=totals, logprobs=logprobs, ranks=ranks,
-            stride=row_stride(logits), VOCAB=vocab_size, BLOCK=CHUNK, PDL=USE_PDL, num_warps=16, **LAUNCH,
-        )  # fmt: skip
+            logits=logits,
+            token_ids=token_ids.contiguous(),
+            totals=totals,
+            logprobs=logprobs,
+            ranks=ranks,
+            stride=row_stride(logits),
+            VOCAB=vocab_size,
+            BLOCK=CHUNK,
+            PDL=USE_PDL,
+            num_warps=16,
+            **LAUNCH,
+        )
     top_ids = likeliest(logits, num_top)
     top_logprobs = logits.gather(1, top_ids) - totals[:, :1] - totals[:, 1:]
     return TokenScores(logprobs, ranks, top_ids, top_logprobs)
 
 
 def likeliest(logits: Tensor, count: int) -> Tensor:
-    """The ids of each row's highest logits, the highest first and the lower id first among equals. Logit and id are
-    combined into one integer, so that there are no ties."""
+    """The ids of each row's highest logits, the highest first and the lower id first among equals.
+    Logit and id are combined into one integer, so that there are no ties.
+    """
     vocab_size = logits.shape[1]
     if not count:
         return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)

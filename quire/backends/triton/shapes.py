@@ -1,8 +1,8 @@
 """Helpers of launch functions: tensors as rows whose memory begins at a multiple of 16 bytes.
 
-For a pointer with another alignment Triton compiles another kernel, which distributes a row differently over the
-threads and so adds in another order. So a tensor that is not aligned (a slice of rows of an odd size) is copied first:
-a row has the same bits wherever it lies.
+For a pointer with another alignment Triton compiles another kernel, which distributes a row
+differently over the threads and so adds in another order. So a tensor that is not aligned (a slice
+of rows of an odd size) is copied first: a row has the same bits wherever it lies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ CHUNK = 4096
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x as [rows, size] with contiguous rows and an aligned base: a view where possible, else a copy."""
+    """x as [rows, size] with contiguous rows and an aligned base: a view where possible, else a
+    copy.
+    """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if (rows.stride(1) != 1 and rows.shape[1] != 1) or rows.data_ptr() % ALIGNMENT:
         rows = rows.clone(memory_format=torch.contiguous_format)
@@ -26,7 +28,9 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def row_stride(rows: Tensor) -> int:
-    """The distance from one row to the next. A single row may have any stride; it gets that of contiguous rows."""
+    """The distance from one row to the next. A single row may have any stride; it gets that of
+    contiguous rows.
+    """
     return rows.shape[1] if rows.is_contiguous() else rows.stride(0)
 
 
@@ -40,5 +44,7 @@ def next_power_of_2(size: int) -> int:
 
 
 def num_warps(elements: int) -> int:
-    """Warps for a program that holds this many numbers: 8 per thread, more where 16 warps are not enough."""
+    """Warps for a program that holds this many numbers: 8 per thread, more where 16 warps are not
+    enough.
+    """
     return min(16, max(1, elements // 256))

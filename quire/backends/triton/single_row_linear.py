@@ -1,13 +1,15 @@
 """The matrix product of a single row, whose time is that of reading the weight.
 
-A program computes 8, 16 or 32 outputs. Tiles of their weights are copied to shared memory, several ahead of the
-product; the first copies start before the kernel before this one has finished (PDL), as weights are constants. The
-weights are the right operand of the tensor core's product, which may have any multiple of 8 outputs, so that there are
-programs for all multiprocessors. The left operand has 64 rows, all equal to the row of x, and one result is kept. The
-row is kept in shared memory; for FP8 weights it is quantised first, as `quantize_rows` does it.
+A program computes 8, 16 or 32 outputs. Tiles of their weights are copied to shared memory, several
+ahead of the product; the first copies start before the kernel before this one has finished (PDL),
+as weights are constants. The weights are the right operand of the tensor core's product, which may
+have any multiple of 8 outputs, so that there are programs for all multiprocessors. The left operand
+has 64 rows, all equal to the row of x, and one result is kept. The row is kept in shared memory;
+for FP8 weights it is quantised first, as `quantize_rows` does it.
 
-The inner dimension is walked from beginning to end with one accumulator, so the bits are those of all other products
-(see `linear.py` and `tile_product.py`). Written in Gluon, Triton's lower level, where layouts are explicit.
+The inner dimension is walked from beginning to end with one accumulator, so the bits are those of
+all other products (see `linear.py` and `tile_product.py`). Written in Gluon, Triton's lower level,
+where layouts are explicit.
 """
 
 # ruff: noqa: RUF005  (Triton knows no * within a tuple)
@@ -32,10 +34,19 @@ _MULTIPROCESSORS = 132
 
 @gluon.jit
 def _copy_weights(
-    weight, staged, first, column, N,
-    K: gl.constexpr, SILU_MUL: gl.constexpr, OUT: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
-    """Starts to copy TILE columns of OUT rows from `first` on; with SILU_MUL half of the rows are N rows further on."""
+    weight,
+    staged,
+    first,
+    column,
+    N,
+    K: gl.constexpr,
+    SILU_MUL: gl.constexpr,
+    OUT: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Starts to copy TILE columns of OUT rows from `first` on; with SILU_MUL half of the rows are N
+    rows further on.
+    """
     EACH: gl.constexpr = 128 // weight.dtype.element_ty.primitive_bitwidth
     WIDE: gl.constexpr = min(32, TILE // EACH)
     layout: gl.constexpr = gl.BlockedLayout([1, EACH], [32 // WIDE, WIDE], [4, 1], [1, 0])
@@ -43,13 +54,17 @@ def _copy_weights(
     local = gl.arange(0, OUT, gl.SliceLayout(1, layout))
     row = first + local % HALF + local // HALF * N
     place = column + gl.arange(0, TILE, gl.SliceLayout(0, layout))
-    async_copy.async_copy_global_to_shared(staged, weight + row[:, None].to(gl.int64) * K + place[None, :])
+    async_copy.async_copy_global_to_shared(
+        staged, weight + row[:, None].to(gl.int64) * K + place[None, :]
+    )
     async_copy.commit_group()
 
 
 @gluon.jit
 def _stage_row(x, staged, K: gl.constexpr, TILE: gl.constexpr):
-    """Copies x [K] to the shared memory `staged` [K / TILE, 1, TILE], quantised if that is FP8. Returns its scale."""
+    """Copies x [K] to the shared memory `staged` [K / TILE, 1, TILE], quantised if that is FP8.
+    Returns its scale.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, TILE // 128], [1, 32], [1, 4], [1, 0])
     column = gl.arange(0, TILE, gl.SliceLayout(0, layout))[None, :]
     parts = ()
@@ -70,17 +85,29 @@ def _stage_row(x, staged, K: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def _single_row_kernel(
-    x, weight, scales, bias, out, N,
-    K: gl.constexpr, HAS_BIAS: gl.constexpr, SILU_MUL: gl.constexpr,
-    OUT: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    scales,
+    bias,
+    out,
+    N,
+    K: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    SILU_MUL: gl.constexpr,
+    OUT: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """Computes OUT outputs; with SILU_MUL OUT / 2 of silu(output[i]) * output[i + N]."""
     number: gl.constexpr = weight.dtype.element_ty
     dtype: gl.constexpr = out.dtype.element_ty
     IS_FP8: gl.constexpr = number == gl.float8e4nv
     HALF: gl.constexpr = OUT // 2 if SILU_MUL else OUT
     TILES: gl.constexpr = K // TILE
-    accumulator: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUT, 32 if IS_FP8 else 16])
+    accumulator: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, OUT, 32 if IS_FP8 else 16]
+    )
     as_row: gl.constexpr = gl.DotOperandLayout(0, accumulator, 4 if IS_FP8 else 2)
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUT, TILE], number)
     if PDL:
@@ -88,20 +115,37 @@ def _single_row_kernel(
     first = gl.program_id(0) * HALF
     staged = gl.allocate_shared_memory(number, [STAGES, OUT, TILE], shared)
     for i in gl.static_range(STAGES - 1):
-        _copy_weights(weight, staged.index(i), first, min(i, TILES - 1) * TILE, N, K, SILU_MUL, OUT, TILE)
+        _copy_weights(
+            weight, staged.index(i), first, min(i, TILES - 1) * TILE, N, K, SILU_MUL, OUT, TILE
+        )
     if PDL:
         cuda.gdc_wait()
-    row = gl.allocate_shared_memory(number, [TILES, 1, TILE], gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
+    row = gl.allocate_shared_memory(
+        number, [TILES, 1, TILE], gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
+    )
     x_scale = _stage_row(x, row, K, TILE)
     total = gl.zeros((64, OUT), gl.float32, accumulator)
     for tile in range(TILES):
-        async_copy.wait_group(STAGES - 2)  # the compiler adds the barriers between copies and products
-        # The last iteration's stage is free now: the tile needed STAGES - 1 iterations later is copied there. After the
-        # end the last tile is copied again and not used.
+        # the compiler adds the barriers between copies and products
+        async_copy.wait_group(STAGES - 2)
+        # The last iteration's stage is free now: the tile needed STAGES - 1 iterations later is
+        # copied there. After the end the last tile is copied again and not used.
         later = gl.minimum(tile + STAGES - 1, TILES - 1) * TILE
         left = row.index(tile).load(as_row).broadcast_to(64, TILE)
-        _copy_weights(weight, staged.index((tile + STAGES - 1) % STAGES), first, later, N, K, SILU_MUL, OUT, TILE)
-        total = warpgroup_mma(left, staged.index(tile % STAGES).permute((1, 0)), total, is_async=True)
+        _copy_weights(
+            weight,
+            staged.index((tile + STAGES - 1) % STAGES),
+            first,
+            later,
+            N,
+            K,
+            SILU_MUL,
+            OUT,
+            TILE,
+        )
+        total = warpgroup_mma(
+            left, staged.index(tile % STAGES).permute((1, 0)), total, is_async=True
+        )
         total = warpgroup_mma_wait(0, deps=(total,))
     async_copy.wait_group(0)
     local = gl.arange(0, OUT, gl.SliceLayout(0, accumulator))
@@ -116,11 +160,17 @@ def _single_row_kernel(
         result = (silu(gate).to(dtype).to(gl.float32) * up).to(dtype)
     kept: gl.constexpr = result.type.layout
     which = gl.arange(0, 64, gl.SliceLayout(1, kept))[:, None]
-    gl.store(out + first + gl.arange(0, HALF, gl.SliceLayout(0, kept))[None, :] + which, result, mask=which == 0)
+    gl.store(
+        out + first + gl.arange(0, HALF, gl.SliceLayout(0, kept))[None, :] + which,
+        result,
+        mask=which == 0,
+    )
 
 
 def takes(rows: int, weight: Tensor, silu_mul: bool) -> bool:
-    """Whether this kernel can do it and is the quickest, measured on an H200 (docs/performance.md, attempt 29)."""
+    """Whether this kernel can do it and is the quickest, measured on an H200 (docs/performance.md,
+    attempt 29).
+    """
     size, inner = weight.shape
     each, tile, _ = _tile_of(size, inner, weight.itemsize, silu_mul)
     return (
@@ -135,8 +185,9 @@ def takes(rows: int, weight: Tensor, silu_mul: bool) -> bool:
 
 
 def _tile_of(size: int, inner: int, itemsize: int, silu_mul: bool) -> tuple[int, int, int]:
-    """Rows and columns of a tile of the weight, and the number of tiles in shared memory, which is larger where a
-    program has a multiprocessor for itself. Bits don't depend on them."""
+    """Rows and columns of a tile of the weight, and the number of tiles in shared memory, which is
+    larger where a program has a multiprocessor for itself. Bits don't depend on them.
+    """
     each = 32 if size >= 4096 else 16 if size >= 2048 or silu_mul else 8
     tile = 512 // itemsize
     stages = 4 if size // each > _MULTIPROCESSORS else 6 if each == 32 and itemsize == 2 else 8
@@ -144,18 +195,37 @@ def _tile_of(size: int, inner: int, itemsize: int, silu_mul: bool) -> tuple[int,
 
 
 def single_row_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None, silu_mul: bool, scales: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor | None,
+    silu_mul: bool,
+    scales: Tensor | None = None,
 ) -> Tensor:
-    """x [1, in] times weight [out, in] transposed, into `out` if given; with `silu_mul`, silu(first half of the
-    outputs) * (second half). For weights where `takes` says yes; FP8 ones have scales [out]."""
+    """x [1, in] times weight [out, in] transposed, into `out` if given; with `silu_mul`, silu(first
+    half of the outputs) * (second half). For weights where `takes` says yes; FP8 ones have scales
+    [out].
+    """
     size, inner = weight.shape
     if out is None:
         out = room_for(x, size // 2 if silu_mul else size)
     each, tile, stages = _tile_of(size, inner, weight.itemsize, silu_mul)
     _single_row_kernel[(size // each,)](
-        x=x.contiguous(), weight=weight, scales=x if scales is None else scales, bias=x if bias is None else bias,
-        out=out, N=out.shape[1], K=inner, HAS_BIAS=bias is not None, SILU_MUL=silu_mul, OUT=each, TILE=tile,
-        STAGES=stages, PDL=USE_PDL,
-        num_warps=4, **ROUND_ALWAYS, **LAUNCH,
-    )  # fmt: skip
+        x=x.contiguous(),
+        weight=weight,
+        scales=x if scales is None else scales,
+        bias=x if bias is None else bias,
+        out=out,
+        N=out.shape[1],
+        K=inner,
+        HAS_BIAS=bias is not None,
+        SILU_MUL=silu_mul,
+        OUT=each,
+        TILE=tile,
+        STAGES=stages,
+        PDL=USE_PDL,
+        num_warps=4,
+        **ROUND_ALWAYS,
+        **LAUNCH,
+    )
     return out

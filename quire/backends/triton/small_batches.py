@@ -1,7 +1,8 @@
-"""Whether the kernels for small batches and prompts in Gluon, Triton's young lower level, can be used here.
+"""Whether the kernels for small batches and prompts in Gluon, Triton's young lower level, can be
+used here.
 
-They are tested once, on small inputs, against the kernels that they replace. They are not used with a Triton that can't
-compile them, or on a GPU where they give other bits.
+They are tested once, on small inputs, against the kernels that they replace. They are not used with
+a Triton that can't compile them, or on a GPU where they give other bits.
 """
 
 from __future__ import annotations
@@ -36,26 +37,37 @@ def are_exact(device: torch.device, dtype: torch.dtype) -> bool:
         compile_together(lambda: (_same_products(device, dtype), _same_attention(device, dtype)))
         is_exact = _same_products(device, dtype) and _same_attention(device, dtype)
     except Exception as error:  # whatever a compiler of another version says
-        logger.warning("small batches and prompts take longer, as some kernels for them don't compile here: %s", error)
+        logger.warning(
+            "small batches and prompts take longer, as some kernels for them don't compile here: %s",
+            error,
+        )
         return False
     if not is_exact:
-        logger.warning("small batches and prompts take longer, as some kernels for them give other bits on this GPU")
+        logger.warning(
+            "small batches and prompts take longer, as some kernels for them give other bits on this GPU"
+        )
     return is_exact
 
 
 @cache
 def experts_are_exact(device: torch.device, inner: int) -> bool:
-    """Tests the kernel for experts in MXFP4 that have so many inputs, once; it must not be during a graph capture."""
+    """Tests the kernel for experts in MXFP4 that have so many inputs, once; it must not be during a
+    graph capture.
+    """
     if not HAS_GLUON or device.type != "cuda":
         return False
     try:
         compile_together(lambda: _same_experts(device, inner))
         is_exact = _same_experts(device, inner)
     except Exception as error:  # whatever a compiler of another version says
-        logger.warning("experts in MXFP4 take longer, as a kernel for them doesn't compile here: %s", error)
+        logger.warning(
+            "experts in MXFP4 take longer, as a kernel for them doesn't compile here: %s", error
+        )
         return False
     if not is_exact:
-        logger.warning("experts in MXFP4 take longer, as a kernel for them gives other bits on this GPU")
+        logger.warning(
+            "experts in MXFP4 take longer, as a kernel for them gives other bits on this GPU"
+        )
     return is_exact
 
 
@@ -66,7 +78,9 @@ def _same_experts(device: torch.device, inner: int) -> bool:
 
     experts, rows, size = 3, 40, 256
     generator = torch.Generator(device).manual_seed(0)
-    blocks = torch.randint(0, 256, (experts, size, inner // 32, 17), generator=generator, device=device)
+    blocks = torch.randint(
+        0, 256, (experts, size, inner // 32, 17), generator=generator, device=device
+    )
     blocks[..., 0] = 110 + blocks[..., 0] % 19
     blocks = blocks.to(torch.uint8).flatten(2)
     pieces, x = pack_mxfp4(blocks), _random(rows, inner, device=device, dtype=torch.bfloat16)
@@ -76,7 +90,8 @@ def _same_experts(device: torch.device, inner: int) -> bool:
     groups = group_pairs(expert_ids, experts, rows, 16)
     # One for each way in which weights come and are multiplied.
     lists = [group_pairs(expert_ids, experts, rows, width) for width in (8, 32, 128)]
-    torch.cuda.synchronize(device)  # products without an activation read the list early: one with it comes before them
+    # products without an activation read the list early: one with it comes before them
+    torch.cuda.synchronize(device)
     are_same: list[bool] = []
     for activation in (Activation.CLAMPED_SWIGLU, None):
         tile = Tile(16, 32 if activation else 64, 128, 3, 4)
@@ -89,9 +104,14 @@ def _same_experts(device: torch.device, inner: int) -> bool:
 def _same_products(device: torch.device, dtype: torch.dtype) -> bool:
     from quire.backends.triton.single_row_linear import single_row_linear, takes
 
-    x, weight = _random(1, 1024, device=device, dtype=dtype), _random(64, 1024, device=device, dtype=dtype)
+    x, weight = (
+        _random(1, 1024, device=device, dtype=dtype),
+        _random(64, 1024, device=device, dtype=dtype),
+    )
     return not takes(1, weight, silu_mul=True) or all(
-        torch.equal(single_row_linear(x, weight, None, None, silu_mul), linear(x, weight, silu_mul=silu_mul))
+        torch.equal(
+            single_row_linear(x, weight, None, None, silu_mul), linear(x, weight, silu_mul=silu_mul)
+        )
         for silu_mul in (False, True)
     )
 
@@ -100,12 +120,18 @@ def _same_attention(device: torch.device, dtype: torch.dtype) -> bool:
     from quire.backends.triton import prompt_attention, small_batch_attention
 
     programs = num_multiprocessors(device)
-    query, cache, tables, work, spec = _sequences("small", [1, 1, 1], [1, 100, 700], HeadShape(4, 2, 64), device, dtype)
+    query, cache, tables, work, spec = _sequences(
+        "small", [1, 1, 1], [1, 100, 700], HeadShape(4, 2, 64), device, dtype
+    )
     found, expected = torch.empty_like(query), torch.empty_like(query)
-    small_batch_attention.small_batch_attention(query, found, cache, tables, work, 64, spec, programs)
+    small_batch_attention.small_batch_attention(
+        query, found, cache, tables, work, 64, spec, programs
+    )
     decode_attention(query, expected, cache, tables, work, 64, spec)
     is_same = torch.equal(found, expected)
-    query, cache, tables, work, spec = _sequences("prefill", [150, 33], [150, 700], HeadShape(4, 1, 128), device, dtype)
+    query, cache, tables, work, spec = _sequences(
+        "prefill", [150, 33], [150, 700], HeadShape(4, 1, 128), device, dtype
+    )
     found, expected = torch.zeros_like(query), torch.zeros_like(query)
     if prompt_attention.takes(query, cache):
         prompt_attention.prompt_attention(query, found, cache, tables, work, spec, programs)
@@ -114,17 +140,33 @@ def _same_attention(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _sequences(
-    name: str, counts: list[int], lengths: list[int], heads: HeadShape, device: torch.device, dtype: torch.dtype
+    name: str,
+    counts: list[int],
+    lengths: list[int],
+    heads: HeadShape,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, LayerCache, Tensor, Tensor, AttentionSpec]:
-    """Random queries, `counts` of each sequence of these `lengths`; a cache of random numbers with block tables; the
-    list `name` of their attention work; a spec."""
+    """Random queries, `counts` of each sequence of these `lengths`; a cache of random numbers with
+    block tables; the list `name` of their attention work; a spec.
+    """
     rows, blocks = len(lengths), -(-max(lengths) // 16)
-    sides = _random(2, rows * blocks, heads.num_kv_heads, 16, heads.head_dim, device=device, dtype=dtype)
+    sides = _random(
+        2, rows * blocks, heads.num_kv_heads, 16, heads.head_dim, device=device, dtype=dtype
+    )
     tables = torch.arange(rows * blocks, dtype=torch.int32, device=device).view(rows, blocks)
     query = _random(sum(counts), heads.num_heads, heads.head_dim, device=device, dtype=dtype)
     of_all = np.array([counts, lengths, range(rows)], np.int32)
-    work = torch.from_numpy(attention_work(of_all[0], of_all[1], of_all[2], heads, 1024)[name]).to(device)
-    return query, LayerCache(sides[0], sides[1]), tables, work, AttentionSpec(heads, heads.head_dim**-0.5)
+    work = torch.from_numpy(attention_work(of_all[0], of_all[1], of_all[2], heads, 1024)[name]).to(
+        device
+    )
+    return (
+        query,
+        LayerCache(sides[0], sides[1]),
+        tables,
+        work,
+        AttentionSpec(heads, heads.head_dim**-0.5),
+    )
 
 
 def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -1,14 +1,17 @@
-"""Products of experts whose weights are MXFP4, which are expanded in the registers of the tensor cores.
+"""Products of experts whose weights are MXFP4, which are expanded in the registers of the tensor
+cores.
 
-A weight is stored in pieces of 16 outputs and 64 inputs, 544 bytes each, one after the other along the inputs: 16 bytes
-of codes for each thread of a warp, in the order in which the tensor cores want them, and 32 exponents. A thread loads
-its codes several pieces ahead of the product, or copies them to shared memory, where only it reads them.
+A weight is stored in pieces of 16 outputs and 64 inputs, 544 bytes each, one after the other along
+the inputs: 16 bytes of codes for each thread of a warp, in the order in which the tensor cores want
+them, and 32 exponents. A thread loads its codes several pieces ahead of the product, or copies them
+to shared memory, where only it reads them.
 
-Two codes become two bfloat16 numbers by a shift, a mask and a multiplication. A code is a sign, two bits of an exponent
-and one of a fraction. Put at the sign, the lowest bits of the exponent and the highest one of the fraction of a
-bfloat16, they are the number times 2 ** -126 (0.5 is a subnormal number, as it is among the codes); the factor restores
-that and the block's exponent. Nothing is rounded, so these are the numbers of the expanded weight. The inner dimension
-is walked in order with one accumulator, so products have the bits of those in `tile_product.py`.
+Two codes become two bfloat16 numbers by a shift, a mask and a multiplication. A code is a sign, two
+bits of an exponent and one of a fraction. Put at the sign, the lowest bits of the exponent and the
+highest one of the fraction of a bfloat16, they are the number times 2 ** -126 (0.5 is a subnormal
+number, as it is among the codes); the factor restores that and the block's exponent. Nothing is
+rounded, so these are the numbers of the expanded weight. The inner dimension is walked in order
+with one accumulator, so products have the bits of those in `tile_product.py`.
 
 Written in Gluon, Triton's lower level, where layouts are explicit.
 """
@@ -63,8 +66,9 @@ mov.b32 {$2, $3}, second;
 mov.b32 {$4, $5}, third;
 mov.b32 {$6, $7}, fourth;
 }"""
-"""Inputs: $8 a word of eight codes (`mxfp4_layout.py`), $9 four exponents, $10 which one is theirs, as `prmt` wants it.
-Outputs: the numbers. (lop3 with 0xEA: first and second, or third.)"""
+"""Inputs: $8 a word of eight codes (`mxfp4_layout.py`), $9 four exponents, $10 which one is theirs,
+as `prmt` wants it. Outputs: the numbers. (lop3 with 0xEA: first and second, or third.)
+"""
 _EXPAND = gl.constexpr(_ASM)
 _WORDS = gl.constexpr(PIECE_WORDS)
 _INPUTS = gl.constexpr(PIECE_INPUTS)
@@ -82,13 +86,26 @@ def _expand(codes, exponents, OPERAND: gl.constexpr, WARPS: gl.constexpr):
     selected = gl.arange(0, 4, gl.SliceLayout(0, codes.type.layout))[None, :] + 0x4440
     # Not pure, so that the compiler leaves it where it is, beside the product of the piece before.
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        _EXPAND, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [codes, exponents[:, None], selected],
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        is_pure=False, pack=1,
-    )  # fmt: skip
+        _EXPAND,
+        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
+        [codes, exponents[:, None], selected],
+        dtype=(
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+            gl.bfloat16,
+        ),
+        is_pure=False,
+        pack=1,
+    )
     low = gl.join(gl.join(a, b), gl.join(c, d))
     high = gl.join(gl.join(e, f), gl.join(g, h))
-    # Of threads and words: warp, row, t; row + 8, 32 inputs; of the joins: neighbours, 8 inputs, 16 inputs.
+    # Of threads and words: warp, row, t; row + 8, 32 inputs; of the joins: neighbours, 8 inputs, 16
+    # inputs.
     numbers = gl.join(low, high).reshape(WARPS, 8, 4, 2, 2, 2, 2, 2).permute(0, 3, 1, 4, 7, 6, 2, 5)
     return gl.convert_layout(numbers.reshape(16 * WARPS, _INPUTS), OPERAND, assert_trivial=True)
 
@@ -101,35 +118,64 @@ def _expand_staged(memory, stage, READ: gl.constexpr, OPERAND: gl.constexpr, WAR
 
 @gluon.jit
 def _copy_inputs(x, rows, occupied, staged, first, stage, LAYOUT: gl.constexpr):
-    """Starts to copy pieces of 64 columns of some rows of x, from piece `first` on, to a stage of each memory in
-    `staged`; what is no row becomes 0."""
+    """Starts to copy pieces of 64 columns of some rows of x, from piece `first` on, to a stage of
+    each memory in `staged`; what is no row becomes 0.
+    """
     column = gl.arange(0, _INPUTS, gl.SliceLayout(0, LAYOUT))[None, :]
     for i in gl.static_range(len(staged)):
         source = x + rows[:, None] + (first + i) * _INPUTS + column
-        async_copy.async_copy_global_to_shared(staged[i].index(stage), source, mask=occupied[:, None])
+        async_copy.async_copy_global_to_shared(
+            staged[i].index(stage), source, mask=occupied[:, None]
+        )
 
 
 @gluon.jit
 def _copy_weights(source, staged, first, stage):
-    """Starts to copy pieces of weights, from piece `first` on, to a stage of each of the memories in `staged`: a
-    thread's own words, and the exponents of its rows."""
+    """Starts to copy pieces of weights, from piece `first` on, to a stage of each of the memories
+    in `staged`: a thread's own words, and the exponents of its rows.
+    """
     for i in gl.static_range(len(staged)):
-        async_copy.async_copy_global_to_shared(staged[i][0].index(stage), source[0] + (first + i) * _WORDS)
-        async_copy.async_copy_global_to_shared(staged[i][1].index(stage), source[1] + (first + i) * _WORDS)
+        async_copy.async_copy_global_to_shared(
+            staged[i][0].index(stage), source[0] + (first + i) * _WORDS
+        )
+        async_copy.async_copy_global_to_shared(
+            staged[i][1].index(stage), source[1] + (first + i) * _WORDS
+        )
 
 
 @gluon.jit(do_not_specialize=["bound", "once"])
 def _experts_kernel(
-    x, codes, bias, tile_experts, tile_counts, order, out, x_stride, bound, once,
-    INNER: gl.constexpr, OUTER: gl.constexpr, TOP_K: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
-    BIAS: gl.constexpr, LISTED: gl.constexpr, BLOCK_M: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr,
-    IN_REGISTERS: gl.constexpr, ASYNC: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """A tile of one expert's pairs times 16 * WARPS rows of its weight -> out [pairs, OUTER]; with GATED half of the
-    rows are gates, half the ups to them, and x has a row for TOP_K pairs.
+    x,
+    codes,
+    bias,
+    tile_experts,
+    tile_counts,
+    order,
+    out,
+    x_stride,
+    bound,
+    once,
+    INNER: gl.constexpr,
+    OUTER: gl.constexpr,
+    TOP_K: gl.constexpr,
+    GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    BIAS: gl.constexpr,
+    LISTED: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    EACH: gl.constexpr,
+    STAGES: gl.constexpr,
+    IN_REGISTERS: gl.constexpr,
+    ASYNC: gl.constexpr,
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """A tile of one expert's pairs times 16 * WARPS rows of its weight -> out [pairs, OUTER]; with
+    GATED half of the rows are gates, half the ups to them, and x has a row for TOP_K pairs.
 
-    Weights and inputs are copied to shared memory by EACH pieces, STAGES - 1 times EACH ahead; with IN_REGISTERS
-    weights are loaded to registers instead, EACH pieces ahead. ASYNC: by wgmma instead of mma. `once` is 1.
+    Weights and inputs are copied to shared memory by EACH pieces, STAGES - 1 times EACH ahead; with
+    IN_REGISTERS weights are loaded to registers instead, EACH pieces ahead. ASYNC: by wgmma instead
+    of mma. `once` is 1.
     """
     OUT: gl.constexpr = 16 * WARPS
     HALF: gl.constexpr = OUT // 2 if GATED else OUT
@@ -149,12 +195,14 @@ def _experts_kernel(
     tile = gl.program_id(1)
     if PDL:
         if GATED:
-            # Waiting first: then the work list, which an earlier kernel writes, is complete when the next one starts.
+            # Waiting first: then the work list, which an earlier kernel writes, is complete when
+            # the next one starts.
             cuda.gdc_wait()
             cuda.gdc_launch_dependents()
         else:
             cuda.gdc_launch_dependents()
-    # So the list may be read before the wait, but not through the L1 cache, which may hold an earlier step's.
+    # So the list may be read before the wait, but not through the L1 cache, which may hold an
+    # earlier step's.
     if LISTED == GROUPED:  # noqa: SIM102  (this one is decided when it is compiled)
         if tile >= gl.load(tile_counts + bound, cache_modifier=".cg"):
             return
@@ -165,7 +213,12 @@ def _experts_kernel(
     chunk = gl.minimum(gl.program_id(0) * (HALF // 16) + warp % (HALF // 16), OUTER // 16 - 1)
     chunk = expert * (ROWS // 16) + chunk + warp // (HALF // 16) * (OUTER // 16)
     place = chunk * (PIECES * _WORDS)
-    words = codes + place[:, None] + ((thread % 32) * 4)[:, None] + gl.arange(0, 4, gl.SliceLayout(0, read))[None, :]
+    words = (
+        codes
+        + place[:, None]
+        + ((thread % 32) * 4)[:, None]
+        + gl.arange(0, 4, gl.SliceLayout(0, read))[None, :]
+    )
     source = words, codes + place + 128 + thread % 32 // 4
     waiting = ()
     coded = ()
@@ -189,7 +242,9 @@ def _experts_kernel(
     pair = tile + gl.zeros_like(slot)
     if LISTED == GROUPED:
         count = gl.load(tile_counts + tile, cache_modifier=".cg")
-        pair = gl.load(order + tile * BLOCK_M + slot, mask=slot < count, other=0, cache_modifier=".cg")
+        pair = gl.load(
+            order + tile * BLOCK_M + slot, mask=slot < count, other=0, cache_modifier=".cg"
+        )
     rows = (pair // TOP_K if GATED else pair).to(gl.int64) * x_stride
     if PDL and not GATED:
         cuda.gdc_wait()
@@ -204,13 +259,17 @@ def _experts_kernel(
     if IN_REGISTERS:
         numbers = _expand(waiting[0][0], waiting[0][1], operand, WARPS)  # type: ignore[misc]
         for part in range(PARTS):
-            # A loop of one turn, which the compiler does not know. It was there when this was measured: without it,
-            # the compiler moves loads within larger parts of the program.
+            # A loop of one turn, which the compiler does not know. It was there when this was
+            # measured: without it, the compiler moves loads within larger parts of the program.
             for turn in range(once):
-                async_copy.wait_group(STAGES - 2)  # the compiler adds the barriers between copies and products
-                # The last part's stage is free now. After the end the last inputs are copied again and not used.
+                # the compiler adds the barriers between copies and products
+                async_copy.wait_group(STAGES - 2)
+                # The last part's stage is free now. After the end the last inputs are copied again
+                # and not used.
                 later = gl.minimum(part + STAGES - 1, PARTS - 1) * EACH
-                _copy_inputs(x, rows, slot < count, staged, later, (part + STAGES - 1) % STAGES, copied)
+                _copy_inputs(
+                    x, rows, slot < count, staged, later, (part + STAGES - 1) % STAGES, copied
+                )
                 async_copy.commit_group()
                 for i in gl.static_range(EACH):
                     piece = gl.minimum(part * EACH + i + EACH + turn, PIECES - 1)
@@ -227,10 +286,12 @@ def _experts_kernel(
                         numbers = _expand(following[0], following[1], operand, WARPS)
     else:
         for part in range(PARTS):
-            async_copy.wait_group(STAGES - 2)  # the compiler adds the barriers between copies and products
+            # the compiler adds the barriers between copies and products
+            async_copy.wait_group(STAGES - 2)
             if ASYNC:  # before the second of those barriers
                 fence_async_shared()
-            # The last part's stage is free now. After the end the last pieces are copied again and not used.
+            # The last part's stage is free now. After the end the last pieces are copied again and
+            # not used.
             free = (part + STAGES - 1) % STAGES
             later = gl.minimum(part + STAGES - 1, PARTS - 1) * EACH
             _copy_weights(source, coded, later, free)
@@ -255,11 +316,15 @@ def _experts_kernel(
 
     if BIAS:
         local = gl.arange(0, OUT, gl.SliceLayout(1, accumulator))
-        output = gl.minimum(gl.program_id(0) * HALF + local % HALF, OUTER - 1) + local // HALF * OUTER
+        output = (
+            gl.minimum(gl.program_id(0) * HALF + local % HALF, OUTER - 1) + local // HALF * OUTER
+        )
         total += gl.load(bias + expert * ROWS + output)[:, None].to(gl.float32)
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [WARPS, 1], [1, 0])
     if GATED:
-        pairs_layout: gl.constexpr = gl.BlockedLayout([1, 8, 2], [256 // HALF, HALF // 8, 1], [WARPS, 1, 1], [2, 1, 0])
+        pairs_layout: gl.constexpr = gl.BlockedLayout(
+            [1, 8, 2], [256 // HALF, HALF // 8, 1], [WARPS, 1, 1], [2, 1, 0]
+        )
         both = total.to(dtype).reshape(2, HALF, BLOCK_M).permute(2, 1, 0)
         gate, up = gl.split(gl.convert_layout(both, pairs_layout))
         result = gated(gate.to(gl.float32), up.to(gl.float32), ACTIVATION, dtype).to(dtype)
@@ -307,10 +372,16 @@ def tile_width(pairs: int, num_experts: int) -> int:
 
 
 def expert_product(
-    x: Tensor, codes: Tensor, bias: Tensor | None, tiles: Tiles, top_k: int, activation: Activation | None
+    x: Tensor,
+    codes: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    top_k: int,
+    activation: Activation | None,
 ) -> Tensor:
-    """`tile_product` for weights packed by `mxfp4_layout.pack_mxfp4`. Without an activation, the kernel before it must
-    not be the one that writes the list of tiles."""
+    """`tile_product` for weights packed by `mxfp4_layout.pack_mxfp4`. Without an activation, the
+    kernel before it must not be the one that writes the list of tiles.
+    """
     blocks, pieces = BLOCKS[tiles.width], codes.shape[2]
     size, inner = codes.shape[1] * PIECE_OUTPUTS, pieces * PIECE_INPUTS
     outer = size // 2 if activation else size
@@ -318,11 +389,33 @@ def expert_product(
     outputs = PIECE_OUTPUTS * blocks.warps // (2 if activation else 1)
     each = next(count for count in (blocks.each, 4, 3, 2, 1) if pieces % count == 0)
     _experts_kernel[(cdiv(outer, outputs), tiles.bound)](
-        x=x, codes=codes, bias=codes if bias is None else bias, tile_experts=tiles.experts, tile_counts=tiles.counts,
-        order=tiles.order, out=out, x_stride=row_stride(x), bound=tiles.bound, once=1, INNER=inner, OUTER=outer,
-        TOP_K=top_k, GATED=activation is not None, ACTIVATION=0 if activation is None else NUMBERS[activation],
-        BIAS=bias is not None, LISTED=tiles.listed, BLOCK_M=tiles.width, EACH=each, STAGES=blocks.stages,
-        IN_REGISTERS=blocks.in_registers, ASYNC=blocks.is_async, WARPS=blocks.warps, PDL=USE_PDL,
-        num_warps=blocks.warps, maxnreg=blocks.registers, **ROUND_ALWAYS, **LAUNCH,
-    )  # fmt: skip
+        x=x,
+        codes=codes,
+        bias=codes if bias is None else bias,
+        tile_experts=tiles.experts,
+        tile_counts=tiles.counts,
+        order=tiles.order,
+        out=out,
+        x_stride=row_stride(x),
+        bound=tiles.bound,
+        once=1,
+        INNER=inner,
+        OUTER=outer,
+        TOP_K=top_k,
+        GATED=activation is not None,
+        ACTIVATION=0 if activation is None else NUMBERS[activation],
+        BIAS=bias is not None,
+        LISTED=tiles.listed,
+        BLOCK_M=tiles.width,
+        EACH=each,
+        STAGES=blocks.stages,
+        IN_REGISTERS=blocks.in_registers,
+        ASYNC=blocks.is_async,
+        WARPS=blocks.warps,
+        PDL=USE_PDL,
+        num_warps=blocks.warps,
+        maxnreg=blocks.registers,
+        **ROUND_ALWAYS,
+        **LAUNCH,
+    )
     return out

@@ -1,10 +1,12 @@
-"""Products with 4-bit weights, which go from memory straight to registers and are expanded there for the tensor cores.
+"""Products with 4-bit weights, which go from memory straight to registers and are expanded there
+for the tensor cores.
 
-A weight is stored in tiles of 64 outputs and 128 inputs, 4 KiB each, in which each thread's codes are two pieces of 16
-bytes. They are loaded several tiles ahead of the product. A code becomes a number of the model's dtype in two steps.
-First its bits are put into the low bits of the float 128 (float16: 1024), which gives 128 + code; 128 and the zero
-point are subtracted. Then the result is multiplied by the scale and rounded. So the numbers are those of the expanded
-weight; the inner dimension is walked in order with one accumulator, so products have the same bits as in `linear.py`.
+A weight is stored in tiles of 64 outputs and 128 inputs, 4 KiB each, in which each thread's codes
+are two pieces of 16 bytes. They are loaded several tiles ahead of the product. A code becomes a
+number of the model's dtype in two steps. First its bits are put into the low bits of the float 128
+(float16: 1024), which gives 128 + code; 128 and the zero point are subtracted. Then the result is
+multiplied by the scale and rounded. So the numbers are those of the expanded weight; the inner
+dimension is walked in order with one accumulator, so products have the same bits as in `linear.py`.
 
 Written in Gluon, Triton's lower level, where layouts are explicit.
 """
@@ -48,11 +50,22 @@ fma.rn.TYPE second, second, $5, ADDED;
 mov.b32 {$0, $1}, first;
 mov.b32 {$2, $3}, second;
 }"""
-"""Inputs: $4 eight codes; $5 the scale, twice; $6 minus (zero point + 128), or the minimum, twice. Outputs: $0 to $3
-the numbers of the low (or the high) halves of the four bytes."""
+"""Inputs: $4 eight codes; $5 the scale, twice; $6 minus (zero point + 128), or the minimum, twice.
+Outputs: $0 to $3 the numbers of the low (or the high) halves of the four bytes.
+"""
 _CONSTANTS = {
-    torch.bfloat16: {"EXPONENT": "0x43434343", "ONE": "0x3F803F80", "OFFSET": "0xC300C300", "TYPE": "bf16x2"},
-    torch.float16: {"EXPONENT": "0x64646464", "ONE": "0x3C003C00", "OFFSET": "0xE400E400", "TYPE": "f16x2"},
+    torch.bfloat16: {
+        "EXPONENT": "0x43434343",
+        "ONE": "0x3F803F80",
+        "OFFSET": "0xC300C300",
+        "TYPE": "bf16x2",
+    },
+    torch.float16: {
+        "EXPONENT": "0x64646464",
+        "ONE": "0x3C003C00",
+        "OFFSET": "0xE400E400",
+        "TYPE": "f16x2",
+    },
 }
 FIRST = {torch.bfloat16: 128.0, torch.float16: 1024.0}
 """The float whose lowest bits take a code."""
@@ -60,7 +73,11 @@ FIRST = {torch.bfloat16: 128.0, torch.float16: 1024.0}
 
 def _asm(dtype: torch.dtype, shift: int, has_minimum: bool) -> str:
     words = _CONSTANTS[dtype] | {"SHIFT": str(shift)}
-    words |= {"SUBTRACTED": "offset", "ADDED": "$6"} if has_minimum else {"SUBTRACTED": "$6", "ADDED": "none"}
+    words |= (
+        {"SUBTRACTED": "offset", "ADDED": "$6"}
+        if has_minimum
+        else {"SUBTRACTED": "$6", "ADDED": "none"}
+    )
     text = _ASM
     for name in sorted(words, key=len, reverse=True):
         text = text.replace(name, words[name])
@@ -71,11 +88,13 @@ class Int4(NamedTuple):
     """A packed weight."""
 
     codes: Tensor
-    """int32 [out / 64, in / 128, 64, 16], with outputs padded to a multiple of 64: the bits must not depend on how many
-    outputs a device has."""
+    """int32 [out / 64, in / 128, 64, 16], with outputs padded to a multiple of 64: the bits must
+    not depend on how many outputs a device has.
+    """
     scales: Tensor
-    """int32 [in / group, out]: in the lower half the scale, in the upper minus (zero point + `FIRST`) or the
-    minimum."""
+    """int32 [in / group, out]: in the lower half the scale, in the upper minus (zero point +
+    `FIRST`) or the minimum.
+    """
     has_minimum: bool
 
     @property
@@ -92,16 +111,25 @@ def can_pack(inner: int, group: int) -> bool:
     return is_even and (group in (32, 64) or group % TILE_INPUTS == 0)
 
 
-def pack_int4(codes: Tensor, scales: Tensor, zeros: Tensor, minima: Tensor | None, dtype: torch.dtype) -> Int4:
-    """Packs uint8 codes [out, in] from 0 to 15, with scales [out, in / group] and a zero point or minimum for each
-    scale: a number is (code - zero) * scale or code * scale - minimum, scale and minimum rounded to the dtype."""
+def pack_int4(
+    codes: Tensor, scales: Tensor, zeros: Tensor, minima: Tensor | None, dtype: torch.dtype
+) -> Int4:
+    """Packs uint8 codes [out, in] from 0 to 15, with scales [out, in / group] and a zero point or
+    minimum for each scale: a number is (code - zero) * scale or code * scale - minimum, scale and
+    minimum rounded to the dtype.
+    """
     other = -(zeros.float() + FIRST[dtype] if minima is None else minima)
     padding = (0, 0, 0, -len(codes) % TILE_OUTPUTS)
     codes, scales, other = (torch.nn.functional.pad(one, padding) for one in (codes, scales, other))
     out, inner = codes.shape
-    # Of the 128 inputs: half, j, i, t, e; in a row's 64 bytes: t, j, i, e, with the halves in a byte's halves.
+    # Of the 128 inputs: half, j, i, t, e; in a row's 64 bytes: t, j, i, e, with the halves in a
+    # byte's halves.
     shape = (out // TILE_OUTPUTS, TILE_OUTPUTS, inner // TILE_INPUTS, 2, 4, 2, 4, 2)
-    low, high = codes.view(shape).permute(3, 0, 2, 1, 6, 4, 5, 7).reshape(2, *shape[:1], shape[2], TILE_OUTPUTS, 64)
+    low, high = (
+        codes.view(shape)
+        .permute(3, 0, 2, 1, 6, 4, 5, 7)
+        .reshape(2, *shape[:1], shape[2], TILE_OUTPUTS, 64)
+    )
     packed = (low | high << 4).view(torch.int32)
     halves = [part.to(dtype).contiguous().view(torch.int16).int() for part in (scales, other)]
     return Int4(packed, (halves[0] & 0xFFFF | halves[1] << 16).t().contiguous(), minima is not None)
@@ -126,22 +154,39 @@ def _twice(halves, SELECT: gl.constexpr):
 
 @gluon.jit
 def _numbers(codes, first, second, dtype: gl.constexpr, ASM: gl.constexpr, OUT: gl.constexpr):
-    """Numbers [OUT, 64] of half of a tile's inputs; `first` are the scales of 32 of them, `second` of the others."""
+    """Numbers [OUT, 64] of half of a tile's inputs; `first` are the scales of 32 of them, `second`
+    of the others.
+    """
     scale = _twice(first, "prmt.b32 $0, $1, 0, 0x1010;")[:, None].broadcast_to(OUT, 16)
     other = _twice(first, "prmt.b32 $0, $1, 0, 0x3232;")[:, None].broadcast_to(OUT, 16)
     if first is not second:
         word = gl.arange(0, 16, gl.SliceLayout(0, codes.type.layout))[None, :].broadcast_to(OUT, 16)
-        scale = gl.where(word % 4 < 2, scale, _twice(second, "prmt.b32 $0, $1, 0, 0x1010;")[:, None])
-        other = gl.where(word % 4 < 2, other, _twice(second, "prmt.b32 $0, $1, 0, 0x3232;")[:, None])
+        scale = gl.where(
+            word % 4 < 2, scale, _twice(second, "prmt.b32 $0, $1, 0, 0x1010;")[:, None]
+        )
+        other = gl.where(
+            word % 4 < 2, other, _twice(second, "prmt.b32 $0, $1, 0, 0x3232;")[:, None]
+        )
     a, b, c, d = gl.inline_asm_elementwise(
-        ASM, "=h,=h,=h,=h,r,r,r", [codes, scale, other], dtype=(dtype.value,) * 4, is_pure=True, pack=1
+        ASM,
+        "=h,=h,=h,=h,r,r,r",
+        [codes, scale, other],
+        dtype=(dtype.value,) * 4,
+        is_pure=True,
+        pack=1,
     )
     return gl.join(gl.join(a, b), gl.join(c, d)).reshape(OUT, 4, 4, 2, 2)  # t, j, e, i
 
 
 @gluon.jit
 def _expand(
-    codes, scales, dtype: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr, OUT: gl.constexpr, OPERAND: gl.constexpr
+    codes,
+    scales,
+    dtype: gl.constexpr,
+    LOW: gl.constexpr,
+    HIGH: gl.constexpr,
+    OUT: gl.constexpr,
+    OPERAND: gl.constexpr,
 ):
     """A tile's numbers [OUT, 128] from its words and the scales of its 1, 2 or 4 groups."""
     step: gl.constexpr = len(scales) // 2
@@ -161,7 +206,9 @@ def _load_scales(scales, tile, SIZE, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _copy_inputs(x, staged, first_row, M, column, K: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr):
+def _copy_inputs(
+    x, staged, first_row, M, column, K: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr
+):
     """Starts to copy 128 columns of x to shared memory; rows after the last one become 0."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
@@ -173,10 +220,25 @@ def _copy_inputs(x, staged, first_row, M, column, K: gl.constexpr, BLOCK_M: gl.c
 
 @gluon.jit
 def _int4_kernel(
-    x, codes, scales, bias, out, M, N, SIZE,
-    K: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, LOW: gl.constexpr, HIGH: gl.constexpr,
-    BLOCK_M: gl.constexpr, AHEAD: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+    x,
+    codes,
+    scales,
+    bias,
+    out,
+    M,
+    N,
+    SIZE,
+    K: gl.constexpr,
+    GROUP: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    LOW: gl.constexpr,
+    HIGH: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    AHEAD: gl.constexpr,
+    STAGES: gl.constexpr,
+    WARPS: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """Computes 16 outputs per warp, of BLOCK_M rows."""
     OUT: gl.constexpr = 16 * WARPS
     TILES: gl.constexpr = K // 128
@@ -207,16 +269,40 @@ def _int4_kernel(
     for start in range(0, TILES, AHEAD):
         for i in gl.static_range(AHEAD):
             now = start + i
-            later = gl.minimum(now + AHEAD, TILES - 1)  # after the end the last tile is loaded again and not used
+            # after the end the last tile is loaded again and not used
+            later = gl.minimum(now + AHEAD, TILES - 1)
             waiting = waiting[:i] + (gl.load(source + later * 1024),) + waiting[i + 1 :]
-            waiting_scales = waiting_scales[:i] + (_load_scales(factors, later, SIZE, GROUP),) + waiting_scales[i + 1 :]
-            async_copy.wait_group(STAGES - 2)  # the compiler adds the barriers between copies and products
-            # The last iteration's stage is free now: it takes the inputs needed STAGES - 1 iterations later.
+            waiting_scales = (
+                waiting_scales[:i]
+                + (_load_scales(factors, later, SIZE, GROUP),)
+                + waiting_scales[i + 1 :]
+            )
+            # the compiler adds the barriers between copies and products
+            async_copy.wait_group(STAGES - 2)
+            # The last iteration's stage is free now: it takes the inputs needed STAGES - 1
+            # iterations later.
             column = gl.minimum(now + STAGES - 1, TILES - 1) * 128
-            _copy_inputs(x, staged.index((now + STAGES - 1) % STAGES), first_row, M, column, K, BLOCK_M, WARPS)
-            total = warpgroup_mma(tile, staged.index(now % STAGES).permute((1, 0)), total, is_async=True)
+            _copy_inputs(
+                x,
+                staged.index((now + STAGES - 1) % STAGES),
+                first_row,
+                M,
+                column,
+                K,
+                BLOCK_M,
+                WARPS,
+            )
+            total = warpgroup_mma(
+                tile, staged.index(now % STAGES).permute((1, 0)), total, is_async=True
+            )
             next_tile = _expand(
-                waiting[(i + 1) % AHEAD], waiting_scales[(i + 1) % AHEAD], dtype, LOW, HIGH, OUT, operand
+                waiting[(i + 1) % AHEAD],
+                waiting_scales[(i + 1) % AHEAD],
+                dtype,
+                LOW,
+                HIGH,
+                OUT,
+                operand,
             )
             total, tile = warpgroup_mma_wait(0, deps=(total, tile))
             tile = next_tile
@@ -235,27 +321,60 @@ def int4_linear(x: Tensor, weight: Int4, bias: Tensor | None, out: Tensor) -> No
     block, ahead, stages, warps = _tile_of(rows, size, inner // TILE_INPUTS)
     low, high = (_asm(x.dtype, shift, weight.has_minimum) for shift in (0, 4))
     _int4_kernel[(size // (16 * warps), cdiv(rows, block))](
-        x, weight.codes, weight.scales, x if bias is None else bias, out, rows, out.shape[1], size,
-        inner, weight.group, bias is not None, low, high, block, ahead, stages, warps, USE_PDL,
-        num_warps=warps, **ROUND_ALWAYS, **LAUNCH,
-    )  # fmt: skip
+        x,
+        weight.codes,
+        weight.scales,
+        x if bias is None else bias,
+        out,
+        rows,
+        out.shape[1],
+        size,
+        inner,
+        weight.group,
+        bias is not None,
+        low,
+        high,
+        block,
+        ahead,
+        stages,
+        warps,
+        USE_PDL,
+        num_warps=warps,
+        **ROUND_ALWAYS,
+        **LAUNCH,
+    )
 
 
 def _tile_of(rows: int, size: int, tiles: int) -> tuple[int, int, int, int]:
-    """Rows of a program, tiles loaded ahead, stages, warps: the quickest on an H200. Bits don't depend on them."""
+    """Rows of a program, tiles loaded ahead, stages, warps: the quickest on an H200. Bits don't
+    depend on them.
+    """
     block = next((block for block in (8, 16, 32) if rows <= block), 64)
     ahead, warps = 8 if block < 64 else 4, 4
     if 128 < rows <= 256 and size % 128 == 0:
         block, ahead, warps = (128, 4, 8) if size >= 6144 else (64, 8, 8)
-    return block, next(each for each in (8, 4, 2, 1) if each <= ahead and tiles % each == 0), 4, warps
+    return (
+        block,
+        next(each for each in (8, 4, 2, 1) if each <= ahead and tiles % each == 0),
+        4,
+        warps,
+    )
 
 
 @triton.jit
 def _expand_kernel(
-    codes, scales, out, N, K,
-    GROUP: tl.constexpr, MINIMUM: tl.constexpr, FIRST: tl.constexpr, FMA: tl.constexpr, BLOCK: tl.constexpr,
+    codes,
+    scales,
+    out,
+    N,
+    K,
+    GROUP: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    FIRST: tl.constexpr,
+    FMA: tl.constexpr,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Expands BLOCK numbers of a row."""
     begin(PDL)
     output = tl.program_id(0).to(tl.int64)
@@ -273,7 +392,9 @@ def _expand_kernel(
     number = ((code.to(tl.float32) + FIRST + other) * scale).to(dtype)
     if MINIMUM:  # a fused multiply-add, which rounds once, as in `_ASM`
         parts = code.to(dtype), scale.to(dtype), other.to(dtype)
-        number = tl.inline_asm_elementwise(FMA, "=h,h,h,h", parts, dtype=dtype.value, is_pure=True, pack=1)
+        number = tl.inline_asm_elementwise(
+            FMA, "=h,h,h,h", parts, dtype=dtype.value, is_pure=True, pack=1
+        )
     tl.store(out + output * K + k, number, mask=exists)
 
 
@@ -283,8 +404,18 @@ def expand_int4(weight: Int4, dtype: torch.dtype) -> Tensor:
     numbers = torch.empty(out, inner, dtype=dtype, device=weight.codes.device)
     block = 1024
     _expand_kernel[(out, cdiv(inner, block))](
-        weight.codes.view(torch.uint8), weight.scales, numbers, out, inner, weight.group, weight.has_minimum,
-        FIRST[dtype], f"fma.rn.{_CONSTANTS[dtype]['TYPE'].removesuffix('x2')} $0, $1, $2, $3;", block, USE_PDL,
-        num_warps=4, **LAUNCH,
-    )  # fmt: skip
+        weight.codes.view(torch.uint8),
+        weight.scales,
+        numbers,
+        out,
+        inner,
+        weight.group,
+        weight.has_minimum,
+        FIRST[dtype],
+        f"fma.rn.{_CONSTANTS[dtype]['TYPE'].removesuffix('x2')} $0, $1, $2, $3;",
+        block,
+        USE_PDL,
+        num_warps=4,
+        **LAUNCH,
+    )
     return numbers

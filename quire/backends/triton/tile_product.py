@@ -1,11 +1,15 @@
-"""Matrix products by tiles of rows: of experts with the rows routed to them, and of quantised weights.
+"""Matrix products by tiles of rows: of experts with the rows routed to them, and of quantised
+weights.
 
-A row's bits do not depend on the other rows of its tile: weights are the left operand of every product, rows the right
-one, and the inner dimension is walked in order with one accumulator. A weight consists of
+A row's bits do not depend on the other rows of its tile: weights are the left operand of every
+product, rows the right one, and the inner dimension is walked in order with one accumulator. A
+weight consists of
 - plain numbers;
-- numbers of 8 bits (FP8 or INT8), multiplied with rows quantised to the same format (`quantize_rows`). Integers add up
-  exactly, FP8 numbers as in cuBLAS. Sums over a row, or over each 128 of its inputs, are multiplied by the scales;
-- or codes of 4 or 8 bits, which are expanded inside the product: it has the bits of one with the expanded weight.
+- numbers of 8 bits (FP8 or INT8), multiplied with rows quantised to the same format
+  (`quantize_rows`). Integers add up exactly, FP8 numbers as in cuBLAS. Sums over a row, or over
+  each 128 of its inputs, are multiplied by the scales;
+- or codes of 4 or 8 bits, which are expanded inside the product: it has the bits of one with the
+  expanded weight.
 """
 
 from __future__ import annotations
@@ -31,15 +35,26 @@ _PREFETCHED_LINES = 16
 """Cache lines of 128 bytes of each weight row that are prefetched."""
 _PLAIN, _SCALED, _IN_GROUPS, _CODED = (tl.constexpr(kind) for kind in range(4))
 _HALF = tl.constexpr(64)
-"""The two 4-bit codes of a byte belong to inputs that are this far apart; the first is in the lower half."""
+"""The two 4-bit codes of a byte belong to inputs that are this far apart; the first is in the lower
+half.
+"""
 
 
 @triton.jit
 def _quantize_kernel(
-    x, codes, scales, stride, LARGEST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    x,
+    codes,
+    scales,
+    stride,
+    LARGEST: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
-    """Quantises one row, in groups of GROUP numbers with a scale each, which is NaN if a number is NaN or infinite."""
+):
+    """Quantises one row, in groups of GROUP numbers with a scale each, which is NaN if a number is
+    NaN or infinite.
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -61,7 +76,9 @@ def _quantize_kernel(
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor]:
-    """8-bit codes [rows, size] and float32 scales [rows, groups] of `group` numbers each (0: the whole row)."""
+    """8-bit codes [rows, size] and float32 scales [rows, groups] of `group` numbers each (0: the
+    whole row).
+    """
     source = as_rows(x)
     rows, size = source.shape
     block = next_power_of_2(size)
@@ -69,9 +86,18 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Te
     scales = torch.empty(rows, size // group if group else 1, dtype=torch.float32, device=x.device)
     if rows:
         _quantize_kernel[(rows,)](
-            source, codes, scales, row_stride(source), 127.0 if dtype == torch.int8 else 448.0, size, block,
-            group or block, USE_PDL, num_warps=min(8, num_warps(block)), **LAUNCH,
-        )  # fmt: skip
+            source,
+            codes,
+            scales,
+            row_stride(source),
+            127.0 if dtype == torch.int8 else 448.0,
+            size,
+            block,
+            group or block,
+            USE_PDL,
+            num_warps=min(8, num_warps(block)),
+            **LAUNCH,
+        )
     return codes, scales
 
 
@@ -87,7 +113,9 @@ class Coding(NamedTuple):
     fp4: bool = False
     """Codes are floating point numbers of 4 bits, doubled, instead of integers."""
     other: int = 0
-    """What a group has besides its scale: _MINIMA (subtracted last), _ZEROS (zero points, subtracted first) or 0."""
+    """What a group has besides its scale: _MINIMA (subtracted last), _ZEROS (zero points,
+    subtracted first) or 0.
+    """
 
 
 def coding_of(format: Format) -> Coding:
@@ -97,7 +125,9 @@ def coding_of(format: Format) -> Coding:
         return Coding(True, other=_ZEROS.value)
     has_minima = format.name in ("Q4_1", "Q4_K", "Q5_1", "Q5_K", "Q2_K")
     is_narrow = format.name.startswith(("Q4", "Q3", "Q2"))
-    return Coding(is_narrow, {"Q4_0": 8, "Q3_K": 4}.get(format.name, 0), other=has_minima * _MINIMA.value)
+    return Coding(
+        is_narrow, {"Q4_0": 8, "Q3_K": 4}.get(format.name, 0), other=has_minima * _MINIMA.value
+    )
 
 
 def pack_codes(format: Format, *tensors: Tensor) -> Part:
@@ -113,9 +143,13 @@ def pack_codes(format: Format, *tensors: Tensor) -> Part:
     rows = codes.shape[-2]
     if coding.fp4:  # `coded` gave the numbers that the codes stand for: back to the codes
         size = codes.abs()
-        codes = torch.where(size < 5, size, 4 + (size > 5).to(size) + (size > 6) + (size > 8)) + 8 * (codes < 0)
+        codes = torch.where(
+            size < 5, size, 4 + (size > 5).to(size) + (size > 6) + (size > 8)
+        ) + 8 * (codes < 0)
     if coding.nibbles:
-        codes = torch.nn.functional.pad(codes + coding.zero, (0, -codes.shape[-1] % (2 * _HALF.value)))
+        codes = torch.nn.functional.pad(
+            codes + coding.zero, (0, -codes.shape[-1] % (2 * _HALF.value))
+        )
         low, high = codes.to(torch.uint8).view(*codes.shape[:-1], -1, 2, _HALF.value).unbind(-2)
         codes = (low | high << 4).flatten(-2)
     return Part(format, (codes.contiguous(), *(one.contiguous() for one in others)), rows)
@@ -139,11 +173,25 @@ def _prefetch(weight, rows, within, SIZE: tl.constexpr, LINES: tl.constexpr):
 
 @triton.jit
 def _numbers(
-    codes, packed, scales, others, k, exists, HALF: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, NIBBLES: tl.constexpr, ZERO: tl.constexpr, FP4: tl.constexpr, OTHER: tl.constexpr,
-):  # fmt: skip
-    """Numbers [rows, 64]: one half of the inputs from k to k + 128. `codes` points to the rows' first codes; with
-    NIBBLES, `packed` has the codes of both halves. `scales` and `others` point to the rows' first ones."""
+    codes,
+    packed,
+    scales,
+    others,
+    k,
+    exists,
+    HALF: tl.constexpr,
+    INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    NIBBLES: tl.constexpr,
+    ZERO: tl.constexpr,
+    FP4: tl.constexpr,
+    OTHER: tl.constexpr,
+):
+    """Numbers [rows, 64]: one half of the inputs from k to k + 128. `codes` points to the rows'
+    first codes; with NIBBLES, `packed` has the codes of both halves. `scales` and `others` point to
+    the rows' first ones.
+    """
     PARTS: tl.constexpr = max(1, _HALF // GROUP)
     BLOCK: tl.constexpr = exists.shape[0]
     place = k + HALF * _HALF
@@ -151,7 +199,9 @@ def _numbers(
         code = packed.to(tl.int32) >> 4 * HALF & 15
     else:
         inner = tl.arange(0, _HALF)[None, :]
-        code = tl.load(codes + place, mask=exists[:, None] & (inner < INNER - place), other=0).to(tl.int32)
+        code = tl.load(codes + place, mask=exists[:, None] & (inner < INNER - place), other=0).to(
+            tl.int32
+        )
     if FP4:
         size = code & 7
         size = tl.where(size < 2, size, (2 | (size & 1)) << tl.maximum((size >> 1) - 1, 0))
@@ -171,9 +221,20 @@ def _numbers(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _expand_kernel(
-    weight, scales, others, out, num_rows, INNER: tl.constexpr, GROUP: tl.constexpr, NIBBLES: tl.constexpr,
-    ZERO: tl.constexpr, FP4: tl.constexpr, OTHER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    weight,
+    scales,
+    others,
+    out,
+    num_rows,
+    INNER: tl.constexpr,
+    GROUP: tl.constexpr,
+    NIBBLES: tl.constexpr,
+    ZERO: tl.constexpr,
+    FP4: tl.constexpr,
+    OTHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Expands 128 inputs of BLOCK outputs."""
     begin(PDL)
     GROUPS: tl.constexpr = (INNER + GROUP - 1) // GROUP
@@ -186,9 +247,21 @@ def _expand_kernel(
     packed = tl.load(codes + k // 2, mask=exists[:, None], other=0) if NIBBLES else 0
     for half in tl.static_range(2):
         number = _numbers(
-            codes, packed, scales + row * GROUPS, others + row * GROUPS, k, exists,
-            half, INNER, GROUP, GROUPS, NIBBLES, ZERO, FP4, OTHER,
-        )  # fmt: skip
+            codes,
+            packed,
+            scales + row * GROUPS,
+            others + row * GROUPS,
+            k,
+            exists,
+            half,
+            INNER,
+            GROUP,
+            GROUPS,
+            NIBBLES,
+            ZERO,
+            FP4,
+            OTHER,
+        )
         place = k + half * _HALF + inner
         target = out + row[:, None] * INNER + place
         tl.store(target, number.to(out.dtype.element_ty), mask=exists[:, None] & (place < INNER))
@@ -201,25 +274,65 @@ def expand_codes(weight: Weight, dtype: torch.dtype) -> Tensor:
     numbers = torch.empty(size, inner, dtype=dtype, device=codes.device)
     block = 32
     _expand_kernel[(cdiv(size, block), cdiv(inner, 2 * _HALF.value))](
-        codes, others[0], others[-1], numbers, size, inner, inner // others[0].shape[-1], *coding_of(part.format),
-        block, USE_PDL, num_warps=4, **ROUND_ALWAYS, **LAUNCH,
-    )  # fmt: skip
+        codes,
+        others[0],
+        others[-1],
+        numbers,
+        size,
+        inner,
+        inner // others[0].shape[-1],
+        *coding_of(part.format),
+        block,
+        USE_PDL,
+        num_warps=4,
+        **ROUND_ALWAYS,
+        **LAUNCH,
+    )
     return numbers
 
 
 @triton.jit(do_not_specialize=["num_rows", "bound"])
 def _product_kernel(
-    x, x_scales, weight, scales, others, bias, tile_experts, tile_counts, order, out, x_stride, num_rows, bound,
-    EXPERTS: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, TOP_K: tl.constexpr, KIND: tl.constexpr,
-    GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, LISTED: tl.constexpr, GROUP: tl.constexpr,
-    NIBBLES: tl.constexpr, ZERO: tl.constexpr, FP4: tl.constexpr, OTHER: tl.constexpr, LOOPED: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A tile of one expert's pairs times BLOCK rows of its weight [EXPERTS, rows, INNER] -> out [pairs, OUTER].
+    x,
+    x_scales,
+    weight,
+    scales,
+    others,
+    bias,
+    tile_experts,
+    tile_counts,
+    order,
+    out,
+    x_stride,
+    num_rows,
+    bound,
+    EXPERTS: tl.constexpr,
+    INNER: tl.constexpr,
+    OUTER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
+    LISTED: tl.constexpr,
+    GROUP: tl.constexpr,
+    NIBBLES: tl.constexpr,
+    ZERO: tl.constexpr,
+    FP4: tl.constexpr,
+    OTHER: tl.constexpr,
+    LOOPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LINES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A tile of one expert's pairs times BLOCK rows of its weight [EXPERTS, rows, INNER] -> out
+    [pairs, OUTER].
 
-    GATED: the weight has 2 * OUTER rows, gate and up, and a program takes BLOCK / 2 of each; x has one row for
-    TOP_K pairs. Otherwise x has a row for each pair. LISTED says where a tile's pairs are found (`Tiles`).
-    LOOPED: there may be more tiles than programs, which go on to further ones.
+    GATED: the weight has 2 * OUTER rows, gate and up, and a program takes BLOCK / 2 of each; x has
+    one row for TOP_K pairs. Otherwise x has a row for each pair. LISTED says where a tile's pairs
+    are found (`Tiles`). LOOPED: there may be more tiles than programs, which go on to further ones.
     """
     HALF: tl.constexpr = BLOCK // 2 if GATED else BLOCK
     ROWS: tl.constexpr = 2 * OUTER if GATED else OUTER
@@ -231,12 +344,14 @@ def _product_kernel(
     exists = output < OUTER
     if PDL:
         if GATED or LISTED == IN_ORDER:
-            # Waiting first: then the work list, which an earlier kernel writes, is complete when the next one starts.
+            # Waiting first: then the work list, which an earlier kernel writes, is complete when
+            # the next one starts.
             cuda.gdc_wait()
             cuda.gdc_launch_dependents()
         else:
             cuda.gdc_launch_dependents()
-            # So the list may be read before the wait, not through the L1 cache; it is only a hint for prefetching.
+            # So the list may be read before the wait, not through the L1 cache; it is only a hint
+            # for prefetching.
             likely = tl.load(tile_experts + first_tile, volatile=True)
             valid = (likely >= 0) & (likely < EXPERTS)
             rows = tl.where(valid, likely, 0).to(tl.int64) * ROWS + weight_row
@@ -253,7 +368,8 @@ def _product_kernel(
     for turn in range(turns):
         tile = first_tile + turn * tl.num_programs(1)
         expert = tl.zeros((), tl.int64)
-        if LISTED == IN_ORDER:  # rows after the last one are computed as copies of it and not stored
+        # rows after the last one are computed as copies of it and not stored
+        if LISTED == IN_ORDER:
             pair = tl.minimum(tile * TILE + slot, num_rows - 1)
             occupied = tile * TILE + slot < num_rows
         else:
@@ -278,12 +394,28 @@ def _product_kernel(
                 packed = tl.load(codes + k // 2, mask=exists[:, None], other=0) if NIBBLES else 0
                 for half in tl.static_range(2):
                     numbers = _numbers(
-                        codes, packed, scales + row_of_weights * GROUPS, others + row_of_weights * GROUPS, k, exists,
-                        half, INNER, GROUP, GROUPS, NIBBLES, ZERO, FP4, OTHER,
-                    )  # fmt: skip
+                        codes,
+                        packed,
+                        scales + row_of_weights * GROUPS,
+                        others + row_of_weights * GROUPS,
+                        k,
+                        exists,
+                        half,
+                        INNER,
+                        GROUP,
+                        GROUPS,
+                        NIBBLES,
+                        ZERO,
+                        FP4,
+                        OTHER,
+                    )
                     place = k + half * _HALF
-                    input_tile = tl.load(inputs + place, mask=occupied[:, None] & (inner < INNER - place), other=0.0)
-                    total = tl.dot(numbers.to(dtype), tl.trans(input_tile), total, input_precision="ieee")
+                    input_tile = tl.load(
+                        inputs + place, mask=occupied[:, None] & (inner < INNER - place), other=0.0
+                    )
+                    total = tl.dot(
+                        numbers.to(dtype), tl.trans(input_tile), total, input_precision="ieee"
+                    )
         else:
             inner = tl.arange(0, BLOCK_K)[None, :]
             weights = weight + row_of_weights[:, None] * INNER + inner
@@ -291,20 +423,34 @@ def _product_kernel(
             for k in range(0, INNER, BLOCK_K):
                 if INNER % BLOCK_K == 0:
                     # No masks where they are not needed: they cost time.
-                    weight_tile = tl.load(weights, mask=None if OUTER % HALF == 0 else exists[:, None])
-                    input_tile = tl.load(inputs, mask=None if LISTED == IN_ORDER else occupied[:, None])
+                    weight_tile = tl.load(
+                        weights, mask=None if OUTER % HALF == 0 else exists[:, None]
+                    )
+                    input_tile = tl.load(
+                        inputs, mask=None if LISTED == IN_ORDER else occupied[:, None]
+                    )
                 else:
                     within = inner < INNER - k
                     weight_tile = tl.load(weights, mask=exists[:, None] & within, other=0.0)
                     input_tile = tl.load(inputs, mask=occupied[:, None] & within, other=0.0)
                 if KIND == _IN_GROUPS:
                     group = k // BLOCK_K
-                    scale = tl.load(scales + row_of_weights * (INNER // BLOCK_K) + group, mask=exists, other=0.0)
+                    scale = tl.load(
+                        scales + row_of_weights * (INNER // BLOCK_K) + group, mask=exists, other=0.0
+                    )
                     x_scale = tl.load(x_scales + x_row * (INNER // BLOCK_K) + group)
-                    product = tl.dot(weight_tile, tl.trans(input_tile), out_dtype=number).to(tl.float32)
+                    product = tl.dot(weight_tile, tl.trans(input_tile), out_dtype=number).to(
+                        tl.float32
+                    )
                     total += product * (scale[:, None] * x_scale[None, :])
                 else:
-                    total = tl.dot(weight_tile, tl.trans(input_tile), total, input_precision="ieee", out_dtype=number)
+                    total = tl.dot(
+                        weight_tile,
+                        tl.trans(input_tile),
+                        total,
+                        input_precision="ieee",
+                        out_dtype=number,
+                    )
                 weights += BLOCK_K
                 inputs += BLOCK_K
         if KIND == _SCALED:  # multiplied in this order, which is that of cuBLAS
@@ -314,19 +460,30 @@ def _product_kernel(
             total += tl.load(bias + row_of_weights, mask=exists, other=0.0)[:, None].to(tl.float32)
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(total, (2, HALF, TILE)), (1, 2, 0)))
-            total = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, dtype)
+            total = gated(
+                gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, dtype
+            )
         column = tl.program_id(0) * HALF + tl.arange(0, HALF)
         target = out + pair.to(tl.int64)[None, :] * OUTER + column[:, None]
         tl.store(target, total.to(dtype), mask=occupied[None, :] & (column < OUTER)[:, None])
 
 
 def tile_product(
-    x: Tensor, weight: Weight, bias: Tensor | None, tiles: Tiles, tile: Tile, dtype: torch.dtype,
-    top_k: int = 1, activation: Activation | None = None, x_scales: Tensor | None = None, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """[pairs, outputs]: the rows of x of each tile times the weight of its expert, plus bias. With an activation:
-    activation(first half of the outputs) * second half, and x has one row for `top_k` pairs. With 8-bit weights, x and
-    x_scales are what `quantize_rows` returns."""
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    tiles: Tiles,
+    tile: Tile,
+    dtype: torch.dtype,
+    top_k: int = 1,
+    activation: Activation | None = None,
+    x_scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """[pairs, outputs]: the rows of x of each tile times the weight of its expert, plus bias. With
+    an activation: activation(first half of the outputs) * second half, and x has one row for
+    `top_k` pairs. With 8-bit weights, x and x_scales are what `quantize_rows` returns.
+    """
     (part,) = weight.parts
     *stack, size, inner = weight.shape
     first, *others = part.tensors
@@ -339,14 +496,51 @@ def tile_product(
     if out is None:
         out = torch.empty(tiles.pairs, outer, dtype=dtype, device=x.device)
     blocks = cdiv(outer, tile.outputs)
-    is_looped = tiles.listed == GROUPED.value and kind == _PLAIN.value and activation is None and dtype.itemsize == 2
-    programs = min(tiles.bound, max(1, 2 * num_multiprocessors(x.device) // blocks)) if is_looped else tiles.bound
+    is_looped = (
+        tiles.listed == GROUPED.value
+        and kind == _PLAIN.value
+        and activation is None
+        and dtype.itemsize == 2
+    )
+    programs = (
+        min(tiles.bound, max(1, 2 * num_multiprocessors(x.device) // blocks))
+        if is_looped
+        else tiles.bound
+    )
     _product_kernel[(blocks, programs)](
-        x, x if x_scales is None else x_scales, first, others[0] if others else first, others[-1] if others else first,
-        first if bias is None else bias, tiles.experts, tiles.counts, tiles.order, out, row_stride(x), tiles.pairs,
-        tiles.bound, stack[0] if stack else 1, inner, outer, top_k, kind, activation is not None,
-        0 if activation is None else NUMBERS[activation], bias is not None, tiles.listed, group, *coding, is_looped,
-        2 * tile.outputs if activation else tile.outputs, tiles.width, tile.inner, _PREFETCHED_LINES, USE_PDL,
-        num_warps=tile.warps, num_stages=tile.stages, **ROUND_ALWAYS, **LAUNCH,
-    )  # fmt: skip
+        x,
+        x if x_scales is None else x_scales,
+        first,
+        others[0] if others else first,
+        others[-1] if others else first,
+        first if bias is None else bias,
+        tiles.experts,
+        tiles.counts,
+        tiles.order,
+        out,
+        row_stride(x),
+        tiles.pairs,
+        tiles.bound,
+        stack[0] if stack else 1,
+        inner,
+        outer,
+        top_k,
+        kind,
+        activation is not None,
+        0 if activation is None else NUMBERS[activation],
+        bias is not None,
+        tiles.listed,
+        group,
+        *coding,
+        is_looped,
+        2 * tile.outputs if activation else tile.outputs,
+        tiles.width,
+        tile.inner,
+        _PREFETCHED_LINES,
+        USE_PDL,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **ROUND_ALWAYS,
+        **LAUNCH,
+    )
     return out

@@ -10,6 +10,8 @@ from quire.cli.bench.offline import latency, throughput
 from quire.cli.bench.quality import quality
 from quire.cli.bench.serve import serve
 
-app = typer.Typer(help="Measure engines, techniques and servers.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Measure engines, techniques and servers.", no_args_is_help=True, rich_markup_mode=None
+)
 for command in (ladder, throughput, latency, compare, quality, serve):
     app.command()(command)

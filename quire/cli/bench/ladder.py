@@ -19,16 +19,19 @@ def ladder(
     model: options.ModelByPlace = options.DEFAULT_MODEL,
     device: options.Device = "auto",
     dtype: options.Dtype = "float32",
-    quick: Annotated[bool, Option("--quick", help="Smaller workloads and two repeats, for a first look.")] = False,
-    output: Annotated[Path, Option(metavar="FOLDER", help="Where results.md, results.json and the plot go.")] = Path(
-        "bench/results"
-    ),
+    quick: Annotated[
+        bool, Option("--quick", help="Smaller workloads and two repeats, for a first look.")
+    ] = False,
+    output: Annotated[
+        Path, Option(metavar="FOLDER", help="Where results.md, results.json and the plot go.")
+    ] = Path("bench/results"),
     plot: Annotated[str, Option(metavar="svg|png", help="The plot's format.")] = "svg",
 ) -> None:
     """Climb from the naive loop to the full engine and measure what each rung buys.
 
-    All rungs answer the same requests and must give the same tokens; with quantised weights, other numbers, those of
-    the first rung's loop with the same weights. docs/ladder/ has a chapter on each.
+    All rungs answer the same requests and must give the same tokens; with quantised weights, other
+    numbers, those of the first rung's loop with the same weights. docs/ladder/ has a chapter on
+    each.
 
     \b
     quire bench ladder --quick

@@ -36,10 +36,17 @@ def throughput(
     from quire.tools.bench.offline import measure_throughput, open_engine
     from quire.tools.bench.report import Report
 
-    prompts, answers = Lengths.parse("--prompt-tokens", prompt_tokens), Lengths.parse("--new-tokens", new_tokens)
+    prompts, answers = (
+        Lengths.parse("--prompt-tokens", prompt_tokens),
+        Lengths.parse("--new-tokens", new_tokens),
+    )
     engine = {"device": device, "dtype": dtype, "quantization": quantization, "kernels": kernels}
     more = {"kv_cache_dtype": kv_cache_dtype, "tensor_parallel_size": tensor_parallel_size}
-    with open_engine(model, num_requests, prompts, answers, max_num_seqs, **engine, **more) as (llm, jobs, facts):
+    with open_engine(model, num_requests, prompts, answers, max_num_seqs, **engine, **more) as (
+        llm,
+        jobs,
+        facts,
+    ):
         report = Report("Throughput", facts, (measure_throughput(llm, jobs, repeats),))
     shared.deliver(report, markdown, json_file)
 
@@ -72,9 +79,16 @@ def latency(
     from quire.tools.bench.offline import measure_latency, open_engine
     from quire.tools.bench.report import Report
 
-    prompts, answers = Lengths.parse("--prompt-tokens", prompt_tokens), Lengths.parse("--new-tokens", new_tokens)
+    prompts, answers = (
+        Lengths.parse("--prompt-tokens", prompt_tokens),
+        Lengths.parse("--new-tokens", new_tokens),
+    )
     engine = {"device": device, "dtype": dtype, "quantization": quantization, "kernels": kernels}
     more = {"kv_cache_dtype": kv_cache_dtype, "tensor_parallel_size": tensor_parallel_size}
-    with open_engine(model, num_requests, prompts, answers, max_num_seqs=1, **engine, **more) as (llm, jobs, facts):
+    with open_engine(model, num_requests, prompts, answers, max_num_seqs=1, **engine, **more) as (
+        llm,
+        jobs,
+        facts,
+    ):
         report = Report("Latency", facts, (measure_latency(llm, jobs, repeats),))
     shared.deliver(report, markdown, json_file)

@@ -14,12 +14,20 @@ if TYPE_CHECKING:
 
 Requests = Annotated[int, Option("--requests", metavar="N", min=1, help="How many requests.")]
 PromptTokens = Annotated[str, Option(metavar="N|LOW-HIGH", help="How long prompts are.")]
-NewTokens = Annotated[str, Option(metavar="N|LOW-HIGH", help="How many tokens are generated for each.")]
+NewTokens = Annotated[
+    str, Option(metavar="N|LOW-HIGH", help="How many tokens are generated for each.")
+]
 Repeats = Annotated[int, Option(metavar="N", min=1, help="How often everything is measured.")]
 MaxNumSeqs = Annotated[int, Option(metavar="N", min=1, help="How many requests run at once.")]
-Kernels = Annotated[str, Option(metavar="auto|reference|...", help="Which kernels; auto: the fastest here.")]
-MarkdownFile = Annotated[Path | None, Option("--markdown", metavar="FILE", help="Write the report here, too.")]
-JsonFile = Annotated[Path | None, Option("--json", metavar="FILE", help="Write the raw figures here.")]
+Kernels = Annotated[
+    str, Option(metavar="auto|reference|...", help="Which kernels; auto: the fastest here.")
+]
+MarkdownFile = Annotated[
+    Path | None, Option("--markdown", metavar="FILE", help="Write the report here, too.")
+]
+JsonFile = Annotated[
+    Path | None, Option("--json", metavar="FILE", help="Write the raw figures here.")
+]
 
 
 def deliver(report: Report, markdown: Path | None, json_file: Path | None) -> None:

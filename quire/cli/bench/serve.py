@@ -15,64 +15,115 @@ from typer import Option
 from quire.cli.bench.options import deliver
 from quire.errors import InvalidRequestError, QuireError
 
-_KEY = Option(metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="If the server wants one.")
+_KEY = Option(
+    metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="If the server wants one."
+)
 
 
 def serve(
     base_url: Annotated[str, Option(metavar="URL", help="The server.")] = "http://127.0.0.1:8000",
-    backend: Annotated[str, Option(metavar="openai|openai-chat", help="Completions, or chat completions.")] = "openai",
-    endpoint: Annotated[str | None, Option(metavar="PATH", help="Default: the backend's own.")] = None,
-    model: Annotated[str | None, Option("--model", "-m", metavar="M", help="Default: the server's first.")] = None,
+    backend: Annotated[
+        str, Option(metavar="openai|openai-chat", help="Completions, or chat completions.")
+    ] = "openai",
+    endpoint: Annotated[
+        str | None, Option(metavar="PATH", help="Default: the backend's own.")
+    ] = None,
+    model: Annotated[
+        str | None, Option("--model", "-m", metavar="M", help="Default: the server's first.")
+    ] = None,
     api_key: Annotated[str | None, _KEY] = None,
     dataset_name: Annotated[
-        str, Option(metavar="random|prefix_repetition|custom", help="What to ask; custom: from a file.")
+        str,
+        Option(metavar="random|prefix_repetition|custom", help="What to ask; custom: from a file."),
     ] = "random",
     dataset_path: Annotated[
-        Path | None, Option(metavar="FILE", help='For custom: lines like {"prompt": "…", "output_tokens": 9}.')
+        Path | None,
+        Option(metavar="FILE", help='For custom: lines like {"prompt": "…", "output_tokens": 9}.'),
     ] = None,
     num_prompts: Annotated[int, Option(min=1, metavar="N", help="How many requests.")] = 100,
-    request_rate: Annotated[float, Option(metavar="R", help="Requests a second; inf: all at once.")] = math.inf,
+    request_rate: Annotated[
+        float, Option(metavar="R", help="Requests a second; inf: all at once.")
+    ] = math.inf,
     burstiness: Annotated[
-        float, Option(metavar="B", help="1: Poisson arrivals; less: in bursts; more: evenly spread.")
+        float,
+        Option(metavar="B", help="1: Poisson arrivals; less: in bursts; more: evenly spread."),
     ] = 1.0,
-    max_concurrency: Annotated[int | None, Option(metavar="N", help="Requests under way at a time.")] = None,
-    random_input_len: Annotated[int, Option(metavar="N", help="Prompt tokens (of words: about).")] = 128,
+    max_concurrency: Annotated[
+        int | None, Option(metavar="N", help="Requests under way at a time.")
+    ] = None,
+    random_input_len: Annotated[
+        int, Option(metavar="N", help="Prompt tokens (of words: about).")
+    ] = 128,
     random_output_len: Annotated[int, Option(metavar="N", help="New tokens.")] = 128,
     random_range_ratio: Annotated[
         float, Option(metavar="R", help="Lengths vary from 1-R to 1+R times the above.")
     ] = 0.0,
-    random_prefix_len: Annotated[int, Option(metavar="N", help="Tokens all prompts begin with.")] = 0,
-    prefix_repetition_prefix_len: Annotated[int, Option(metavar="N", help="Tokens of a shared prefix.")] = 256,
-    prefix_repetition_suffix_len: Annotated[int, Option(metavar="N", help="Tokens after it.")] = 256,
-    prefix_repetition_num_prefixes: Annotated[int, Option(metavar="N", help="How many prefixes.")] = 10,
+    random_prefix_len: Annotated[
+        int, Option(metavar="N", help="Tokens all prompts begin with.")
+    ] = 0,
+    prefix_repetition_prefix_len: Annotated[
+        int, Option(metavar="N", help="Tokens of a shared prefix.")
+    ] = 256,
+    prefix_repetition_suffix_len: Annotated[
+        int, Option(metavar="N", help="Tokens after it.")
+    ] = 256,
+    prefix_repetition_num_prefixes: Annotated[
+        int, Option(metavar="N", help="How many prefixes.")
+    ] = 10,
     prefix_repetition_output_len: Annotated[int, Option(metavar="N", help="New tokens.")] = 128,
-    custom_output_len: Annotated[int, Option(metavar="N", help="New tokens where the file says nothing.")] = 256,
+    custom_output_len: Annotated[
+        int, Option(metavar="N", help="New tokens where the file says nothing.")
+    ] = 256,
     vocab_size: Annotated[
-        int | None, Option(metavar="N", help="Send random token ids below N, not words: lengths are exact.")
+        int | None,
+        Option(metavar="N", help="Send random token ids below N, not words: lengths are exact."),
     ] = None,
-    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Ask for answers of full length.")] = False,
+    ignore_eos: Annotated[
+        bool, Option("--ignore-eos", help="Ask for answers of full length.")
+    ] = False,
     temperature: Annotated[float | None, Option(metavar="T", help="Default: the server's.")] = None,
-    extra_body: Annotated[str, Option(metavar="JSON", help="Further fields of each request.")] = "{}",
+    extra_body: Annotated[
+        str, Option(metavar="JSON", help="Further fields of each request.")
+    ] = "{}",
     goodput: Annotated[
-        list[str] | None, Option(metavar="NAME:MS", help="ttft, tpot or e2el a good request keeps. Repeat.")
+        list[str] | None,
+        Option(metavar="NAME:MS", help="ttft, tpot or e2el a good request keeps. Repeat."),
     ] = None,
-    percentile_metrics: Annotated[str, Option(metavar="NAMES", help="What the table shows.")] = "ttft,tpot,itl,e2el",
-    metric_percentiles: Annotated[str, Option(metavar="P,…", help="Percentiles to compute.")] = "99",
-    num_warmups: Annotated[int, Option(min=0, metavar="N", help="Requests sent before, not counted.")] = 0,
+    percentile_metrics: Annotated[
+        str, Option(metavar="NAMES", help="What the table shows.")
+    ] = "ttft,tpot,itl,e2el",
+    metric_percentiles: Annotated[
+        str, Option(metavar="P,…", help="Percentiles to compute.")
+    ] = "99",
+    num_warmups: Annotated[
+        int, Option(min=0, metavar="N", help="Requests sent before, not counted.")
+    ] = 0,
     seed: Annotated[int, Option(metavar="S", help="Of prompts and arrivals.")] = 0,
-    result_file: Annotated[Path | None, Option(metavar="FILE", help="Write the figures as JSON.")] = None,
-    save_detailed: Annotated[bool, Option("--save-detailed", help="With every request's times.")] = False,
-    plot: Annotated[Path | None, Option(metavar="FILE", help="Draw latencies: .png, .svg or .pdf.")] = None,
+    result_file: Annotated[
+        Path | None, Option(metavar="FILE", help="Write the figures as JSON.")
+    ] = None,
+    save_detailed: Annotated[
+        bool, Option("--save-detailed", help="With every request's times.")
+    ] = False,
+    plot: Annotated[
+        Path | None, Option(metavar="FILE", help="Draw latencies: .png, .svg or .pdf.")
+    ] = None,
 ) -> None:
     """Send a server requests and measure what its clients see, in the terms of `vllm bench serve`.
 
-    \b
-    quire bench serve --num-prompts 64 --max-concurrency 32 --ignore-eos
-    quire bench serve --request-rate 4 --goodput ttft:500 --goodput tpot:50 --result-file run.json --plot run.png
+    \b quire bench serve --num-prompts 64 --max-concurrency 32 --ignore-eos quire bench serve
+    --request-rate 4 --goodput ttft:500 --goodput tpot:50 --result-file run.json --plot run.png
     """
     import asyncio
 
-    from quire.tools.bench.jobs import Lengths, TokenSource, check_least, file_jobs, prefix_jobs, random_jobs
+    from quire.tools.bench.jobs import (
+        Lengths,
+        TokenSource,
+        check_least,
+        file_jobs,
+        prefix_jobs,
+        random_jobs,
+    )
     from quire.tools.bench.machine import report_facts
     from quire.tools.bench.plot import check_plotting, plot_requests
     from quire.tools.bench.serve.figures import Metrics, serving_report
@@ -104,7 +155,16 @@ def serve(
         jobs = file_jobs(dataset_path, num_prompts, custom_output_len)
     extra = _json_object(extra_body)
     load = Load(
-        backend, endpoint, model, request_rate, burstiness, max_concurrency, ignore_eos, temperature, extra, seed
+        backend,
+        endpoint,
+        model,
+        request_rate,
+        burstiness,
+        max_concurrency,
+        ignore_eos,
+        temperature,
+        extra,
+        seed,
     )
     metrics = Metrics.parse(goodput or (), percentile_metrics, metric_percentiles)
     if save_detailed and result_file is None:
@@ -112,7 +172,9 @@ def serve(
     if plot is not None:
         check_plotting()
     facts = report_facts() | {"server": base_url}
-    load, results, duration = asyncio.run(measure_server(base_url, api_key, load, jobs, num_warmups))
+    load, results, duration = asyncio.run(
+        measure_server(base_url, api_key, load, jobs, num_warmups)
+    )
     report = serving_report(facts, load, dataset_name, results, duration, metrics, save_detailed)
     deliver(report, None, result_file)
     if not any(result.is_success for result in results):

@@ -1,5 +1,6 @@
-"""Tool calls in a model's text: formats, incremental parsers, grammars that force them, prompts for models whose
-template does not know them. `plan.ToolSupport` is the way in."""
+"""Tool calls in a model's text: formats, incremental parsers, grammars that force them, prompts for
+models whose template does not know them. `plan.ToolSupport` is the way in.
+"""
 
 from quire.frontend.tool_calls.parser import (
     ArgumentsDelta,

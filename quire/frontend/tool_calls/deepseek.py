@@ -1,5 +1,6 @@
-"""DeepSeek's format: `<｜tool▁calls▁begin｜>`, then for each call its kind, its name and its arguments between marks of
-their own; in code fences (V3, R1), or bare and without a kind (V3.1)."""
+"""DeepSeek's format: `<｜tool▁calls▁begin｜>`, then for each call its kind, its name and its
+arguments between marks of their own; in code fences (V3, R1), or bare and without a kind (V3.1).
+"""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ class DeepSeekParser(MarkedWordsParser):
         return self._expect({"\n": self._in_fence} if self._word else {}, text, end)
 
     def _in_fence(self, text: str, position: int) -> int:
-        return self._expect({f"{_FENCE}json": self._before_arguments, "{": self._before_arguments}, text, position)
+        return self._expect(
+            {f"{_FENCE}json": self._before_arguments, "{": self._before_arguments}, text, position
+        )
 
     def _in_tail(self, text: str, position: int) -> int:
         """Behind a call's arguments."""

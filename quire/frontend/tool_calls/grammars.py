@@ -1,4 +1,6 @@
-"""Grammars that make an answer consist of well-formed calls whose arguments follow the tools' schemas."""
+"""Grammars that make an answer consist of well-formed calls whose arguments follow the tools'
+schemas.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ MAX_CALLS = 16
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """How a format writes calls, without what the prompt holds already. `NAME` stands for the tool's name."""
+    """How a format writes calls, without what the prompt holds already. `NAME` stands for the
+    tool's name.
+    """
 
     before: str
     begin: str
@@ -29,16 +33,26 @@ class CallShape:
     between: str
     after: str
     several: bool = True
-    """Whether one answer can hold several calls as far as a grammar can say: control tokens are beyond it."""
+    """Whether one answer can hold several calls as far as a grammar can say: control tokens are
+    beyond it.
+    """
 
 
-def forced_calls(shape: CallShape, tools: Sequence[Tool], parallel: bool, inside_reasoning: bool) -> StructuredOutput:
-    """At least one call, and nothing else (but the rest of the reasoning that the prompt has begun)."""
+def forced_calls(
+    shape: CallShape, tools: Sequence[Tool], parallel: bool, inside_reasoning: bool
+) -> StructuredOutput:
+    """At least one call, and nothing else (but the rest of the reasoning that the prompt has
+    begun).
+    """
     return _grammar(["calls"], _calls(shape, tools, parallel), inside_reasoning)
 
 
 def calls_or_answer(
-    shape: CallShape, tools: Sequence[Tool], parallel: bool, answer: StructuredOutput, inside_reasoning: bool
+    shape: CallShape,
+    tools: Sequence[Tool],
+    parallel: bool,
+    answer: StructuredOutput,
+    inside_reasoning: bool,
 ) -> StructuredOutput:
     """Calls, or an answer of the form that was asked for."""
     lines = [*_calls(shape, tools, parallel), f"answer: {_json_rule(answer)}"]
@@ -58,7 +72,9 @@ def calls_in_text(shape: CallShape, mark: str, tools: Sequence[Tool]) -> Structu
     ]
     for index, tool in enumerate(tools):
         middle = shape.begin.partition("NAME")[2]
-        lines.append(f"rest_{index}: {_text(tool.name + middle)} {_schema(tool)} {_text(shape.end + shape.after)}")
+        lines.append(
+            f"rest_{index}: {_text(tool.name + middle)} {_schema(tool)} {_text(shape.end + shape.after)}"
+        )
     return _structured(lines)
 
 
@@ -72,14 +88,19 @@ def after_reasoning(structured: StructuredOutput) -> StructuredOutput:
     """The form applies to what follows the reasoning that the prompt has begun."""
     if not can_follow(structured):
         raise InvalidRequestError(
-            "structured", "a regex or grammar can't follow this model's reasoning: use a JSON schema or a choice"
+            "structured",
+            "a regex or grammar can't follow this model's reasoning: use a JSON schema or a choice",
         )
     return _grammar(["answer"], [f"answer: {_rule(structured)}"], inside_reasoning=True)
 
 
-def in_channels(tools: Sequence[Tool], forced: bool, answer: StructuredOutput | None) -> StructuredOutput:
-    """Harmony: reasoning if the model likes, then a call of one of the tools or (unless `forced`) an answer of the form
-    that was asked for, behind headers of control tokens. Of several calls at once its models know nothing."""
+def in_channels(
+    tools: Sequence[Tool], forced: bool, answer: StructuredOutput | None
+) -> StructuredOutput:
+    """Harmony: reasoning if the model likes, then a call of one of the tools or (unless `forced`)
+    an answer of the form that was asked for, behind headers of control tokens. Of several calls at
+    once its models know nothing.
+    """
     said = '"analysis"' if forced else '("analysis" | "commentary")'
     lines = [
         f'said: {harmony.CHANNEL} {said} {harmony.MESSAGE} TEXT {harmony.END} {harmony.START} "assistant"',
@@ -106,7 +127,9 @@ def is_json(structured: StructuredOutput) -> bool:
     return structured.json_object or structured.json_schema is not None
 
 
-def _grammar(starts: Sequence[str], lines: Sequence[str], inside_reasoning: bool) -> StructuredOutput:
+def _grammar(
+    starts: Sequence[str], lines: Sequence[str], inside_reasoning: bool
+) -> StructuredOutput:
     start = " | ".join(starts)
     head = [f"start: {start}"]
     if inside_reasoning:
@@ -124,13 +147,19 @@ def _structured(lines: Sequence[str], control_tokens: tuple[str, ...] = ()) -> S
         return StructuredOutput(grammar="\n".join(lines) + "\n", control_tokens=control_tokens)
     except InvalidRequestError:  # of what can be wrong with it here, the length is left
         raise InvalidRequestError(
-            "tools", f"their schemas are too long: together at most {MAX_GRAMMAR // 1024} KiB can be followed"
+            "tools",
+            f"their schemas are too long: together at most {MAX_GRAMMAR // 1024} KiB can be followed",
         ) from None
 
 
 def _calls(shape: CallShape, tools: Sequence[Tool], parallel: bool) -> list[str]:
-    more = f" ({_text(shape.between)} call){{0,{MAX_CALLS - 1}}}" if parallel and shape.several else ""
-    lines = [f"calls: {_text(shape.before)} call{more} {_text(shape.after)}", f"call: {_alternatives('call', tools)}"]
+    more = (
+        f" ({_text(shape.between)} call){{0,{MAX_CALLS - 1}}}" if parallel and shape.several else ""
+    )
+    lines = [
+        f"calls: {_text(shape.before)} call{more} {_text(shape.after)}",
+        f"call: {_alternatives('call', tools)}",
+    ]
     for index, tool in enumerate(tools):
         begin = _text(shape.begin.replace("NAME", tool.name))
         lines.append(f"call_{index}: {begin} {_schema(tool)} {_text(shape.end)}")
@@ -148,7 +177,11 @@ def _schema(tool: Tool) -> str:
 
 def _rule(structured: StructuredOutput) -> str:
     """What `can_follow` allows, as the right side of a rule."""
-    return _json_rule(structured) if structured.choice is None else " | ".join(map(_text, structured.choice))
+    return (
+        _json_rule(structured)
+        if structured.choice is None
+        else " | ".join(map(_text, structured.choice))
+    )
 
 
 def _json_rule(structured: StructuredOutput) -> str:

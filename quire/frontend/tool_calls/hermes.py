@@ -1,4 +1,6 @@
-"""Hermes' format, which Qwen and many others use: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
+"""Hermes' format, which Qwen and many others use: `<tool_call>{"name": …, "arguments":
+{…}}</tool_call>`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """JSON read piece by piece, no deeper than a tool call needs: every character is looked at once.
 
-Nothing is recursive and nothing is evaluated: brackets are counted, strings are skipped. So text that is not
-quite JSON has a well-defined end too, and megabytes of brackets cost megabytes of looking.
+Nothing is recursive and nothing is evaluated: brackets are counted, strings are skipped. So text
+that is not quite JSON has a well-defined end too, and megabytes of brackets cost megabytes of
+looking.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ def skip_space(text: str, position: int) -> int:
 
 
 def _skip(pattern: re.Pattern[str], text: str, position: int) -> int:
-    """Where a match ends that begins at `position`; the patterns here match everywhere, if only nothing."""
+    """Where a match ends that begins at `position`; the patterns here match everywhere, if only
+    nothing.
+    """
     match = pattern.match(text, position)
     assert match is not None
     return match.end()
@@ -79,7 +82,19 @@ class ContainerScanner:
         return position
 
 
-_State = Literal["open", "key_or_end", "key", "colon", "value", "string", "container", "scalar", "comma", "done", "bad"]
+_State = Literal[
+    "open",
+    "key_or_end",
+    "key",
+    "colon",
+    "value",
+    "string",
+    "container",
+    "scalar",
+    "comma",
+    "done",
+    "bad",
+]
 _Meaning = Literal["name", "arguments", "other"]
 
 
@@ -236,7 +251,9 @@ class CallObject:
 
 
 def _decode(pieces: list[str]) -> str | None:
-    """The string that was read up to its closing quote; None if it is none, or can't be sent as UTF-8."""
+    """The string that was read up to its closing quote; None if it is none, or can't be sent as
+    UTF-8.
+    """
     try:
         value: str = json.loads('"' + "".join(pieces), strict=False)
         value.encode()

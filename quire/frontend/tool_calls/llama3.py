@@ -1,5 +1,6 @@
-"""Llama 3's format: the answer is `{"name": …, "parameters": {…}}`, perhaps several with `;` between them,
-perhaps behind `<|python_tag|>`."""
+"""Llama 3's format: the answer is `{"name": …, "parameters": {…}}`, perhaps several with `;`
+between them, perhaps behind `<|python_tag|>`.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ MARK = "<|python_tag|>"
 
 
 class Llama3Parser(ToolCallParser):
-    """Nothing tells a call from an answer in JSON but what it says, so only calls of the tools there are count,
-    and only at the beginning of the answer or behind the mark."""
+    """Nothing tells a call from an answer in JSON but what it says, so only calls of the tools
+    there are count, and only at the beginning of the answer or behind the mark.
+    """
 
     separator = ";"
 
@@ -30,7 +32,8 @@ class Llama3Parser(ToolCallParser):
     def _was_becoming_a_call(self) -> bool:
         if self._forced or MARK in "".join(self._undecided):
             return True
-        if self._state == self._in_object:  # it may be an answer in JSON, as long as it names no tool
+        # it may be an answer in JSON, as long as it names no tool
+        if self._state == self._in_object:
             return self._object.name in self._tool_names
         return self._state == self._in_text and super()._was_becoming_a_call()
 

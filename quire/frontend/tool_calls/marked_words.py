@@ -52,7 +52,9 @@ class MarkedWordsParser(ToolCallParser):
         return match.end()
 
     def _expect(self, marks: Mapping[str, State], text: str, position: int) -> int:
-        """Behind a word: one of these marks, or it is no call. A bracket is left for whoever reads arguments."""
+        """Behind a word: one of these marks, or it is no call. A bracket is left for whoever reads
+        arguments.
+        """
         if len(self._word) > _MAX_WORD:
             return self._refuse(position)
         for mark, state in marks.items():

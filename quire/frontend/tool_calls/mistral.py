@@ -1,5 +1,6 @@
-"""Mistral's formats: `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`, and since the Tekken tokenizers
-`[TOOL_CALLS]name[ARGS]{…}` for each call, perhaps with `[CALL_ID]…` before `[ARGS]`."""
+"""Mistral's formats: `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`, and since the Tekken
+tokenizers `[TOOL_CALLS]name[ARGS]{…}` for each call, perhaps with `[CALL_ID]…` before `[ARGS]`.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +47,14 @@ class MistralParser(MarkedWordsParser):
             self._name = self._word
         marks: dict[str, State] = {}
         if self._word:
-            marks = {ID_MARK: self._in_call_id, ARGUMENTS_MARK: self._before_arguments, "{": self._before_arguments}
+            marks = {
+                ID_MARK: self._in_call_id,
+                ARGUMENTS_MARK: self._before_arguments,
+                "{": self._before_arguments,
+            }
         return self._expect(marks, text, end)
 
     def _in_call_id(self, text: str, position: int) -> int:
-        return self._expect({ARGUMENTS_MARK: self._before_arguments}, text, self._read_word(text, position))
+        return self._expect(
+            {ARGUMENTS_MARK: self._before_arguments}, text, self._read_word(text, position)
+        )

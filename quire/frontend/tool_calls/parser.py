@@ -1,5 +1,6 @@
-"""What a tool-call parser reports, piece by piece, and the part of reading that all formats share: text outside of
-calls, what is held back, and giving back."""
+"""What a tool-call parser reports, piece by piece, and the part of reading that all formats share:
+text outside of calls, what is held back, and giving back.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +43,20 @@ class ArgumentsDelta:
 
 Delta = ContentDelta | ReasoningDelta | CallStart | ArgumentsDelta
 State = Callable[[str, int], int]
-"""Reads `text` from a position on and returns where it stopped, perhaps having put another state in its place.
-One that stays where it is, at the same position, waits for more text."""
+"""Reads `text` from a position on and returns where it stopped, perhaps having put another state in
+its place. One that stays where it is, at the same position, waits for more text.
+"""
 
 
 class ToolCallParser:
-    """Reads one answer, in which a mark announces calls. What it reports in all depends on the text alone, not on how
-    it was cut into pieces.
+    """Reads one answer, in which a mark announces calls. What it reports in all depends on the text
+    alone, not on how it was cut into pieces.
 
-    A call is reported as soon as it can't be anything else: its name is known and its arguments have begun. Text
-    that looked like a call and was none comes back as content, every character of it; white space directly before a
-    call, and after the last one, belongs to no content. Arguments are passed on as they were written; if the answer
-    ends inside them, or they are no JSON, that is for the caller to see.
+    A call is reported as soon as it can't be anything else: its name is known and its arguments
+    have begun. Text that looked like a call and was none comes back as content, every character of
+    it; white space directly before a call, and after the last one, belongs to no content. Arguments
+    are passed on as they were written; if the answer ends inside them, or they are no JSON, that is
+    for the caller to see.
     """
 
     separator = ""
@@ -93,8 +96,9 @@ class ToolCallParser:
         return self._take_deltas()
 
     def finish(self, is_cut: bool = False) -> list[Delta]:
-        """What was held back, when no more text follows. In an answer that was cut off (`is_cut`) what began like a
-        call was going to be one: it is no content."""
+        """What was held back, when no more text follows. In an answer that was cut off (`is_cut`)
+        what began like a call was going to be one: it is no content.
+        """
         if is_cut and self._was_becoming_a_call():
             self._undecided.clear()
             self._space.clear()
@@ -120,8 +124,10 @@ class ToolCallParser:
         return position
 
     def _was_becoming_a_call(self) -> bool:
-        """Whether the text so far ends inside of what is not yet certain to be a call. One character that a mark begins
-        with (`<`, `[`) may be anything; more of it is hardly ever meant as text."""
+        """Whether the text so far ends inside of what is not yet certain to be a call. One
+        character that a mark begins with (`<`, `[`) may be anything; more of it is hardly ever
+        meant as text.
+        """
         return self._state != self._in_text or len(self._held) > 1
 
     def _after_call(self, text: str, position: int) -> int:

@@ -1,4 +1,6 @@
-"""What a request's tools mean for its prompt, its grammar and the reading of its answer, for one model."""
+"""What a request's tools mean for its prompt, its grammar and the reading of its answer, for one
+model.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from typing import Any, Literal
 from quire.errors import InvalidRequestError
 from quire.frontend import reasoning
 from quire.frontend.tokenizer import Tokenizer
-from quire.frontend.tool_calls import deepseek, grammars, harmony, hermes, llama3, mistral, template_needs
+from quire.frontend.tool_calls import (
+    deepseek,
+    grammars,
+    harmony,
+    hermes,
+    llama3,
+    mistral,
+    template_needs,
+)
 from quire.frontend.tool_calls.grammars import CallShape
 from quire.frontend.tool_calls.parser import ToolCallParser
 from quire.frontend.tool_calls.tools import Tool, check_tools
@@ -31,9 +41,12 @@ def detect_format(template_source: str) -> FormatName | None:
         return "hermes"  # the one `describe_tools` teaches
     if mistral.MARK in template_source:
         return "mistral"
-    if hermes.BEGIN in template_source and "<function=" not in template_source:  # Qwen3-Coder's is XML
+    # Qwen3-Coder's is XML
+    if hermes.BEGIN in template_source and "<function=" not in template_source:
         return "hermes"
-    if llama3.MARK in template_source or ("ipython" in template_source and '"parameters"' in template_source):
+    if llama3.MARK in template_source or (
+        "ipython" in template_source and '"parameters"' in template_source
+    ):
         return "llama3"
     return None
 
@@ -46,8 +59,15 @@ class ToolSupport:
         self._plain = templates.get("default", "")
         self._source = templates.get("tool_use") or self._plain
         self.format = detect_format(self._source)
-        self._special = {token.content for token in tokenizer.added_tokens.values() if token.special}
-        marks = {"hermes": hermes.BEGIN, "llama3": llama3.MARK, "mistral": mistral.MARK, "deepseek": deepseek.MARK}
+        self._special = {
+            token.content for token in tokenizer.added_tokens.values() if token.special
+        }
+        marks = {
+            "hermes": hermes.BEGIN,
+            "llama3": llama3.MARK,
+            "mistral": mistral.MARK,
+            "deepseek": deepseek.MARK,
+        }
         self.mark = "" if self.format is None else marks.get(self.format, "")
         """What announces a call in this model's text, where a mark does."""
         self.mark_is_special = self.mark in self._special
@@ -56,7 +76,9 @@ class ToolSupport:
         """A call can't be without its mark; Llama's may be."""
         self.has_channels = self.format == "harmony"
         """Reasoning, calls and content are told apart by what control tokens say, not by tags."""
-        self.thinks = not self.has_channels and (reasoning.thinks(self._plain) or reasoning.thinks(self._source))
+        self.thinks = not self.has_channels and (
+            reasoning.thinks(self._plain) or reasoning.thinks(self._source)
+        )
         named = tokenizer.named_tokens
         self._needs = {
             source: template_needs.find_needs(source, named)
@@ -72,13 +94,16 @@ class ToolSupport:
         name: str | None = None,
         parallel: bool = True,
     ) -> ToolPlan:
-        """`name` is the one tool that must be called; else `choice` counts. For chats without tools too: earlier
-        calls in `messages` may have to be written out."""
+        """`name` is the one tool that must be called; else `choice` counts. For chats without tools
+        too: earlier calls in `messages` may have to be written out.
+        """
         checked = check_tools(tools or ())
         if name is not None and name not in (tool.name for tool in checked):
             raise InvalidRequestError("tool_choice", f"names {name!r}, which is none of the tools")
         if not checked and (choice == "required" or name is not None):
-            raise InvalidRequestError("tool_choice", "needs tools to choose from: give some in `tools`")
+            raise InvalidRequestError(
+                "tool_choice", "needs tools to choose from: give some in `tools`"
+            )
         without = not checked or (choice == "none" and name is None)
         source = self._plain if without else self._source
         if source in self._needs:
@@ -88,18 +113,26 @@ class ToolSupport:
         if without:
             return ToolPlan(self, messages, None, (), forced=False, parallel=parallel)
         if self.format is None:
-            raise InvalidRequestError("tools", "this model's chat template writes calls in a format not known here")
+            raise InvalidRequestError(
+                "tools", "this model's chat template writes calls in a format not known here"
+            )
         if not template_needs.mentions(source, "tools"):
-            example = deepseek.example(source) if self.format == "deepseek" else template_needs.EXAMPLE
+            example = (
+                deepseek.example(source) if self.format == "deepseek" else template_needs.EXAMPLE
+            )
             messages, tools = template_needs.describe_tools(messages, tools or (), example), None
         elif source in self._needs and tools:
             tools = self._needs[source].suit_tools(tools)
         callable_tools = [tool for tool in checked if name is None or tool.name == name]
         forced = name is not None or choice == "required"
-        return ToolPlan(self, messages, tools, tuple(callable_tools), forced, parallel and name is None)
+        return ToolPlan(
+            self, messages, tools, tuple(callable_tools), forced, parallel and name is None
+        )
 
     def shape(self, forced: bool) -> CallShape:
-        """How calls are written; `forced`: behind a prompt that ends with the mark, if that is a special token."""
+        """How calls are written; `forced`: behind a prompt that ends with the mark, if that is a
+        special token.
+        """
         lead = "" if forced and self.needs_special_mark else self.mark
         if self.format == "llama3":
             needs = self._needs.get(self._source)
@@ -112,10 +145,14 @@ class ToolSupport:
             space = "" if f"{mistral.MARK}[" in self._source else " "
             return CallShape(f"{lead}{space}[", '{"name": "NAME", "arguments": ', "}", ", ", "]")
         if self.format == "deepseek":
-            begin, end, between, after = deepseek.FENCED if deepseek.is_fenced(self._source) else deepseek.BARE
+            begin, end, between, after = (
+                deepseek.FENCED if deepseek.is_fenced(self._source) else deepseek.BARE
+            )
             return CallShape(lead, begin, end, between, after)
         end = "}" if hermes.END in self._special else "}\n" + hermes.END
-        return CallShape("", f'{lead}\n{{"name": "NAME", "arguments": ', end, "\n", "", several=bool(lead))
+        return CallShape(
+            "", f'{lead}\n{{"name": "NAME", "arguments": ', end, "\n", "", several=bool(lead)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +170,14 @@ class ToolPlan:
     parallel: bool
 
     def suffix(self, structured: StructuredOutput | None, continues: bool = False) -> str:
-        """Control tokens to put behind the prompt: a required call begins there, or an answer in a form that no grammar
-        can have follow reasoning. `continues`: the prompt ends inside a message already."""
+        """Control tokens to put behind the prompt: a required call begins there, or an answer in a
+        form that no grammar can have follow reasoning. `continues`: the prompt ends inside a
+        message already.
+        """
         if self.support.has_channels:
-            is_alone = structured is not None and not self.tools and not grammars.can_follow(structured)
+            is_alone = (
+                structured is not None and not self.tools and not grammars.can_follow(structured)
+            )
             return harmony.FINAL if is_alone and not continues else ""
         return self.support.mark if self.forced and self.support.needs_special_mark else ""
 
@@ -152,17 +193,26 @@ class ToolPlan:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Fields that could not be honoured: `strict` where a grammar can't follow the model's own calls."""
-        unheeded = not self.forced and self.support.needs_special_mark and any(tool.strict for tool in self.tools)
+        """Fields that could not be honoured: `strict` where a grammar can't follow the model's own
+        calls.
+        """
+        unheeded = (
+            not self.forced
+            and self.support.needs_special_mark
+            and any(tool.strict for tool in self.tools)
+        )
         return ("tools.function.strict",) if unheeded else ()
 
     def constrain(
-        self, structured: StructuredOutput | None, inside_reasoning: bool = False, is_begun: bool = False
+        self,
+        structured: StructuredOutput | None,
+        inside_reasoning: bool = False,
+        is_begun: bool = False,
     ) -> StructuredOutput | None:
         """The form the whole answer must take, given the one that its content is to have.
 
-        `inside_reasoning`: the prompt ends inside the model's reasoning, which then comes first. `is_begun`: it ends
-        inside a message, or behind the `suffix`.
+        `inside_reasoning`: the prompt ends inside the model's reasoning, which then comes first.
+        `is_begun`: it ends inside a message, or behind the `suffix`.
         """
         if self.support.has_channels:
             return self._constrain_channels(structured, is_begun)
@@ -172,10 +222,13 @@ class ToolPlan:
         if self.tools and structured is not None:
             if self.support.needs_special_mark or not grammars.is_json(structured):
                 raise InvalidRequestError(
-                    "tools", "can't be combined with this form of structured output: choose one, or `tool_choice`"
+                    "tools",
+                    "can't be combined with this form of structured output: choose one, or `tool_choice`",
                 )
             shape = self.support.shape(forced=False)
-            return grammars.calls_or_answer(shape, self.tools, self.parallel, structured, inside_reasoning)
+            return grammars.calls_or_answer(
+                shape, self.tools, self.parallel, structured, inside_reasoning
+            )
         if structured is not None:
             return grammars.after_reasoning(structured) if inside_reasoning else structured
         if any(tool.strict for tool in self.tools) and not self.support.needs_special_mark:
@@ -185,13 +238,18 @@ class ToolPlan:
             return grammars.calls_in_text(shape, self.support.mark, self.tools)
         return None
 
-    def _constrain_channels(self, structured: StructuredOutput | None, is_begun: bool) -> StructuredOutput | None:
+    def _constrain_channels(
+        self, structured: StructuredOutput | None, is_begun: bool
+    ) -> StructuredOutput | None:
         if self.tools and (
-            (is_begun and self.forced) or not (structured is None or self.forced or grammars.can_follow(structured))
+            (is_begun and self.forced)
+            or not (structured is None or self.forced or grammars.can_follow(structured))
         ):
             why = "can't be combined with this form of structured output or with a message that was begun"
             raise InvalidRequestError("tools", why)
-        if is_begun or not (structured is not None or self.forced or any(tool.strict for tool in self.tools)):
+        if is_begun or not (
+            structured is not None or self.forced or any(tool.strict for tool in self.tools)
+        ):
             return structured
         return grammars.in_channels(self.tools, self.forced, structured)
 
@@ -218,5 +276,7 @@ class ToolPlan:
     def new_call_id(self) -> str:
         """Unique; Mistral's templates insist on nine letters and digits."""
         if self.support.format == "mistral":
-            return "".join(secrets.choice(template_needs.ALPHANUMERIC) for _ in range(template_needs.ID_LENGTH))
+            return "".join(
+                secrets.choice(template_needs.ALPHANUMERIC) for _ in range(template_needs.ID_LENGTH)
+            )
         return f"call_{secrets.token_hex(12)}"

@@ -1,10 +1,12 @@
-"""Rewrites conversations with tools for chat templates that want more, or know less, than what OpenAI's clients send.
+"""Rewrites conversations with tools for chat templates that want more, or know less, than what
+OpenAI's clients send.
 
-Templates refuse what their models never saw: Mistral's take only ids of nine letters and digits, Llama's one call per
-message, Hermes' only tools that are described, and results that name their function. Clients know nothing of that, so
-it is found out once per template, by trying it. For templates that know nothing of tools, they are described, called
-and answered in plain messages. The words are the ones Hermes models were trained on in spirit, not to the letter: any
-chat model can follow them, more or less well, and a grammar makes sure of the form where a call is required.
+Templates refuse what their models never saw: Mistral's take only ids of nine letters and digits,
+Llama's one call per message, Hermes' only tools that are described, and results that name their
+function. Clients know nothing of that, so it is found out once per template, by trying it. For
+templates that know nothing of tools, they are described, called and answered in plain messages. The
+words are the ones Hermes models were trained on in spirit, not to the letter: any chat model can
+follow them, more or less well, and a grammar makes sure of the form where a call is required.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ class TemplateNeeds:
 
     def suit_messages(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The same conversation in a form that the template takes."""
-        if not any(isinstance(one, Mapping) and one.get("role") == "tool" for one in messages) and not (
-            self.short_ids or self.one_call
-        ):
+        if not any(
+            isinstance(one, Mapping) and one.get("role") == "tool" for one in messages
+        ) and not (self.short_ids or self.one_call):
             return messages
         # What is wrong has to be told before messages change their places.
         checked: Sequence[Message] = _name_results(check_messages(messages, knows_developer=True))
@@ -59,8 +61,9 @@ class TemplateNeeds:
 
 
 def find_needs(source: str, named_tokens: Mapping[str, str]) -> TemplateNeeds:
-    """The fewest under which the template shows both calls of a conversation; if it never does, the fewest under which
-    it takes that."""
+    """The fewest under which the template shows both calls of a conversation; if it never does, the
+    fewest under which it takes that.
+    """
     names = ("short_ids", "one_call", "full_tools")
     try:
         template = ChatTemplate(source, named_tokens)
@@ -70,7 +73,9 @@ def find_needs(source: str, named_tokens: Mapping[str, str]) -> TemplateNeeds:
     for chosen in (one for count in range(len(names) + 1) for one in combinations(names, count)):
         needs = TemplateNeeds(**dict.fromkeys(chosen, True))
         try:
-            shown = template.render(needs.suit_messages(_TRIAL), tools=needs.suit_tools(_TRIAL_TOOLS))
+            shown = template.render(
+                needs.suit_messages(_TRIAL), tools=needs.suit_tools(_TRIAL_TOOLS)
+            )
         except QuireError:
             continue
         if all(name in shown for name in _TRIAL_NAMES):
@@ -87,7 +92,11 @@ _TRIAL: tuple[Message, ...] = (
         "role": "assistant",
         "content": None,
         "tool_calls": [
-            {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": "{}"}}
+            {
+                "id": f"call_{number}",
+                "type": "function",
+                "function": {"name": name, "arguments": "{}"},
+            }
             for number, name in enumerate(_TRIAL_NAMES)
         ],
     },
@@ -137,7 +146,10 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 def _shorten_ids(message: Message) -> Message:
     if message.get("tool_calls"):
-        calls = [{**call, "id": _short_id(call["id"])} if "id" in call else call for call in message["tool_calls"]]
+        calls = [
+            {**call, "id": _short_id(call["id"])} if "id" in call else call
+            for call in message["tool_calls"]
+        ]
         return {**message, "tool_calls": calls}
     if "tool_call_id" in message:
         return {**message, "tool_call_id": _short_id(message["tool_call_id"])}
@@ -149,13 +161,20 @@ def _short_id(call_id: object) -> object:
     if not isinstance(call_id, str) or _SHORT_ID.fullmatch(call_id):
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode()).digest()[:8], "big")
-    return "".join(ALPHANUMERIC[number // len(ALPHANUMERIC) ** place % len(ALPHANUMERIC)] for place in range(ID_LENGTH))
+    return "".join(
+        ALPHANUMERIC[number // len(ALPHANUMERIC) ** place % len(ALPHANUMERIC)]
+        for place in range(ID_LENGTH)
+    )
 
 
 def _fill(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool["function"]
     parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
-    described = {**function, "description": function.get("description") or "", "parameters": parameters}
+    described = {
+        **function,
+        "description": function.get("description") or "",
+        "parameters": parameters,
+    }
     return {**tool, "function": described}
 
 
@@ -190,7 +209,9 @@ def describe_tools(
 
 
 def write_out_calls(messages: Sequence[Message]) -> list[Message]:
-    """The messages with earlier calls written as the assistant's text and their results as the user's."""
+    """The messages with earlier calls written as the assistant's text and their results as the
+    user's.
+    """
     written: list[Message] = []
     joins = False
     for message in check_messages(messages, knows_developer=True):
@@ -213,5 +234,7 @@ def write_out_calls(messages: Sequence[Message]) -> list[Message]:
 
 def _call_text(call: Message) -> str:
     function = call.get("function", call)
-    written = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+    written = json.dumps(
+        {"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False
+    )
     return f"{hermes.BEGIN}\n{written}\n{hermes.END}"

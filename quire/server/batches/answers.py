@@ -1,7 +1,8 @@
 """Answers one request of a batch, by the code that answers the same body over HTTP.
 
-An answer is the same bytes whenever and beside whatever else it is computed: ids, seeds and tool calls' ids are derived
-from the request, `created` is 0, and counts that tell how it was computed (cached tokens, guesses) are left out.
+An answer is the same bytes whenever and beside whatever else it is computed: ids, seeds and tool
+calls' ids are derived from the request, `created` is 0, and counts that tell how it was computed
+(cached tokens, guesses) are left out.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ class BatchAnswers:
         """For requests that were there when the engine failed: one of them may be the reason."""
 
     async def answer(self, request: BatchRequest, owner: str = "") -> BatchAnswer:
-        """Whatever is wrong with it becomes its answer; an engine that is restarted is waited for. `owner`: whose batch
-        it is of."""
+        """Whatever is wrong with it becomes its answer; an engine that is restarted is waited for.
+        `owner`: whose batch it is of.
+        """
         if request.problem is not None:
             error = {"code": "invalid_line", "message": request.problem}
             return BatchAnswer(_line(request, None, error), is_error=True)
@@ -89,7 +91,9 @@ class BatchAnswers:
         while True:
             attempt = _Attempt()
             try:
-                body, num_tokens = await _answer(self._service, request, attempt, self._priority, owner)
+                body, num_tokens = await _answer(
+                    self._service, request, attempt, self._priority, owner
+                )
                 return BatchAnswer(_line(request, _response(request, 200, body)), False, num_tokens)
             except Exception as error:
                 found = to_api_error(error)
@@ -100,14 +104,18 @@ class BatchAnswers:
             if found.status >= 500 and left:
                 return None
             shown = error_body(request.url, found, f"req_{request.id}")
-            return BatchAnswer(_line(request, _response(request, found.status, shown)), is_error=True)
+            return BatchAnswer(
+                _line(request, _response(request, found.status, shown)), is_error=True
+            )
 
 
 async def _answer(
     service: GenerationService, request: BatchRequest, attempt: _Attempt, priority: int, owner: str
 ) -> tuple[dict[str, Any], int]:
     if request.url not in _KINDS:
-        raise ApiError(404, f"url: must be one of {', '.join(_KINDS)}", field="url", code="invalid_url")
+        raise ApiError(
+            404, f"url: must be one of {', '.join(_KINDS)}", field="url", code="invalid_url"
+        )
     kind, writer_kind = _KINDS[request.url]
     body = parse_body(request.body, kind)
     refuse_unsupported(body)
@@ -122,7 +130,11 @@ async def _answer(
         events = await call.all()
         writer = writer_kind(body, call, model, service.ready.fingerprint, service.responses.of(""))
         writer.created = 0
-        whole = await service.in_thread(writer.whole, events) if writer.is_long else writer.whole(events)
+        whole = (
+            await service.in_thread(writer.whole, events)
+            if writer.is_long
+            else writer.whole(events)
+        )
     except BaseException:
         call.abort()
         raise
@@ -135,7 +147,9 @@ def _wanted(request: BatchRequest, body: ApiRequest, kind: type[ApiRequest]) -> 
     except InvalidRequestError as error:
         raise renamed(error, kind.FIELDS) from None
     if wanted.stream:
-        raise InvalidRequestError("stream", "must be false in a batch: its answers are written as a whole")
+        raise InvalidRequestError(
+            "stream", "must be false in a batch: its answers are written as a whole"
+        )
     if wanted.params.seed is None:
         wanted = replace(wanted, params=replace(wanted.params, seed=int(request.id[:16], 16) >> 1))
     return wanted
@@ -161,7 +175,9 @@ def _response(request: BatchRequest, status: int, body: dict[str, Any]) -> dict[
     return {"status_code": status, "request_id": f"req_{request.id}", "body": body}
 
 
-def _line(request: BatchRequest, response: dict[str, Any] | None, error: dict[str, Any] | None = None) -> bytes:
+def _line(
+    request: BatchRequest, response: dict[str, Any] | None, error: dict[str, Any] | None = None
+) -> bytes:
     name = request.answer_id
     line = {"id": name, "custom_id": request.custom_id, "response": response, "error": error}
     return one_line(line) + b"\n"

@@ -1,4 +1,6 @@
-"""What the folder of `--batches` knows of a file and of a batch; each is a small file of JSON there."""
+"""What the folder of `--batches` knows of a file and of a batch; each is a small file of JSON
+there.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ class StoredFile(msgspec.Struct, kw_only=True):
         return self.bytes + RECORD_BYTES
 
     def shown(self) -> dict[str, Any]:
-        fields = msgspec.structs.asdict(self) | {"object": "file", "status": "processed", "status_details": None}
+        fields = msgspec.structs.asdict(self) | {
+            "object": "file",
+            "status": "processed",
+            "status_details": None,
+        }
         del fields["owner"]
         return fields
 
@@ -71,7 +77,9 @@ class StoredBatch(msgspec.Struct, kw_only=True):
 
     def shown(self) -> dict[str, Any]:
         counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
-        ended = {f"{status}_at": self.ended_at if self.status == status else None for status in _OVER}
+        ended = {
+            f"{status}_at": self.ended_at if self.status == status else None for status in _OVER
+        }
         fields = {name: getattr(self, name) for name in _SHOWN}
         unused = {"expires_at": None, "expired_at": None, "finalizing_at": None}
         return {"object": "batch", "request_counts": counts, **fields, **ended, **unused}

@@ -1,8 +1,9 @@
-"""The answers of a batch on disk: complete lines, in the order of the requests or of the answers, whatever moment the
-process ends at.
+"""The answers of a batch on disk: complete lines, in the order of the requests or of the answers,
+whatever moment the process ends at.
 
-They grow in `NAME.part`, which takes its name when it is complete. A run that finds such a file takes up where it ends:
-each line's id tells that it answers this request under these options, and half a line at its end is taken away.
+They grow in `NAME.part`, which takes its name when it is complete. A run that finds such a file
+takes up where it ends: each line's id tells that it answers this request under these options, and
+half a line at its end is taken away.
 """
 
 from __future__ import annotations
@@ -43,14 +44,22 @@ class AnswerFile:
         if path.suffix.lower() == ".parquet":
             import_pyarrow(path)
             if path.exists() and not restart:
-                raise QuireError(f"{path}: is there already: choose another --output, or replace it with --restart")
+                raise QuireError(
+                    f"{path}: is there already: choose another --output, or replace it with --restart"
+                )
         if os.path.isdir(path):
-            raise InvalidRequestError("--output", f"{path} is a folder: name a file, say {path / 'answers.jsonl'}")
+            raise InvalidRequestError(
+                "--output", f"{path} is a folder: name a file, say {path / 'answers.jsonl'}"
+            )
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.fdopen(os.open(self.part, _FLAGS, 0o666), "a+b", buffering=0)
         except OSError as error:
-            what = f"{self.part} is a link: remove it" if error.errno == errno.ELOOP else str(error.strerror)
+            what = (
+                f"{self.part} is a link: remove it"
+                if error.errno == errno.ELOOP
+                else str(error.strerror)
+            )
             raise InvalidRequestError("--output", f"{path} can't be written: {what}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,8 +75,9 @@ class AnswerFile:
         self._synced = time.monotonic()
 
     def resume(self, requests: Iterator[BatchRequest]) -> tuple[int, int]:
-        """Reads what an earlier run wrote, and of `requests` those it has answered; how many, and how many of them are
-        errors."""
+        """Reads what an earlier run wrote, and of `requests` those it has answered; how many, and
+        how many of them are errors.
+        """
         done = failed = end = 0
         for written, length in self._found_lines():
             request = next(requests, None)
@@ -77,8 +87,12 @@ class AnswerFile:
         self._take_up(end, next(requests, None) is None if self._found == self.path else False)
         return done, failed
 
-    def resume_in_any_order(self, requests: Iterable[BatchRequest]) -> tuple[int, int, Iterator[BatchRequest]]:
-        """The same where answers stand in the order in which they came, and the requests that are left."""
+    def resume_in_any_order(
+        self, requests: Iterable[BatchRequest]
+    ) -> tuple[int, int, Iterator[BatchRequest]]:
+        """The same where answers stand in the order in which they came, and the requests that are
+        left.
+        """
         answered: set[str] = set()
         failed = end = 0
         for written, length in self._found_lines():
@@ -139,7 +153,9 @@ class AnswerFile:
             finally:
                 os.close(folder)
         except OSError as error:
-            what = f"{self.path}: can't be written: {error.strerror}; the answers are in {self.part}"
+            what = (
+                f"{self.path}: can't be written: {error.strerror}; the answers are in {self.part}"
+            )
             raise QuireError(f"{what}, and the same command goes on from there") from None
 
     def close(self) -> None:
@@ -171,11 +187,16 @@ def _write_parquet(lines: Path, path: Path) -> None:
     """Columns id and custom_id; response and error as JSON text."""
     parquet = import_pyarrow(path)
     pyarrow = importlib.import_module("pyarrow")
-    schema = pyarrow.schema([(name, pyarrow.string()) for name in ("id", "custom_id", "response", "error")])
+    schema = pyarrow.schema(
+        [(name, pyarrow.string()) for name in ("id", "custom_id", "response", "error")]
+    )
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     try:
-        with os.fdopen(create(temporary), "wb") as file, parquet.ParquetWriter(file, schema) as writer:
+        with (
+            os.fdopen(create(temporary), "wb") as file,
+            parquet.ParquetWriter(file, schema) as writer,
+        ):
             for rows in _in_batches(lines):
                 writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, schema=schema))
         temporary.replace(path)
@@ -191,7 +212,9 @@ def _in_batches(lines: Path, size: int = 1000) -> Iterator[list[dict[str, str | 
     with lines.open("rb") as file:
         for line in file:
             found = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
-            row: dict[str, str | None] = {name: msgspec.json.decode(found[name]) for name in ("id", "custom_id")}
+            row: dict[str, str | None] = {
+                name: msgspec.json.decode(found[name]) for name in ("id", "custom_id")
+            }
             for name in ("response", "error"):
                 text = bytes(found[name]).decode()
                 row[name] = None if text == "null" else text

@@ -1,9 +1,10 @@
-"""Works on the batches of a server, behind its live requests: those of a key one after the other, those of several keys
-beside each other, so that none waits for another's.
+"""Works on the batches of a server, behind its live requests: those of a key one after the other,
+those of several keys beside each other, so that none waits for another's.
 
-A batch's request is started only while the engine has rows to spare, and batches never take more than half of them;
-with `--policy priority` they also give way once they run. What is answered is on disk, so a restart goes on from there.
-Where there is no room for an answer, in the key's share or on the disk, the batch waits until there is.
+A batch's request is started only while the engine has rows to spare, and batches never take more
+than half of them; with `--policy priority` they also give way once they run. What is answered is on
+disk, so a restart goes on from there. Where there is no room for an answer, in the key's share or
+on the disk, the batch waits until there is.
 """
 
 from __future__ import annotations
@@ -118,12 +119,16 @@ class BatchQueue:
                 outcome = "failed"
                 batch.fail(_told(error))
                 is_known = isinstance(error, InvalidRequestError | OSError | ApiError)
-                logger.error("batch %s failed: %s", batch.id, error, exc_info=None if is_known else error)
+                logger.error(
+                    "batch %s failed: %s", batch.id, error, exc_info=None if is_known else error
+                )
             finally:
                 del self._running[batch.id]
         if batch.status == "cancelling":
             outcome = "cancelled"
-        await _when_there_is_room(f"batch {batch.id} can't be ended", self.store.end_batch, batch, outcome)
+        await _when_there_is_room(
+            f"batch {batch.id} can't be ended", self.store.end_batch, batch, outcome
+        )
 
     async def _answer(self, batch: StoredBatch) -> None:
         source = self.store.file(batch.owner, batch.input_file_id)
@@ -132,8 +137,13 @@ class BatchQueue:
         batch.total = total
         is_cancelled = batch.status == "cancelling"
         if not is_cancelled:
-            batch.status, batch.in_progress_at = "in_progress", batch.in_progress_at or int(time.time())
-        work: WorkFiles = await _when_there_is_room(f"batch {batch.id} can't begin", self.store.open_work, batch)
+            batch.status, batch.in_progress_at = (
+                "in_progress",
+                batch.in_progress_at or int(time.time()),
+            )
+        work: WorkFiles = await _when_there_is_room(
+            f"batch {batch.id} can't begin", self.store.open_work, batch
+        )
         try:
             waiting = await in_thread(work.resume, iter(requests))
             if not is_cancelled:
@@ -146,7 +156,10 @@ class BatchQueue:
 
     async def answer_one(self, batch: StoredBatch, request: BatchRequest) -> BatchAnswer:
         if request.problem is None and request.url != batch.endpoint:
-            request = replace(request, problem=f"url: the batch is for {batch.endpoint}, not {request.url[:128]!r}")
+            request = replace(
+                request,
+                problem=f"url: the batch is for {batch.endpoint}, not {request.url[:128]!r}",
+            )
         self._num_requests += 1
         try:
             return await self._answers.answer(request, batch.owner)
@@ -154,11 +167,16 @@ class BatchQueue:
             self._num_requests -= 1
 
     def has_room(self, num_own: int) -> bool:
-        """Whether the engine has a row that no live request wants, and batches have not half of them. `num_own`: a
-        batch's requests, those included whose answers wait to be written."""
+        """Whether the engine has a row that no live request wants, and batches have not half of
+        them. `num_own`: a batch's requests, those included whose answers wait to be written.
+        """
         rows = self._service.ready.max_num_seqs
         most = max(1, rows // 2)
-        return num_own < most and self._num_requests < most and self._service.admission.num_answers < rows
+        return (
+            num_own < most
+            and self._num_requests < most
+            and self._service.admission.num_answers < rows
+        )
 
 
 class _InOrder:
@@ -215,20 +233,27 @@ class _InOrder:
                 await self._wait()
 
     async def _write(self, answers: list[BatchAnswer]) -> None:
-        """They count as unwritten, so that no more requests are started than may wait, until they are there."""
+        """They count as unwritten, so that no more requests are started than may wait, until they
+        are there.
+        """
         await _when_there_is_room(f"batch {self._batch.id} waits", self._work.write, answers)
         for number in range(self._next, self._next + len(answers)):
             del self._finished[number]
         self._next += len(answers)
         self._changed.set()
-        self._batch.completed, self._batch.failed = self._work.output.num_lines, self._work.errors.num_lines
+        self._batch.completed, self._batch.failed = (
+            self._work.output.num_lines,
+            self._work.errors.num_lines,
+        )
         if time.monotonic() - self._saved > _SAVE_SECONDS:
             self._saved = time.monotonic()
             with contextlib.suppress(OSError):  # the counts are found again by counting
                 await in_thread(self._queue.store.save, self._batch)
 
 
-async def _when_there_is_room(what: str, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+async def _when_there_is_room(
+    what: str, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
+) -> _T:
     """Calls it beside the event loop, again and again while disk or share are full."""
     pause, is_said = _FIRST_WAIT, False
     while True:
@@ -244,7 +269,9 @@ async def _when_there_is_room(what: str, function: Callable[_P, _T], *args: _P.a
 
 
 async def _wait_for(answering: asyncio.Task[None]) -> None:
-    """Until a batch is answered, cancelled by its client, or fails (raises); all of it ends if this is cancelled."""
+    """Until a batch is answered, cancelled by its client, or fails (raises); all of it ends if this
+    is cancelled.
+    """
     try:
         await asyncio.shield(asyncio.gather(answering, return_exceptions=True))
     except asyncio.CancelledError:  # the server goes down

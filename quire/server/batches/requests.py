@@ -21,7 +21,9 @@ _MAX_ID = 512
 _MAX_LINE = 16 * 2**20
 """Bytes; a line is in memory as a whole."""
 _BAD_JSON = (msgspec.DecodeError, ValueError, RecursionError)
-"""All that reading JSON of others may raise: also for text that is no UTF-8, nesting, and numbers that are too long."""
+"""All that reading JSON of others may raise: also for text that is no UTF-8, nesting, and numbers
+that are too long.
+"""
 _COLUMNS = ("custom_id", "method", "url", "body")
 """Of a Parquet file."""
 
@@ -85,14 +87,20 @@ class RequestFile:
             yield request
 
     def _read(self, number: int, raw: bytes) -> BatchRequest:
-        name = hashlib.sha256(b"%s\0%d\0%s" % (self.identity.encode(), number, raw)).hexdigest()[:24]
+        name = hashlib.sha256(b"%s\0%d\0%s" % (self.identity.encode(), number, raw)).hexdigest()[
+            :24
+        ]
         if len(raw) > _MAX_LINE:
-            return BatchRequest(number, name, None, problem=f"line {number + 1}: has more than {_MAX_LINE} bytes")
+            return BatchRequest(
+                number, name, None, problem=f"line {number + 1}: has more than {_MAX_LINE} bytes"
+            )
         try:
             line = msgspec.json.decode(raw, type=_Line)
             body = msgspec.json.encode(line.body)
         except _BAD_JSON as error:  # which a wrong type is, too
-            return BatchRequest(number, name, _custom_id(raw), problem=f"line {number + 1}: {_cause(error)}")
+            return BatchRequest(
+                number, name, _custom_id(raw), problem=f"line {number + 1}: {_cause(error)}"
+            )
         problem = None
         if not 0 < len(line.custom_id) <= _MAX_ID:
             problem = f"line {number + 1}: custom_id must have 1 to {_MAX_ID} characters"
@@ -108,11 +116,14 @@ class RequestFile:
         try:
             file = self.path.open("rb")
         except OSError as error:
-            raise InvalidRequestError("REQUESTS", f"{self.path} can't be read: {error.strerror}") from None
+            raise InvalidRequestError(
+                "REQUESTS", f"{self.path} can't be read: {error.strerror}"
+            ) from None
         with file:
             while raw := file.readline(_MAX_LINE + 1):
                 last = raw
-                while len(last) > _MAX_LINE and not last.endswith(b"\n"):  # too long: its end is of no interest
+                # too long: its end is of no interest
+                while len(last) > _MAX_LINE and not last.endswith(b"\n"):
                     last = file.readline(_MAX_LINE + 1)
                 if stripped := raw.strip():
                     yield stripped
@@ -135,7 +146,9 @@ def _cause(error: Exception) -> str:
 
 
 def _parquet_lines(path: Path) -> Iterator[bytes]:
-    """Rows with the columns custom_id, url, body (JSON text or a struct) and perhaps method; others don't matter."""
+    """Rows with the columns custom_id, url, body (JSON text or a struct) and perhaps method; others
+    don't matter.
+    """
     file = _open_parquet(path)
     columns = [name for name in _COLUMNS if name in file.schema_arrow.names]
     try:
@@ -147,12 +160,16 @@ def _parquet_lines(path: Path) -> Iterator[bytes]:
 
 
 def _parquet_line(row: dict[str, Any]) -> bytes:
-    """A row that can't be written as JSON is a line that can't be read: it says so when its turn comes."""
+    """A row that can't be written as JSON is a line that can't be read: it says so when its turn
+    comes.
+    """
     try:
         row["body"] = _parquet_body(row.get("body"))
         return msgspec.json.encode({key: value for key, value in row.items() if value is not None})
     except (TypeError, OverflowError, *_BAD_JSON):
-        return msgspec.json.encode({"custom_id": str(row.get("custom_id")), "body": "a value that JSON does not have"})
+        return msgspec.json.encode(
+            {"custom_id": str(row.get("custom_id")), "body": "a value that JSON does not have"}
+        )
 
 
 def _parquet_body(body: Any) -> Any:
@@ -184,4 +201,6 @@ def import_pyarrow(path: Path) -> Any:
     try:
         return importlib.import_module("pyarrow.parquet")
     except ImportError:
-        raise QuireError(f"{path}: Parquet files need pyarrow: pip install 'quire[parquet]', or use .jsonl") from None
+        raise QuireError(
+            f"{path}: Parquet files need pyarrow: pip install 'quire[parquet]', or use .jsonl"
+        ) from None

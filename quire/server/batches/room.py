@@ -1,5 +1,6 @@
-"""How much of the folder of `--batches` is taken, by whom, and how much each key may take: counted before it is
-written, and for as long as it lies there."""
+"""How much of the folder of `--batches` is taken, by whom, and how much each key may take: counted
+before it is written, and for as long as it lies there.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ class FolderLimits:
     """Files, and batches."""
 
     @classmethod
-    def of(cls, num_bytes: int, num_keys: int, bytes_per_key: int | None = None, entries: int = 10_000) -> FolderLimits:
+    def of(
+        cls, num_bytes: int, num_keys: int, bytes_per_key: int | None = None, entries: int = 10_000
+    ) -> FolderLimits:
         """`bytes_per_key`: None divides evenly, so that no key can take what is another's."""
         shares = max(1, num_keys)
         per_key = num_bytes // shares if bytes_per_key is None else min(bytes_per_key, num_bytes)
@@ -57,10 +60,17 @@ class Room:
             own, everyone = self._taken[owner], self._taken.total()
             if num_bytes > 0:
                 if own + num_bytes > self.limits.bytes_per_key:
-                    raise NoRoomError(num_bytes, own, self.limits.bytes_per_key, "your key's share of --max-batch-size")
+                    raise NoRoomError(
+                        num_bytes,
+                        own,
+                        self.limits.bytes_per_key,
+                        "your key's share of --max-batch-size",
+                    )
                 if everyone + num_bytes > self.limits.num_bytes:
                     # How much others have is theirs to know.
-                    raise NoRoomError(num_bytes, own, self.limits.bytes_per_key, "and the folder is full")
+                    raise NoRoomError(
+                        num_bytes, own, self.limits.bytes_per_key, "and the folder is full"
+                    )
             self._taken[owner] += num_bytes
 
     def count(self, owner: str, num_bytes: int) -> None:

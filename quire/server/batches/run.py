@@ -25,13 +25,25 @@ from quire.server.replicas.open import metrics_for, open_engines
 from quire.server.service import GenerationService
 
 _AHEAD = 8
-"""Times the requests under way that may be answered before an earlier one is: their answers wait in memory."""
+"""Times the requests under way that may be answered before an earlier one is: their answers wait in
+memory.
+"""
 _UNLIMITED = 10**9
-_DECIDING = ("dtype", "quantization", "kernels", "kv_cache_dtype", "device", "max_model_len", "acceptance")
+_DECIDING = (
+    "dtype",
+    "quantization",
+    "kernels",
+    "kv_cache_dtype",
+    "device",
+    "max_model_len",
+    "acceptance",
+)
 """Engine options that answers may depend on."""
 
 Report = Callable[[int, int, int], None]
-"""Told how many requests are answered, how many there are, and the tokens of the answers since the run began."""
+"""Told how many requests are answered, how many there are, and the tokens of the answers since the
+run began.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +118,14 @@ AnswerAll = Callable[[BatchJob, RequestFile, Iterator[BatchRequest], BatchProgre
 
 
 def run_batch(job: BatchJob, report: Report, answer_all: AnswerAll | None = None) -> BatchSummary:
-    """Answers what is not answered yet; returns when all is. `answer_all` does it elsewhere than here."""
+    """Answers what is not answered yet; returns when all is. `answer_all` does it elsewhere than
+    here.
+    """
     options = EngineConfig(**job.engine)  # type: ignore[arg-type]
     deciding = {name: getattr(options, name) for name in _DECIDING}
-    identity = json.dumps([quire.__version__, job.model, job.served_model_names, job.seed, deciding])
+    identity = json.dumps(
+        [quire.__version__, job.model, job.served_model_names, job.seed, deciding]
+    )
     requests = RequestFile(job.requests, identity)
     if os.path.exists(job.answers) and os.path.samefile(job.answers, job.requests):
         raise QuireError(f"{job.answers}: requests and answers are the same file")
@@ -125,7 +141,9 @@ def run_batch(job: BatchJob, report: Report, answer_all: AnswerAll | None = None
             return summary
         if done < summary.total:
             set_up_logging("human", "warning", "server")
-            (answer_all or _answer_here)(job, requests, waiting, BatchProgress(answers, summary, report))
+            (answer_all or _answer_here)(
+                job, requests, waiting, BatchProgress(answers, summary, report)
+            )
         answers.complete()
         return summary
     finally:
@@ -183,7 +201,9 @@ class _Run:
         finally:
             await client.stop()
 
-    async def _answer_all(self, service: GenerationService, waiting: Iterator[BatchRequest], at_once: int) -> None:
+    async def _answer_all(
+        self, service: GenerationService, waiting: Iterator[BatchRequest], at_once: int
+    ) -> None:
         free = asyncio.Semaphore(at_once)
         answers = BatchAnswers(service)
 
@@ -219,6 +239,8 @@ class _Run:
             turn.append(self._finished.pop(self._next))
             self._next += 1
         if turn:
-            self._progress.write(b"".join([one.line for one in turn]), len(turn), sum(one.is_error for one in turn))
+            self._progress.write(
+                b"".join([one.line for one in turn]), len(turn), sum(one.is_error for one in turn)
+            )
             self._room.set()
         self._progress.report(len(self._finished))

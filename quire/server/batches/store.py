@@ -1,9 +1,9 @@
-"""The folder of `--batches DIR`: uploaded files, batches, and their answers. Readable by this user alone, bounded in
-all and per key, and still there after a restart.
+"""The folder of `--batches DIR`: uploaded files, batches, and their answers. Readable by this user
+alone, bounded in all and per key, and still there after a restart.
 
-What is known of a file or a batch is a small file of JSON beside the data, written aside and renamed, before the data
-takes its name. So data that nothing is known of was being deleted, or is an upload that never ended: it is removed at
-the next start.
+What is known of a file or a batch is a small file of JSON beside the data, written aside and
+renamed, before the data takes its name. So data that nothing is known of was being deleted, or is
+an upload that never ended: it is removed at the next start.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Upload:
     """A file that is being received: counted as it comes, gone unless it is kept."""
 
     def __init__(self, path: Path, owner: str, take: Take, give_back: Take, expected: int) -> None:
-        """`expected`: bytes that are counted before the first has come; what the record will take is, too."""
+        """`expected`: bytes that are counted before the first has come; what the record will take
+        is, too.
+        """
         self._take = take
         self._give_back = give_back
         self._counted = 0
@@ -90,8 +92,8 @@ class Upload:
 
 
 class BatchStore:
-    """Owns the folder. Safe to use from several threads; nothing here is quick, so not from the event loop, but for
-    looking up what is in memory: `file`, `batch`.
+    """Owns the folder. Safe to use from several threads; nothing here is quick, so not from the
+    event loop, but for looking up what is in memory: `file`, `batch`.
 
     Where an owner is asked for, None is everybody's: an admin key's.
     """
@@ -155,8 +157,14 @@ class BatchStore:
     def delete_file(self, owner: str | None, file_id: str) -> None:
         with self._lock:
             stored = self.file(owner, file_id)
-            if any(one.input_file_id == file_id and not one.is_over for one in self._batches.values()):
-                raise ApiError(409, "a batch that is not over yet needs this file: cancel it first", code="file_in_use")
+            if any(
+                one.input_file_id == file_id and not one.is_over for one in self._batches.values()
+            ):
+                raise ApiError(
+                    409,
+                    "a batch that is not over yet needs this file: cancel it first",
+                    code="file_in_use",
+                )
             # Known no more, then gone: a start removes data that nothing is known of.
             self._record_of("files", file_id).unlink(missing_ok=True)
             del self._files[file_id]
@@ -200,8 +208,9 @@ class BatchStore:
         return WorkFiles(output, errors, batch.owner, self.take, self.room.give_back)
 
     def end_batch(self, batch: StoredBatch, outcome: str) -> None:
-        """Makes output files of its answers; they are counted already. Raises OSError, and may be called again, now or
-        after a restart."""
+        """Makes output files of its answers; they are counted already. Raises OSError, and may be
+        called again, now or after a restart.
+        """
         with self._lock:
             if batch.outcome is None:
                 batch.outcome = outcome
@@ -213,15 +222,18 @@ class BatchStore:
             batch.status, batch.ended_at = over.status, over.ended_at
 
     def take(self, owner: str, num_bytes: int) -> None:
-        """Counts bytes before they are written; raises NoRoomError. What nobody can delete, the records of batches that
-        are over, makes room, the oldest first."""
+        """Counts bytes before they are written; raises NoRoomError. What nobody can delete, the
+        records of batches that are over, makes room, the oldest first.
+        """
         with self._lock:
             while True:
                 try:
                     self.room.take(owner, num_bytes)
                     return
                 except NoRoomError:
-                    over = [one for one in self._batches.values() if one.owner == owner and one.is_over]
+                    over = [
+                        one for one in self._batches.values() if one.owner == owner and one.is_over
+                    ]
                     if not over or num_bytes > self._limits.bytes_per_key:
                         raise
                     self._forget(min(over, key=lambda one: (one.created_at, one.id)))
@@ -252,7 +264,9 @@ class BatchStore:
         return file_id
 
     def _keep(self, stored: StoredFile, source: Path) -> None:
-        """Makes a file of what was counted when it was written; it is counted twice for a moment, never not at all."""
+        """Makes a file of what was counted when it was written; it is counted twice for a moment,
+        never not at all.
+        """
         self.room.count(stored.owner, stored.counted_bytes)
         try:
             write_whole(self._record_of("files", stored.id), msgspec.json.encode(stored))
@@ -267,12 +281,19 @@ class BatchStore:
     def _check_count(self, owner: str) -> None:
         most = self._limits.entries_per_key
         if sum(one.owner == owner for one in self._files.values()) >= most:
-            raise ApiError(413, f"{most} files are stored already: delete some", code="too_many_files")
+            raise ApiError(
+                413, f"{most} files are stored already: delete some", code="too_many_files"
+            )
 
     def _forget_oldest(self, own: list[StoredBatch]) -> None:
         over = [one for one in _in_order(own) if one.is_over]
         if not over:
-            raise ApiError(429, f"{len(own)} of your batches wait already", code="too_many_batches", retry_after=60.0)
+            raise ApiError(
+                429,
+                f"{len(own)} of your batches wait already",
+                code="too_many_batches",
+                retry_after=60.0,
+            )
         self._forget(over[0])
 
     def _forget(self, batch: StoredBatch) -> None:
@@ -294,7 +315,9 @@ class BatchStore:
                 if entry.id != path.stem:
                     raise ValueError("it belongs to another name")
             except (msgspec.DecodeError, ValueError, RecursionError, OSError):
-                logger.warning("a record in %s of the folder of --batches is damaged; it is removed", kind)
+                logger.warning(
+                    "a record in %s of the folder of --batches is damaged; it is removed", kind
+                )
                 _remove(path)
                 continue
             found[entry.id] = entry
@@ -342,7 +365,9 @@ def _owned(entries: dict[str, _Entry], owner: str | None, name: str, what: str) 
 
 
 def _missing(name: str, what: str) -> ApiError:
-    message = f"{what}_id: there is no {what} {name[:128]!r}: it was deleted, or belongs to another key"
+    message = (
+        f"{what}_id: there is no {what} {name[:128]!r}: it was deleted, or belongs to another key"
+    )
     return ApiError(404, message, field=f"{what}_id", code="not_found")
 
 

@@ -1,7 +1,9 @@
-"""Uploads: multipart/form-data, taken apart as it comes. The file's bytes go to the disk, all else has to be short.
+"""Uploads: multipart/form-data, taken apart as it comes. The file's bytes go to the disk, all else
+has to be short.
 
-python-multipart finds the parts; what their headers say is read here, strictly: a name that can be read in two ways is
-refused, and so is whatever would change what the file means (another charset, an encoding of the part).
+python-multipart finds the parts; what their headers say is read here, strictly: a name that can be
+read in two ways is refused, and so is whatever would change what the file means (another charset,
+an encoding of the part).
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
 
 
 class FormReader:
-    """Feed it a body piece by piece: the part "file" is written to an upload, the others are `fields`."""
+    """Feed it a body piece by piece: the part "file" is written to an upload, the others are
+    `fields`.
+    """
 
     def __init__(self, content_type: str, upload: Upload) -> None:
         """Raises ApiError for a content type that is no form's."""
@@ -108,12 +112,16 @@ class FormReader:
         self._headers[name] = value
 
     def _end_headers(self) -> None:
-        kind, parameters = _parse("content-disposition", self._headers.get("content-disposition", ""))
+        kind, parameters = _parse(
+            "content-disposition", self._headers.get("content-disposition", "")
+        )
         if kind != "form-data" or not parameters.get("name"):
             raise _bad_header("content-disposition", 'must be form-data; name="…"')
         encoding = self._headers.get("content-transfer-encoding", "binary").strip().lower()
         if encoding not in _PLAIN_ENCODINGS:
-            raise _bad_header("content-transfer-encoding", f"must be one of {', '.join(_PLAIN_ENCODINGS)}")
+            raise _bad_header(
+                "content-transfer-encoding", f"must be one of {', '.join(_PLAIN_ENCODINGS)}"
+            )
         self._name = parameters["name"]
         is_known = self._name in self.fields or (self._name == "file" and self.filename is not None)
         if is_known:
@@ -143,10 +151,14 @@ class FormReader:
 def _boundary(content_type: str) -> bytes:
     kind, _, _ = content_type.partition(";")
     if kind.strip().lower() != "multipart/form-data":
-        raise ApiError(415, "send the file as multipart/form-data, with the fields purpose and file")
+        raise ApiError(
+            415, "send the file as multipart/form-data, with the fields purpose and file"
+        )
     boundary = _parse("content-type", content_type)[1].get("boundary", "")
     if not _BOUNDARY.fullmatch(boundary):
-        raise _bad_header("content-type", "must have a boundary of 1 to 70 letters, digits and '()+_,-./:=?")
+        raise _bad_header(
+            "content-type", "must have a boundary of 1 to 70 letters, digits and '()+_,-./:=?"
+        )
     return boundary.encode("ascii")
 
 
@@ -172,13 +184,17 @@ def _filename(parameters: Mapping[str, str]) -> str:
         charset, _, rest = extended.partition("'")
         _, quote, encoded = rest.partition("'")
         if charset.lower() != "utf-8" or not quote or not _PERCENT.fullmatch(encoded):
-            raise InvalidRequestError("filename*", "must be utf-8''NAME, with %XX for other characters")
+            raise InvalidRequestError(
+                "filename*", "must be utf-8''NAME, with %XX for other characters"
+            )
         try:
             name = unquote_to_bytes(encoded).decode()
         except UnicodeDecodeError:
             raise InvalidRequestError("filename*", "is not UTF-8") from None
     if len(name) > _MAX_NAME or _CONTROL.search(name):
-        raise InvalidRequestError("filename", f"must have at most {_MAX_NAME} characters, and no control characters")
+        raise InvalidRequestError(
+            "filename", f"must have at most {_MAX_NAME} characters, and no control characters"
+        )
     return name or "file"
 
 

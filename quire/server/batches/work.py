@@ -1,8 +1,9 @@
-"""The answers of a server's batch while it runs: two files of whole lines, those that are answers and those that are
-errors, each in the order of the requests. When the batch is over they are its output files, without being copied.
+"""The answers of a server's batch while it runs: two files of whole lines, those that are answers
+and those that are errors, each in the order of the requests. When the batch is over they are its
+output files, without being copied.
 
-A run that finds such files takes up where they end: each line's id says which request it answers, and whatever does not
-continue the order, or is half a line, is cut off.
+A run that finds such files takes up where they end: each line's id says which request it answers,
+and whatever does not continue the order, or is half a line, is cut off.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class WorkFiles:
         """Reads what an earlier run wrote; the requests that are left."""
         parts = (self.output, self.errors)
         with contextlib.ExitStack() as stack:
-            heads = [_Head(stack.enter_context(os.fdopen(open_plain(part.path), "rb"))) for part in parts]
+            heads = [
+                _Head(stack.enter_context(os.fdopen(open_plain(part.path), "rb"))) for part in parts
+            ]
             left: Iterator[BatchRequest] = iter(())
             for request in requests:
                 found = [head for head in heads if head.id == request.answer_id]

@@ -1,1 +1,3 @@
-"""What stands between the network and the routes: keys, limits, admission, and one connection's HTTP."""
+"""What stands between the network and the routes: keys, limits, admission, and one connection's
+HTTP.
+"""

@@ -1,4 +1,6 @@
-"""Who is let in: a bounded queue, in answers and in prompt tokens. Who is not is told when to come again."""
+"""Who is let in: a bounded queue, in answers and in prompt tokens. Who is not is told when to come
+again.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class Admission:
         before = self._counts.add(ANSWERS, num_answers) - num_answers
         if before > 0 and before + num_answers > self._most_answers:
             self._counts.add(ANSWERS, -num_answers)
-            raise self._full(f"{before} answers are running or waiting (at most {self._most_answers})")
+            raise self._full(
+                f"{before} answers are running or waiting (at most {self._most_answers})"
+            )
         return Ticket(self, num_answers)
 
     def add_tokens(self, num_tokens: int) -> None:
@@ -100,6 +104,10 @@ class Admission:
         if len(self._ends) < 2:
             return 1.0
         # Those who ended here; others who serve the same queue are as fast.
-        pace = self._counts.num_workers * (len(self._ends) - 1) / max(1e-3, self._clock() - self._ends[0])
+        pace = (
+            self._counts.num_workers
+            * (len(self._ends) - 1)
+            / max(1e-3, self._clock() - self._ends[0])
+        )
         waiting = max(1, self.num_answers - self._max_running)
         return min(_LONGEST_WAIT, max(1.0, waiting / 2 / pace))

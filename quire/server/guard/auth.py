@@ -1,5 +1,7 @@
-"""Who may use the server: those who send one of its keys, under a name it answers to. Everything but /health is
-behind the key; a browser that asks for the page without one is asked for it (`page_session`)."""
+"""Who may use the server: those who send one of its keys, under a name it answers to. Everything
+but /health is behind the key; a browser that asks for the page without one is asked for it
+(`page_session`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server.errors import ApiError, error_response
 from quire.server.guard.host import split_host
-from quire.server.guard.page_session import PageSessions, is_foreign, read_key, sign_in_form, wants_page
+from quire.server.guard.page_session import (
+    PageSessions,
+    is_foreign,
+    read_key,
+    sign_in_form,
+    wants_page,
+)
 
 _OPEN_PATHS = frozenset({"/health"})
 
@@ -31,7 +39,9 @@ class ApiKeys:
 
 
 class Authentication:
-    """ASGI middleware. The path it decides on is the one the router will use, whatever Host or URL say."""
+    """ASGI middleware. The path it decides on is the one the router will use, whatever Host or URL
+    say.
+    """
 
     def __init__(
         self,
@@ -40,8 +50,9 @@ class Authentication:
         sessions: PageSessions | None = None,
         admin_keys: Iterable[str] = (),
     ) -> None:
-        """`sessions`: the page is served, so a cookie that was given for a key is as good as the key. `admin_keys`
-        see what others asked for, too (`seen_by`)."""
+        """`sessions`: the page is served, so a cookie that was given for a key is as good as the
+        key. `admin_keys` see what others asked for, too (`seen_by`).
+        """
         admins = tuple(admin_keys)
         self._app = app
         self._keys = ApiKeys((*keys, *admins))
@@ -55,9 +66,13 @@ class Authentication:
         sessions = self._sessions
         if sessions is not None and scope["path"] == "/" and scope["method"] == "POST":
             if is_foreign(scope):
-                raise ApiError(403, "another site's page may not sign in here", code="foreign_origin")
+                raise ApiError(
+                    403, "another site's page may not sign in here", code="foreign_origin"
+                )
             key = await read_key(receive)
-            response = sessions.signed_in(scope, key) if key in self._keys else sign_in_form(is_wrong=True)
+            response = (
+                sessions.signed_in(scope, key) if key in self._keys else sign_in_form(is_wrong=True)
+            )
             await response(scope, receive, send)
             return
         sent = key_of(scope)
@@ -71,14 +86,18 @@ class Authentication:
             await sign_in_form()(scope, receive, send)
         else:
             what = "no API key was sent" if sent is None else "the API key is not known here"
-            error = ApiError(401, f"{what}: send one as `Authorization: Bearer KEY`", code="invalid_api_key")
+            error = ApiError(
+                401, f"{what}: send one as `Authorization: Bearer KEY`", code="invalid_api_key"
+            )
             refusal = error_response(scope, error)
             refusal.headers["www-authenticate"] = "Bearer"
             await refusal(scope, receive, send)
 
 
 def owner_of(scope: Scope) -> str:
-    """A name for whoever sent the key, from which the key can't be told; "" where there are no keys."""
+    """A name for whoever sent the key, from which the key can't be told; "" where there are no
+    keys.
+    """
     return str(scope["state"].get("owner", ""))
 
 
@@ -92,8 +111,9 @@ def _owner(key: bytes) -> str:
 
 
 class AllowedHosts:
-    """ASGI middleware that serves requests for some names only: a page that lets its own name point here (DNS
-    rebinding) gets nothing."""
+    """ASGI middleware that serves requests for some names only: a page that lets its own name point
+    here (DNS rebinding) gets nothing.
+    """
 
     def __init__(self, app: ASGIApp, hosts: Iterable[str]) -> None:
         self._app = app

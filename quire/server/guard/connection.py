@@ -29,11 +29,15 @@ _LARGE_BODY = 64 * 1024
 _MOST_FIELDS = 256
 _MOST_PARTS = 50_000
 _MOST_VALUES = 200_000
-"""Making more would keep everybody else waiting: the parser holds the interpreter's lock all the while."""
+"""Making more would keep everybody else waiting: the parser holds the interpreter's lock all the
+while.
+"""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _MOST_IGNORED = 1000
 _NEUTRAL = {"length_penalty": 1.0}
-"""Values with which a field that is not supported changes nothing, besides null, false and empty ones."""
+"""Values with which a field that is not supported changes nothing, besides null, false and empty
+ones.
+"""
 
 
 def request_id_of(headers: Mapping[bytes, bytes] | list[tuple[bytes, bytes]]) -> str:
@@ -46,7 +50,11 @@ def request_id_of(headers: Mapping[bytes, bytes] | list[tuple[bytes, bytes]]) ->
 
 def name_request(request: Request, request_id: str | None) -> str:
     """A body may name its request too; x-request-id goes first."""
-    if request_id is not None and "x-request-id" not in request.headers and _REQUEST_ID.fullmatch(request_id):
+    if (
+        request_id is not None
+        and "x-request-id" not in request.headers
+        and _REQUEST_ID.fullmatch(request_id)
+    ):
         request.state.request_id = request_id
     return str(request.state.request_id)
 
@@ -57,13 +65,16 @@ def new_id(prefix: str) -> str:
 
 
 async def read_body(request: Request, model: type[_T]) -> _T:
-    """The body as a checked `model`. Sizes and times were limited before (`limits`); depth is limited by the parser.
+    """The body as a checked `model`. Sizes and times were limited before (`limits`); depth is
+    limited by the parser.
 
     Fields nobody knows are named in the response's x-quire-ignored (`ignored_header`).
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise ApiError(415, "the body must be JSON: send it with the header content-type: application/json")
+        raise ApiError(
+            415, "the body must be JSON: send it with the header content-type: application/json"
+        )
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise ApiError(415, "compressed bodies are not accepted: send it without content-encoding")
     body = await request.body()
@@ -80,12 +91,17 @@ async def convert(request: Request, make: Callable[..., _Made], *args: object) -
 
 
 def parse_body(body: bytes, model: type[_T]) -> _T:
-    """JSON to a checked model. NaN and the like get as far as the field they are in, which is then named."""
+    """JSON to a checked model. NaN and the like get as far as the field they are in, which is then
+    named.
+    """
     if _has_too_many_parts(body):
         limits = f"{_MOST_PARTS} lists, objects and strings, and {_MOST_VALUES} values"
-        raise ApiError(400, f"the body has too many parts: at most {limits} are accepted", code="invalid_json")
+        raise ApiError(
+            400, f"the body has too many parts: at most {limits} are accepted", code="invalid_json"
+        )
     try:
-        data = from_json(body, allow_inf_nan=True, cache_strings="none")  # hostile keys are all different
+        # hostile keys are all different
+        data = from_json(body, allow_inf_nan=True, cache_strings="none")
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(data, dict):
@@ -103,8 +119,8 @@ def _has_too_many_parts(body: bytes) -> bool:
     num_parts = body.count(b"[") + body.count(b"{") + body.count(b'"') // 2
     if num_parts <= _MOST_PARTS and body.count(b",") <= _MOST_VALUES:
         return False
-    # Without escapes every quote begins or ends a string. A few calls over the whole text: a loop in Python would
-    # take ten times as long, and so would a regular expression.
+    # Without escapes every quote begins or ends a string. A few calls over the whole text: a loop
+    # in Python would take ten times as long, and so would a regular expression.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     num_strings = plain.count(b'"') // 2
     if num_strings > _MOST_PARTS:
@@ -117,7 +133,8 @@ def _has_too_many_parts(body: bytes) -> bool:
 def refuse_unsupported(value: BaseModel, prefix: str = "") -> None:
     """A field that clients know and we can't honour is an error; left out or null, it is not there.
 
-    Models list such fields in a class variable `UNSUPPORTED`: name to why, or to what to use instead.
+    Models list such fields in a class variable `UNSUPPORTED`: name to why, or to what to use
+    instead.
     """
     unsupported: Mapping[str, str] = getattr(type(value), "UNSUPPORTED", {})
     extra = value.model_extra or {}
@@ -152,16 +169,21 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
 
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
     """`openapi_extra` for an endpoint that reads its body with `read_body`."""
-    schema = model.model_json_schema(ref_template=f"#/components/schemas/{model.__name__}.{{model}}")
+    schema = model.model_json_schema(
+        ref_template=f"#/components/schemas/{model.__name__}.{{model}}"
+    )
     definitions = schema.pop("$defs", {})
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "x-quire-definitions": {f"{model.__name__}.{name}": one for name, one in definitions.items()},
+        "x-quire-definitions": {
+            f"{model.__name__}.{name}": one for name, one in definitions.items()
+        },
     }
 
 
 def cancel_on_disconnect(endpoint: Endpoint) -> Endpoint:
-    """Cancels the endpoint when its client leaves before it has returned. Its `request` must be a parameter.
+    """Cancels the endpoint when its client leaves before it has returned. Its `request` must be a
+    parameter.
 
     The body must be read before the client can be watched, so it is read here.
     """
@@ -169,7 +191,9 @@ def cancel_on_disconnect(endpoint: Endpoint) -> Endpoint:
     @functools.wraps(endpoint)
     async def watched(*args: Any, request: Request, **kwargs: Any) -> Response:
         await request.body()
-        async with running(endpoint(*args, request=request, **kwargs), disconnected(request.receive)) as (work, _):
+        async with running(
+            endpoint(*args, request=request, **kwargs), disconnected(request.receive)
+        ) as (work, _):
             if not work.done():
                 raise ApiError(499, "the client left")
             response: Response = work.result()

@@ -1,9 +1,9 @@
 """What a server's limits count, over all of its HTTP processes.
 
-A table in shared memory with a row for each process: each writes its own row alone, so there are no locks and nothing
-is lost, and reads the sums of the columns. Whoever wants a place counts itself first and looks then, so that two who
-come at the same moment can't both take the last one (but may both be refused it). The row of a process that was killed
-is cleared by the one that started it.
+A table in shared memory with a row for each process: each writes its own row alone, so there are no
+locks and nothing is lost, and reads the sums of the columns. Whoever wants a place counts itself
+first and looks then, so that two who come at the same moment can't both take the last one (but may
+both be refused it). The row of a process that was killed is cleared by the one that started it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import mmap
 from pathlib import Path
 
 ANSWERS, TOKENS, CONNECTIONS, BODY_BYTES = range(4)
-"""Answers that run or wait, prompt tokens that wait, open connections, bytes of bodies that are being read."""
+"""Answers that run or wait, prompt tokens that wait, open connections, bytes of bodies that are
+being read.
+"""
 _COLUMNS = 4
 
 

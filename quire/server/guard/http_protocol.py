@@ -1,17 +1,18 @@
-"""uvicorn's HTTP protocol with limits it does not have: on headers and trailers, on time, on connections, and on
-clients that do not read.
+"""uvicorn's HTTP protocol with limits it does not have: on headers and trailers, on time, on
+connections, and on clients that do not read.
 
-Trailers are counted and dropped: nothing here has a use for them, and what was decided on the headers must hold.
+Trailers are counted and dropped: nothing here has a use for them, and what was decided on the
+headers must hold.
 
-Whoever gets an answer before all of the body was read could not read that: closing would reset the connection. So what
-comes is read on and dropped, for a bounded time and amount.
+Whoever gets an answer before all of the body was read could not read that: closing would reset the
+connection. So what comes is read on and dropped, for a bounded time and amount.
 
-A client that closes its sending half gets its answer. One that leaves looks the same, until something is written to it;
-so while there is no answer, a little is written that means nothing (100 Continue, a comment in a stream). If that is
-met by a reset, nobody is there.
+A client that closes its sending half gets its answer. One that leaves looks the same, until
+something is written to it; so while there is no answer, a little is written that means nothing (100
+Continue, a comment in a stream). If that is met by a reset, nobody is there.
 
-Requests sent before the answer to the last one has come (pipelining) are dropped with the connection: while they
-wait, nobody would notice that the client has left.
+Requests sent before the answer to the last one has come (pipelining) are dropped with the
+connection: while they wait, nobody would notice that the client has left.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class _DirectBody:
     def write(self, data: bytes) -> None:
         """As `RequestResponseCycle.send` writes a part of a body."""
         if not self._cycle.disconnected and not self._cycle.response_complete:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._cycle.chunked_encoding else data)
+            self._transport.write(
+                b"%x\r\n%b\r\n" % (len(data), data) if self._cycle.chunked_encoding else data
+            )
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -126,18 +129,28 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self._num_extra_bytes += len(data)
         super().data_received(data)
-        # The heads of chunks are mostly shorter than what is taken off for them; that earns nobody anything.
+        # The heads of chunks are mostly shorter than what is taken off for them; that earns nobody
+        # anything.
         self._num_extra_bytes = max(0, self._num_extra_bytes)
         most = self.limits.max_header_bytes
-        is_too_much = self._num_header_bytes > most if self._in_headers else self._num_extra_bytes > most
+        is_too_much = (
+            self._num_header_bytes > most if self._in_headers else self._num_extra_bytes > most
+        )
         if is_too_much and self.parser is not None:
             self._refuse(self._too_large("headers" if self._in_headers else _EXTRA))
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more; it may still wait for an answer. True: the connection stays open."""
+        """The client sends no more; it may still wait for an answer. True: the connection stays
+        open.
+        """
         cycle = self.cycle
         is_answered = cycle is None or cycle.response_complete
-        if is_answered or self._is_lingering or not self._in_headers or cycle.scope["http_version"] != "1.1":
+        if (
+            is_answered
+            or self._is_lingering
+            or not self._in_headers
+            or cycle.scope["http_version"] != "1.1"
+        ):
             return False
         cycle.keep_alive = False
         self._probe(_FIRST_PROBE)
@@ -170,9 +183,13 @@ class LimitedProtocol(HttpToolsProtocol):
             raise _RefusedError
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or not all(map(is_host, hosts)):
-            self._refusal = ApiError(400, "the Host header must be one name or address, perhaps with a port")
+            self._refusal = ApiError(
+                400, "the Host header must be one name or address, perhaps with a port"
+            )
             raise _RefusedError
-        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        codings = [
+            value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"
+        ]
         if codings not in ([], [b"chunked"]):
             message = "bodies are accepted as they are or in chunks, in no other transfer-encoding"
             self._refusal = ApiError(415, message)
@@ -221,7 +238,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What the parser could not read, or refused to read on."""
-        message = "this is not a valid HTTP request" if self._in_headers else "the body's chunks are malformed"
+        message = (
+            "this is not a valid HTTP request"
+            if self._in_headers
+            else "the body's chunks are malformed"
+        )
         self._refuse(self._refusal or ApiError(400, message))
 
     def _start_header_timer(self) -> None:
@@ -239,7 +260,8 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
-            if self._in_headers:  # wrong is what was sent ahead: it is dropped, and the answer comes
+            # wrong is what was sent ahead: it is dropped, and the answer comes
+            if self._in_headers:
                 self._is_pipelined = True
                 cycle.keep_alive = False
                 return
@@ -264,7 +286,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._close_gently()
 
     def _close_gently(self) -> None:
-        """Closes the connection; if the client is still sending, when it has stopped or had its time."""
+        """Closes the connection; if the client is still sending, when it has stopped or had its
+        time.
+        """
         if self.transport.is_closing() or self._is_lingering:
             return
         if self._in_headers and not self._is_pipelined:
@@ -296,4 +320,6 @@ class LimitedProtocol(HttpToolsProtocol):
 
 def limited_protocol(config: ServerConfig, counts: Counts | None = None) -> type[LimitedProtocol]:
     """The protocol with a server's limits; `counts`: those of all processes that share them."""
-    return type("ServerProtocol", (LimitedProtocol,), {"limits": config, "counts": counts or Counts()})
+    return type(
+        "ServerProtocol", (LimitedProtocol,), {"limits": config, "counts": counts or Counts()}
+    )

@@ -1,4 +1,5 @@
-"""Limits on requests that hold before anything looks into them, and the line each leaves in the log.
+"""Limits on requests that hold before anything looks into them, and the line each leaves in the
+log.
 
 How headers and connections are limited is in `http_protocol`.
 """
@@ -57,7 +58,8 @@ class RequestContext:
                 headers = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
                 request_id = state["request_id"].encode("latin-1")
                 message["headers"] = [*headers, (b"x-request-id", request_id)]
-                if scope["path"].startswith("/v1/messages"):  # where Anthropic's clients look for it
+                # where Anthropic's clients look for it
+                if scope["path"].startswith("/v1/messages"):
                     message["headers"].append((b"request-id", request_id))
             await send(message)
 
@@ -74,7 +76,8 @@ class RequestContext:
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         state = scope["state"]
-        path: str = getattr(scope.get("route"), "path", "") or "other"  # of known routes only, so that there are few
+        # of known routes only, so that there are few
+        path: str = getattr(scope.get("route"), "path", "") or "other"
         self._metrics.http_request(path, status)
         fields: dict[str, Any] = {
             "request_id": state["request_id"],
@@ -109,8 +112,9 @@ class BodyLimits:
         uploads: Mapping[str, int] | None = None,
         counts: Counts | None = None,
     ) -> None:
-        """`uploads`: paths whose bodies may be larger, since they go to the disk as they come, and take longer.
-        `counts`: those of all processes that share these limits."""
+        """`uploads`: paths whose bodies may be larger, since they go to the disk as they come, and
+        take longer. `counts`: those of all processes that share these limits.
+        """
         self._app = app
         self._uploads = uploads or {}
         self._max_bytes = max_bytes
@@ -161,7 +165,9 @@ class BodyLimits:
 
         try:
             if length.isdigit() and int(length) > most:
-                await error_response(scope, self._too_large(int(length), most))(scope, limited_receive, closing_send)
+                await error_response(scope, self._too_large(int(length), most))(
+                    scope, limited_receive, closing_send
+                )
             else:
                 await self._app(scope, limited_receive, closing_send)
         finally:
@@ -169,4 +175,6 @@ class BodyLimits:
 
     def _too_large(self, size: int, most: int) -> ApiError:
         option = "--max-body-size" if most == self._max_bytes else "--max-batch-size"
-        return ApiError(413, f"the body has {size} bytes or more; at most {most} are accepted ({option})")
+        return ApiError(
+            413, f"the body has {size} bytes or more; at most {most} are accepted ({option})"
+        )

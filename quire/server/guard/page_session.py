@@ -1,9 +1,10 @@
-"""Who may open the page: a browser can't send a key with its first request, so it is asked for one, once, and gets a
-cookie for it.
+"""Who may open the page: a browser can't send a key with its first request, so it is asked for one,
+once, and gets a cookie for it.
 
-Without a key or such a cookie there is nothing to see but the form (web/sign_in.html), which has no script and needs
-no other file. The cookie is not the key: it says until when it counts and proves, by a hash under the key, that whoever
-has it once sent that key. So the server keeps no sessions, they outlive its restart, and they end with the key.
+Without a key or such a cookie there is nothing to see but the form (web/sign_in.html), which has no
+script and needs no other file. The cookie is not the key: it says until when it counts and proves,
+by a hash under the key, that whoever has it once sent that key. So the server keeps no sessions,
+they outlive its restart, and they end with the key.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def _form_headers() -> dict[str, str]:
     style = re.search(r"<style>(.*?)</style>", _FORM, re.DOTALL)
     assert style is not None
     digest = base64.b64encode(hashlib.sha256(style.group(1).encode()).digest()).decode()
-    return security_headers(style=f"'sha256-{digest}'", script="'none'") | {"cache-control": "no-store"}
+    return security_headers(style=f"'sha256-{digest}'", script="'none'") | {
+        "cache-control": "no-store"
+    }
 
 
 _FORM_HEADERS = _form_headers()
@@ -75,12 +78,15 @@ class PageSessions:
         self._keys = [key.strip().encode() for key in keys]
 
     def key_behind(self, scope: Scope) -> bytes | None:
-        """The key that a request's cookie was given for. What changes something must come from our own page: a page
-        of another port of this host would be sent the cookie too."""
+        """The key that a request's cookie was given for. What changes something must come from our
+        own page: a page of another port of this host would be sent the cookie too.
+        """
         if scope["method"] not in ("GET", "HEAD") and not _is_own_origin(scope):
             return None
         until, _, proof = _cookie(scope).partition(".")
-        if not (until.isascii() and until.isdigit() and len(until) < 16 and int(until) > time.time()):
+        if not (
+            until.isascii() and until.isdigit() and len(until) < 16 and int(until) > time.time()
+        ):
             return None
         found = None
         for key in self._keys:
@@ -102,8 +108,11 @@ class PageSessions:
 
     def _set_cookie(self, response: Response, scope: Scope, value: str, seconds: int) -> None:
         name = cookie_name(scope)
-        # Lax, not strict: a link to an answer may stand in somebody's mail. Only GET is sent the cookie then.
-        response.set_cookie(name, value, max_age=seconds, httponly=True, samesite="lax", secure=self._is_secure)
+        # Lax, not strict: a link to an answer may stand in somebody's mail. Only GET is sent the
+        # cookie then.
+        response.set_cookie(
+            name, value, max_age=seconds, httponly=True, samesite="lax", secure=self._is_secure
+        )
 
 
 async def read_key(receive: Receive) -> bytes:
@@ -122,7 +131,9 @@ async def read_key(receive: Receive) -> bytes:
         given = parse_qs(body.decode(), max_num_fields=_MOST_FORM_FIELDS).get("key", [""])
         return given[0].strip().encode()
     except ValueError:  # too many fields, or no UTF-8
-        raise ApiError(400, f"the form must be UTF-8 and have at most {_MOST_FORM_FIELDS} fields") from None
+        raise ApiError(
+            400, f"the form must be UTF-8 and have at most {_MOST_FORM_FIELDS} fields"
+        ) from None
 
 
 def wants_page(scope: Scope) -> bool:
@@ -135,7 +146,9 @@ def wants_page(scope: Scope) -> bool:
 def sign_in_form(is_wrong: bool = False) -> Response:
     """401, and a form to do something about it."""
     body = _FORM.replace("<!--message-->", _WRONG if is_wrong else "")
-    return Response(body, 401, _FORM_HEADERS | {"www-authenticate": "Bearer"}, "text/html; charset=utf-8")
+    return Response(
+        body, 401, _FORM_HEADERS | {"www-authenticate": "Bearer"}, "text/html; charset=utf-8"
+    )
 
 
 def cookie_name(scope: Scope) -> str:

@@ -73,7 +73,9 @@ class Tool(common.Body):
 
 
 class OtherTool(common.Body):
-    """One that Anthropic's servers run, or whose form only its models know (`web_search_20250305`, `bash_20250124`)."""
+    """One that Anthropic's servers run, or whose form only its models know (`web_search_20250305`,
+    `bash_20250124`).
+    """
 
     type: str
     name: str | None = None
@@ -81,13 +83,21 @@ class OtherTool(common.Body):
 
 def _kind_of_tool(value: Any) -> str | None:
     if not isinstance(value, dict):
-        return None if not isinstance(value, Tool | OtherTool) else f"<{type(value).__name__.lower()}>"
-    return "<othertool>" if isinstance(value.get("type"), str) and value["type"] != "custom" else "<tool>"
+        return (
+            None if not isinstance(value, Tool | OtherTool) else f"<{type(value).__name__.lower()}>"
+        )
+    return (
+        "<othertool>"
+        if isinstance(value.get("type"), str) and value["type"] != "custom"
+        else "<tool>"
+    )
 
 
 AnyTool = Annotated[
     Annotated[Tool, Tag("<tool>")] | Annotated[OtherTool, Tag("<othertool>")],
-    Discriminator(_kind_of_tool, custom_error_type="tool", custom_error_message="Input should be an object"),
+    Discriminator(
+        _kind_of_tool, custom_error_type="tool", custom_error_message="Input should be an object"
+    ),
 ]
 
 
@@ -132,14 +142,20 @@ class OutputConfig(common.Body):
 
 
 class Edit(common.Body):
-    """Of the conversation, before the model reads it. Here it is used as it was sent, so an edit may stand here only if
-    it would change nothing."""
+    """Of the conversation, before the model reads it. Here it is used as it was sent, so an edit
+    may stand here only if it would change nothing.
+    """
 
     type: str
     keep: Any = None
 
     def changes(self, messages: Sequence[Message]) -> bool:
-        blocks = [block for message in messages if isinstance(message.content, list) for block in message.content]
+        blocks = [
+            block
+            for message in messages
+            if isinstance(message.content, list)
+            for block in message.content
+        ]
         if self.type == "clear_thinking_20251015":
             thoughtful = [message for message in messages if _thinks(message)]
             return self.keep != "all" and len(thoughtful) > _kept(self.keep, "thinking_turns", 1)
@@ -151,7 +167,9 @@ class Edit(common.Body):
 
 def _thinks(message: Message) -> bool:
     thoughts = ThinkingBlock | RedactedThinkingBlock
-    return isinstance(message.content, list) and any(isinstance(block, thoughts) for block in message.content)
+    return isinstance(message.content, list) and any(
+        isinstance(block, thoughts) for block in message.content
+    )
 
 
 def _kept(keep: Any, kind: str, default: int) -> int:
@@ -192,10 +210,14 @@ class CountTokensRequest(common.Body):
 
     def read_prompt(self) -> tuple[ChatPrompt, tuple[str, ...]]:
         """The conversation as the chat template takes it, and what was left out of it."""
-        for place, edit in enumerate((self.context_management and self.context_management.edits) or ()):
+        for place, edit in enumerate(
+            (self.context_management and self.context_management.edits) or ()
+        ):
             if edit.changes(self.messages):
                 field = f"context_management.edits[{place}]"
-                why = f"{edit.type[:100]!r} can't be applied: the conversation is used as it is sent"
+                why = (
+                    f"{edit.type[:100]!r} can't be applied: the conversation is used as it is sent"
+                )
                 raise InvalidRequestError(field, why)
         messages: list[dict[str, Any]] = []
         if self.system:
@@ -218,7 +240,11 @@ class CountTokensRequest(common.Body):
         tools = []
         for one in () if isinstance(choice, NoChoice) else kept:
             assert isinstance(one, Tool)
-            about = {"name": one.name, "description": one.description, "parameters": one.input_schema}
+            about = {
+                "name": one.name,
+                "description": one.description,
+                "parameters": one.input_schema,
+            }
             tools.append(common.function_tool(**about, strict=one.strict))
         prompt = ChatPrompt(messages, tools or None, None, kwargs or None, not prefilled, prefilled)
         return prompt, ignored
@@ -249,9 +275,13 @@ class MessagesRequest(CountTokensRequest, sampling.TokenChoice, common.ApiReques
 
     def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
         if any(not one.strip() for one in self.stop_sequences or ()):
-            raise InvalidRequestError("stop_sequences", "each must hold something that is not white space")
+            raise InvalidRequestError(
+                "stop_sequences", "each must hold something that is not white space"
+            )
         structured, names = self.structured(self._native_format())
-        params = self.sampling_params(self.stop_sequences, max_tokens=self.max_tokens, structured=structured)
+        params = self.sampling_params(
+            self.stop_sequences, max_tokens=self.max_tokens, structured=structured
+        )
         prompt, ignored = self.read_prompt()
         choice, parallel = self._tool_choice()
         return GenerationRequest(
@@ -275,7 +305,10 @@ class MessagesRequest(CountTokensRequest, sampling.TokenChoice, common.ApiReques
         own = None if config is None else config.format
         given = {"output_config.format": own, "output_format": self.output_format}
         return {
-            name: (structure.structured_output(f"{name}.schema", json_schema=one.schema_), f"{name}.schema")
+            name: (
+                structure.structured_output(f"{name}.schema", json_schema=one.schema_),
+                f"{name}.schema",
+            )
             for name, one in given.items()
             if one is not None
         }
@@ -301,7 +334,9 @@ def _text(content: str | Sequence[TextBlock]) -> str:
 
 
 def _user(blocks: Sequence[Block]) -> list[dict[str, Any]]:
-    """A user's turn: the results of calls, each a message of its own, and what the user says, in their order."""
+    """A user's turn: the results of calls, each a message of its own, and what the user says, in
+    their order.
+    """
     messages: list[dict[str, Any]] = []
     for block in blocks:
         if isinstance(block, ToolResultBlock):
@@ -314,7 +349,9 @@ def _user(blocks: Sequence[Block]) -> list[dict[str, Any]]:
             else:
                 messages.append({"role": "user", "content": block.text})
         else:
-            raise InvalidRequestError("messages.content.type", f"{block.type!r} is for the assistant's messages")
+            raise InvalidRequestError(
+                "messages.content.type", f"{block.type!r} is for the assistant's messages"
+            )
     return messages
 
 
@@ -329,7 +366,9 @@ def _assistant(blocks: Sequence[Block]) -> list[dict[str, Any]]:
             call = common.function_call(block.id, block.name, json.dumps(block.input))
             message.setdefault("tool_calls", []).append(call)
         elif isinstance(block, ToolResultBlock):
-            raise InvalidRequestError("messages.content.type", "'tool_result' is for the user's messages")
+            raise InvalidRequestError(
+                "messages.content.type", "'tool_result' is for the user's messages"
+            )
         # Redacted thinking holds nothing that a model here could read.
     return [message]
 

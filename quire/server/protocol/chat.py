@@ -36,7 +36,11 @@ class Prediction(common.Body):
     content: str | list[PredictedText]
 
     def joined(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
 
 
 class ChatCompletionRequest(sampling.SamplingFields):
@@ -127,13 +131,24 @@ class ChatCompletionRequest(sampling.SamplingFields):
             truncation_side=self.truncation_side or "left",
             fields=fields,
             ignored=ignored,
-            notes=common.present(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata),
+            notes=common.present(
+                user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata
+            ),
         )
 
     def _max_tokens(self) -> int | None:
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise InvalidRequestError("max_completion_tokens", "and max_tokens mean the same and differ: send one")
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise InvalidRequestError(
+                "max_completion_tokens", "and max_tokens mean the same and differ: send one"
+            )
+        return (
+            self.max_completion_tokens
+            if self.max_completion_tokens is not None
+            else self.max_tokens
+        )
 
     def _tool_choice(self) -> ToolChoice:
         if isinstance(self.tool_choice, NamedToolChoice):
@@ -144,10 +159,14 @@ class ChatCompletionRequest(sampling.SamplingFields):
 
 
 class BatchedChatRequest(ChatCompletionRequest):
-    """POST /v1/chat/completions/batch: vLLM's way to ask for answers to several conversations at once."""
+    """POST /v1/chat/completions/batch: vLLM's way to ask for answers to several conversations at
+    once.
+    """
 
     ENDPOINT: ClassVar[str] = "/v1/chat/completions/batch"
-    messages: list[Annotated[list[dict[str, Any]], Field(min_length=1, max_length=common.MAX_MESSAGES)]] = Field(  # type: ignore[assignment]
+    messages: list[
+        Annotated[list[dict[str, Any]], Field(min_length=1, max_length=common.MAX_MESSAGES)]
+    ] = Field(  # type: ignore[assignment]
         min_length=1, max_length=MAX_PROMPTS
     )
     """Conversations."""
@@ -158,5 +177,7 @@ class BatchedChatRequest(ChatCompletionRequest):
     def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
         for field, value in (("stream", self.stream), ("tools", self.tools)):
             if value:
-                raise InvalidRequestError(field, "is not supported for batches: use /v1/chat/completions")
+                raise InvalidRequestError(
+                    field, "is not supported for batches: use /v1/chat/completions"
+                )
         return super().to_generation(response_id, request_id)

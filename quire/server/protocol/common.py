@@ -1,6 +1,7 @@
 """What the bodies of all APIs have in common.
 
-Null means "not given" where OpenAI's documentation allows it; elsewhere it is an error like any other wrong type.
+Null means "not given" where OpenAI's documentation allows it; elsewhere it is an error like any
+other wrong type.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ NO_TEMPLATES = "templates come with the model"
 """Why `chat_template` is refused wherever there is a chat."""
 
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
 ]
 """What clients note down with what they ask for, in OpenAI's bounds: it is kept."""
 
 
 def _bound_errors(schema: Any) -> None:
-    """Makes the lists in a schema end at their first error, and puts a bound on its mappings of checked values."""
+    """Makes the lists in a schema end at their first error, and puts a bound on its mappings of
+    checked values.
+    """
     if isinstance(schema, list | tuple):
         for item in schema:
             _bound_errors(item)
@@ -43,7 +47,11 @@ def _bound_errors(schema: Any) -> None:
     for key, part in schema.items():
         if key in ("default", "metadata", "serialization"):
             continue
-        if isinstance(part, dict) and part.get("type") == "dict" and part["values_schema"]["type"] != "any":
+        if (
+            isinstance(part, dict)
+            and part.get("type") == "dict"
+            and part["values_schema"]["type"] != "any"
+        ):
             schema[key] = core_schema.no_info_before_validator_function(_check_size, part)
         _bound_errors(part)
     if schema.get("type") == "list":
@@ -71,7 +79,9 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 def _from_text(text: str, kind: type) -> Any:
-    """What a text says that stands for a number or for true or false; the text itself if it says none."""
+    """What a text says that stands for a number or for true or false; the text itself if it says
+    none.
+    """
     if kind is bool:
         return _WORDS.get(text, text)
     if len(text) > _LONGEST_NUMBER or _NUMBER.fullmatch(text) is None:
@@ -86,10 +96,11 @@ def _from_text(text: str, kind: type) -> Any:
 
 
 class Body(BaseModel):
-    """Strict: no 1 for true, no NaN. Fields nobody knows are kept apart. As in vLLM, a number may be written as text
-    ("0.5"), and so may true and false, where a field takes nothing else.
+    """Strict: no 1 for true, no NaN. Fields nobody knows are kept apart. As in vLLM, a number may
+    be written as text ("0.5"), and so may true and false, where a field takes nothing else.
 
-    Checking ends with the first item of a list that is wrong: a million errors would take half a minute to collect.
+    Checking ends with the first item of a list that is wrong: a million errors would take half a
+    minute to collect.
     """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
@@ -99,8 +110,16 @@ class Body(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        found = {name: _kinds(field.annotation) - {type(None)} for name, field in cls.model_fields.items()}
-        cls._from_text = {name: kind for name, kinds in found.items() for kind in (bool, int, float) if kinds == {kind}}
+        found = {
+            name: _kinds(field.annotation) - {type(None)}
+            for name, field in cls.model_fields.items()
+        }
+        cls._from_text = {
+            name: kind
+            for name, kinds in found.items()
+            for kind in (bool, int, float)
+            if kinds == {kind}
+        }
 
     @model_validator(mode="before")
     @classmethod
@@ -147,7 +166,9 @@ class ApiRequest(Body):
 
     @abstractmethod
     def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
-        """What is asked of the engine; raises InvalidRequestError for fields that don't go together."""
+        """What is asked of the engine; raises InvalidRequestError for fields that don't go
+        together.
+        """
 
     def check_model_limits(self, hidden_size: int) -> None:
         """Raises InvalidRequestError for what the model can't do."""
@@ -167,7 +188,8 @@ def to_prompts(given: str | list[Any], add_special_tokens: bool) -> tuple[Prompt
     if isinstance(given[0], int):
         return (TokensPrompt(tuple(given)),)
     return tuple(
-        TextPrompt(one, add_special_tokens) if isinstance(one, str) else TokensPrompt(tuple(one)) for one in given
+        TextPrompt(one, add_special_tokens) if isinstance(one, str) else TokensPrompt(tuple(one))
+        for one in given
     )
 
 

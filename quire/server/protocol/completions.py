@@ -48,9 +48,13 @@ class CompletionRequest(sampling.SamplingFields):
         if best_of is not None and self.stream:
             raise InvalidRequestError("best_of", "can't be streamed: the best is known at the end")
         if self.no_answer and not self.echo:
-            raise InvalidRequestError("max_tokens", "0 needs echo to be true: there would be nothing to return")
+            raise InvalidRequestError(
+                "max_tokens", "0 needs echo to be true: there would be nothing to return"
+            )
         if self.no_answer and self.logprob_token_ids:
-            raise InvalidRequestError("logprob_token_ids", "is about tokens of an answer, and max_tokens is 0")
+            raise InvalidRequestError(
+                "logprob_token_ids", "is about tokens of an answer, and max_tokens is 0"
+            )
         structured, fields = self.structured()
         prompt_logprobs = self.prompt_logprobs
         if self.echo and self.logprobs is not None:

@@ -47,7 +47,9 @@ class EmbeddingsRequest(ApiRequest):
         Annotated[str, Tag("<text>")]
         | Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS), Tag("<texts>")]
         | Annotated[list[int], Field(min_length=1), Tag("<tokens>")]
-        | Annotated[list[list[int]], Field(min_length=1, max_length=MAX_INPUTS), Tag("<lists of tokens>")],
+        | Annotated[
+            list[list[int]], Field(min_length=1, max_length=MAX_INPUTS), Tag("<lists of tokens>")
+        ],
         Discriminator(
             _kind_of_input,
             custom_error_type="embedding_input",
@@ -75,7 +77,9 @@ class EmbeddingsRequest(ApiRequest):
     priority: int = 0
 
     def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
-        params = SamplingParams(max_tokens=1, temperature=0, seed=0, cache_salt=self.cache_salt, priority=self.priority)
+        params = SamplingParams(
+            max_tokens=1, temperature=0, seed=0, cache_salt=self.cache_salt, priority=self.priority
+        )
         return GenerationRequest(
             response_id=response_id,
             request_id=request_id,
@@ -91,4 +95,6 @@ class EmbeddingsRequest(ApiRequest):
 
     def check_model_limits(self, hidden_size: int) -> None:
         if self.dimensions is not None and self.dimensions > hidden_size:
-            raise InvalidRequestError("dimensions", f"is {self.dimensions}; this model's vectors have {hidden_size}")
+            raise InvalidRequestError(
+                "dimensions", f"is {self.dimensions}; this model's vectors have {hidden_size}"
+            )

@@ -1,6 +1,7 @@
-"""Ollama's API: chat, generate and embed. What its `options` call differently is translated; those about how a model is
-loaded (`num_gpu`, `num_thread`, …) have nothing to change in a server that has loaded it, and are named in
-x-quire-ignored."""
+"""Ollama's API: chat, generate and embed. What its `options` call differently is translated; those
+about how a model is loaded (`num_gpu`, `num_thread`, …) have nothing to change in a server that has
+loaded it, and are named in x-quire-ignored.
+"""
 
 from __future__ import annotations
 
@@ -47,18 +48,30 @@ class Options(TokenChoice):
     num_ctx: int | None = Field(None, ge=2)
     """Tokens of prompt and answer together: at most as many as the server's context has."""
 
-    def to_params(self, native: Mapping[str, Any], **more: Any) -> tuple[SamplingParams, dict[str, str]]:
-        """And for `GenerationRequest.fields`: names as the client wrote them. `native`: what `format` asks for."""
+    def to_params(
+        self, native: Mapping[str, Any], **more: Any
+    ) -> tuple[SamplingParams, dict[str, str]]:
+        """And for `GenerationRequest.fields`: names as the client wrote them. `native`: what
+        `format` asks for.
+        """
         structured, fields = self.structured(native)
         penalty = self.repeat_penalty
         if self.repeat_last_n == 0:
             penalty = None
         elif penalty not in (None, 1) and self.repeat_last_n not in (None, _WHOLE_CONTEXT):
-            message = "must be -1 with a repeat_penalty: repetitions are looked for in the whole context"
+            message = (
+                "must be -1 with a repeat_penalty: repetitions are looked for in the whole context"
+            )
             raise InvalidRequestError("options.repeat_last_n", message)
-        limit = self.num_ctx if self.num_predict is None or self.num_predict < 0 else max(1, self.num_predict)
+        limit = (
+            self.num_ctx
+            if self.num_predict is None or self.num_predict < 0
+            else max(1, self.num_predict)
+        )
         given = common.present(repetition_penalty=penalty)
-        params = self.sampling_params(self.stop, max_tokens=limit, structured=structured, **given, **more)
+        params = self.sampling_params(
+            self.stop, max_tokens=limit, structured=structured, **given, **more
+        )
         own = {"max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty"}
         names = {name: f"options.{name}" for name in type(self).model_fields}
         return params, {**names, **own, **fields}
@@ -68,8 +81,9 @@ class OllamaRequest(common.ApiRequest):
     """What they share."""
 
     keep_alive: float | str | None = None
-    """The model stays where it is as long as the server runs, whatever is asked for: `done_reason` never says
-    "unload"."""
+    """The model stays where it is as long as the server runs, whatever is asked for: `done_reason`
+    never says "unload".
+    """
     options: Options | None = None
 
     @property
@@ -131,7 +145,10 @@ class AnswerRequest(OllamaRequest):
             truncate_prompt_tokens=-1 if self.truncate else None,
             max_context=self.chosen.num_ctx,
             clamp_max_tokens=self.chosen.num_ctx is not None,
-            fields={**fields, **{f"chat_template_kwargs.{name}": field for name, field in thinking.items()}},
+            fields={
+                **fields,
+                **{f"chat_template_kwargs.{name}": field for name, field in thinking.items()},
+            },
             ignored=left_out + self.left_out(),
         )
 
@@ -167,7 +184,9 @@ class OllamaChatRequest(AnswerRequest):
     """POST /api/chat"""
 
     ENDPOINT: ClassVar[str] = "/api/chat"
-    UNSUPPORTED: ClassVar[Mapping[str, str]] = {"shift": "a conversation that fills the context ends"}
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        "shift": "a conversation that fills the context ends"
+    }
 
     messages: list[OllamaMessage] = Field(default_factory=list, max_length=common.MAX_MESSAGES)
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
@@ -179,9 +198,13 @@ class OllamaChatRequest(AnswerRequest):
     def to_prompt(self) -> tuple[Prompt, tuple[str, ...]]:
         for place, message in enumerate(self.messages):
             if (message.model_extra or {}).get("images"):
-                raise InvalidRequestError(f"messages[{place}].images", f"is not supported: {NO_IMAGES}")
+                raise InvalidRequestError(
+                    f"messages[{place}].images", f"is not supported: {NO_IMAGES}"
+                )
         tools, left_out = offered(self.tools, foreign_function, is_optional=True)
-        return ChatPrompt(_as_openai(self.messages), tools or None, None, self.template_kwargs()), left_out
+        return ChatPrompt(
+            _as_openai(self.messages), tools or None, None, self.template_kwargs()
+        ), left_out
 
 
 class GenerateRequest(AnswerRequest):
@@ -212,7 +235,9 @@ class GenerateRequest(AnswerRequest):
         assert self.prompt is not None
         if self.raw:
             if self.system:
-                raise InvalidRequestError("system", "has no place in a raw prompt: write it into the prompt")
+                raise InvalidRequestError(
+                    "system", "has no place in a raw prompt: write it into the prompt"
+                )
             return TextPrompt(self.prompt), ()
         messages = [{"role": "system", "content": self.system}] if self.system else []
         messages.append({"role": "user", "content": self.prompt})
@@ -249,11 +274,15 @@ class EmbedRequest(OllamaRequest):
 
     def check_model_limits(self, hidden_size: int) -> None:
         if self.dimensions is not None and self.dimensions > hidden_size:
-            raise InvalidRequestError("dimensions", f"is {self.dimensions}; this model's vectors have {hidden_size}")
+            raise InvalidRequestError(
+                "dimensions", f"is {self.dimensions}; this model's vectors have {hidden_size}"
+            )
 
 
 def _as_openai(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
-    """Calls have no ids in Ollama: a result belongs to the first call of its name that has none yet, or to the next."""
+    """Calls have no ids in Ollama: a result belongs to the first call of its name that has none
+    yet, or to the next.
+    """
     written: list[dict[str, Any]] = []
     open_calls: list[tuple[str, str]] = []
     for place, message in enumerate(messages):
@@ -261,9 +290,14 @@ def _as_openai(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
         if message.thinking:
             plain["reasoning_content"] = message.thinking
         if message.tool_calls:
-            open_calls = [(f"call_{place}_{i}", call.function.name) for i, call in enumerate(message.tool_calls)]
+            open_calls = [
+                (f"call_{place}_{i}", call.function.name)
+                for i, call in enumerate(message.tool_calls)
+            ]
             plain["tool_calls"] = [
-                common.function_call(call_id, name, json.dumps(call.function.arguments, ensure_ascii=False))
+                common.function_call(
+                    call_id, name, json.dumps(call.function.arguments, ensure_ascii=False)
+                )
                 for (call_id, name), call in zip(open_calls, message.tool_calls, strict=True)
             ]
         if message.role == "tool":

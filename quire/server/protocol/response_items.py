@@ -1,5 +1,6 @@
-"""The items that conversations of OpenAI's responses are made of, and conversations put together from those that were
-stored and those that are sent."""
+"""The items that conversations of OpenAI's responses are made of, and conversations put together
+from those that were stored and those that are sent.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from quire.server.response_store import OwnResponses
 
 MAX_RECALLED = 32 * 2**20
 """Bytes of stored responses that one call may go on with."""
-_PREFIXES = {"message": "msg_", "function_call": "fc_", "function_call_output": "fco_", "reasoning": "rs_"}
+_PREFIXES = {
+    "message": "msg_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "reasoning": "rs_",
+}
 
 
 class TextPart(common.Body):
@@ -78,13 +84,25 @@ class ItemReference(common.Body):
     id: str = Field(max_length=128)
 
 
-_BY_TYPE = by_type("message", "function_call", "function_call_output", "reasoning", "item_reference", default="message")
+_BY_TYPE = by_type(
+    "message",
+    "function_call",
+    "function_call_output",
+    "reasoning",
+    "item_reference",
+    default="message",
+)
 _type_of = cast(Callable[[Any], str | None], _BY_TYPE.discriminator)
 
 
 def _kind_of_item(value: Any) -> str | None:
     """OpenAI lets references do without their type."""
-    if isinstance(value, dict) and value.get("type") is None and "id" in value and "role" not in value:
+    if (
+        isinstance(value, dict)
+        and value.get("type") is None
+        and "id" in value
+        and "role" not in value
+    ):
         return "<item_reference>"
     if isinstance(value, ItemReference):
         return "<item_reference>"
@@ -114,7 +132,9 @@ class Conversation:
     added: Sequence[Item]
 
     @classmethod
-    def recall(cls, given: str | Sequence[Item], previous_id: str | None, stored: OwnResponses) -> Conversation:
+    def recall(
+        cls, given: str | Sequence[Item], previous_id: str | None, stored: OwnResponses
+    ) -> Conversation:
         """Looks up what `given` refers to; raises for what is not stored (any more)."""
         if isinstance(given, str):
             given = [MessageItem(role="user", content=given)]
@@ -126,7 +146,9 @@ class Conversation:
         return cls(earlier, added)
 
     def messages(self, instructions: str | None) -> list[dict[str, Any]]:
-        """As the chat template takes them. Instructions hold for one response: those of earlier ones are not here."""
+        """As the chat template takes them. Instructions hold for one response: those of earlier
+        ones are not here.
+        """
         first = [{"role": "system", "content": instructions}] if instructions else []
         return first + _from_items([*self.earlier, *self.added])
 
@@ -139,7 +161,11 @@ class Conversation:
                 part = "output_text" if item.role == "assistant" else "input_text"
                 shown["content"] = [{"type": part, "text": item.content}]
             kept_id = shown.get("id")
-            shown["id"] = kept_id if isinstance(kept_id, str) and kept_id else new_id(_PREFIXES[shown["type"]])
+            shown["id"] = (
+                kept_id
+                if isinstance(kept_id, str) and kept_id
+                else new_id(_PREFIXES[shown["type"]])
+            )
             described.append(shown)
         return msgspec.json.encode(described), [shown["id"] for shown in described]
 
@@ -150,7 +176,9 @@ def _recalled(response_id: str, stored: OwnResponses) -> list[Item]:
     if missing is not None:
         what = "" if missing == response_id else f": {missing[:128]!r}, which it goes on with,"
         message = f"previous_response_id: {response_id!r}{what} is not stored; {_advice(stored)}"
-        raise ApiError(400, message, field="previous_response_id", code="previous_response_not_found")
+        raise ApiError(
+            400, message, field="previous_response_id", code="previous_response_not_found"
+        )
     if sum(one.num_bytes for one in chain) > MAX_RECALLED:
         most = f"at most {MAX_RECALLED // 2**20} MiB of stored responses can be gone on with"
         raise InvalidRequestError("previous_response_id", f"{most}: send the conversation as input")
@@ -202,7 +230,9 @@ def _from_items(items: Sequence[Item]) -> list[dict[str, Any]]:
     turn: dict[str, Any] | None = None
     for item in items:
         if isinstance(item, FunctionCallOutputItem):
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            messages.append(
+                {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+            )
             turn = None
             continue
         if isinstance(item, MessageItem) and item.role != "assistant":
@@ -218,7 +248,9 @@ def _from_items(items: Sequence[Item]) -> list[dict[str, Any]]:
             turn["reasoning_content"] = "".join(part.text for part in item.content or item.summary)
         elif isinstance(item, FunctionCallItem):
             name = item.name if item.namespace is None else f"{item.namespace}.{item.name}"
-            turn.setdefault("tool_calls", []).append(common.function_call(item.call_id, name, item.arguments))
+            turn.setdefault("tool_calls", []).append(
+                common.function_call(item.call_id, name, item.arguments)
+            )
     return messages
 
 

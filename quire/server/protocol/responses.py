@@ -108,7 +108,8 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
     }
 
     input: Annotated[
-        Annotated[str, TEXT] | Annotated[list[Item], Field(max_length=common.MAX_MESSAGES), LIST], TEXT_OR_LIST
+        Annotated[str, TEXT] | Annotated[list[Item], Field(max_length=common.MAX_MESSAGES), LIST],
+        TEXT_OR_LIST,
     ]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
@@ -150,11 +151,15 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
     def recalls(self) -> bool:
         if self.previous_response_id is not None:
             return True
-        return not isinstance(self.input, str) and any(isinstance(item, ItemReference) for item in self.input)
+        return not isinstance(self.input, str) and any(
+            isinstance(item, ItemReference) for item in self.input
+        )
 
     @property
     def to_store(self) -> tuple[bytes, list[str]] | None:
-        """What the call adds to the conversation, as JSON, and the ids of these items; None if nothing is stored."""
+        """What the call adds to the conversation, as JSON, and the ids of these items; None if
+        nothing is stored.
+        """
         return self._to_store
 
     def recall(self, stored: OwnResponses) -> None:
@@ -197,7 +202,9 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
             truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
             fields={**self.FIELDS, **names},
             ignored=(*ignored, *dropped),
-            notes=common.present(user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata),
+            notes=common.present(
+                user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata
+            ),
         )
 
     def namespaces(self) -> dict[str, tuple[str, str]]:
@@ -250,6 +257,8 @@ def _functions(tool: FunctionTool | NamespaceTool | OtherTool) -> list[dict[str,
         return []
     inside = [one for one in tool.tools if isinstance(one, FunctionTool)]
     return [
-        common.function_tool(**{**one.model_dump(include=TOOL_FIELDS), "name": f"{tool.name}.{one.name}"})
+        common.function_tool(
+            **{**one.model_dump(include=TOOL_FIELDS), "name": f"{tool.name}.{one.name}"}
+        )
         for one in inside
     ]

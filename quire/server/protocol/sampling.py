@@ -1,5 +1,6 @@
-"""How tokens are chosen and when an answer ends: OpenAI's fields, those vLLM's users send, and our own, which every API
-takes; and how they become sampling parameters."""
+"""How tokens are chosen and when an answer ends: OpenAI's fields, those vLLM's users send, and our
+own, which every API takes; and how they become sampling parameters.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +54,15 @@ class TokenChoice(ConstraintFields):
 
     def sampling_params(self, stop: str | list[str] | None, **more: Any) -> SamplingParams:
         """`more` are parameters that an API names or defaults differently."""
-        names = type(self).model_fields.keys() & SamplingParams.__dataclass_fields__.keys() - {"logit_bias", *more}
+        names = type(self).model_fields.keys() & SamplingParams.__dataclass_fields__.keys() - {
+            "logit_bias",
+            *more,
+        }
         given = present(**{name: getattr(self, name) for name in names})
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        given = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in given.items()
+        }
         given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
         given["top_k"] = max(0, self.top_k or 0)
         if self.seed is not None:
@@ -87,7 +94,9 @@ class SamplingFields(TokenChoice, ApiRequest):
     stop: str | list[str] | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     logprob_token_ids: Annotated[list[int], Field(max_length=MAX_TOP_LOGPROBS)] | None = None
-    """Instead of the most likely tokens: report the logprobs of these, and of the one that was chosen."""
+    """Instead of the most likely tokens: report the logprobs of these, and of the one that was
+    chosen.
+    """
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     """Keep this many of the prompt's tokens; -1: as many as fit."""
     truncation_side: TruncationSide | None = None
@@ -96,7 +105,9 @@ class SamplingFields(TokenChoice, ApiRequest):
     return_tokens_as_token_ids: bool | None = None
 
     def logprob_params(self, logprobs: int | None) -> dict[str, Any]:
-        """Which logprobs are reported; `logprobs`: of how many of the most likely tokens, None for none at all."""
+        """Which logprobs are reported; `logprobs`: of how many of the most likely tokens, None for
+        none at all.
+        """
         if not self.logprob_token_ids:
             return {"logprobs": logprobs}
         if logprobs is None:

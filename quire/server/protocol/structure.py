@@ -1,6 +1,7 @@
-"""The form an answer must take, by whatever name a client asks for it: OpenAI's, vLLM's new and former ones, SGLang's,
-llama.cpp's, Ollama's and TGI's, the same in every API. A constraint that is dropped changes what an answer means, so a
-name that means nothing here is refused (`UNSUPPORTED`)."""
+"""The form an answer must take, by whatever name a client asks for it: OpenAI's, vLLM's new and
+former ones, SGLang's, llama.cpp's, Ollama's and TGI's, the same in every API. A constraint that is
+dropped changes what an answer means, so a name that means nothing here is refused (`UNSUPPORTED`).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ def structured_output(field: str, **given: Any) -> StructuredOutput:
 def json_output(
     kind: str, schema: dict[str, Any] | None, field: str, strict: bool | None = False
 ) -> StructuredOutput | None:
-    """The form that "text", "json_object" or "json_schema" asks for; `field` is where its schema stands."""
+    """The form that "text", "json_object" or "json_schema" asks for; `field` is where its schema
+    stands.
+    """
     if kind == "text":
         return None
     if kind == "json_object" and schema is None:
@@ -44,7 +47,9 @@ class JsonSchemaFormat(Body):
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
-    """Objects have no properties but those that the schema names. Answers follow the schema, strict or not."""
+    """Objects have no properties but those that the schema names. Answers follow the schema, strict
+    or not.
+    """
 
 
 class ResponseFormat(Body):
@@ -82,14 +87,18 @@ class StructuredOutputs(Body):
         if self.disable_additional_properties:
             if not isinstance(schema, dict):
                 message = "needs a schema that is given as an object"
-                raise InvalidRequestError("structured_outputs.disable_additional_properties", message)
+                raise InvalidRequestError(
+                    "structured_outputs.disable_additional_properties", message
+                )
             schema = close_objects(schema)
         return structured_output(
             "structured_outputs",
             json_schema=schema,
             regex=self.regex,
             choice=None if self.choice is None else tuple(self.choice),
-            grammar=None if self.grammar is None else _lark("structured_outputs.grammar", self.grammar),
+            grammar=None
+            if self.grammar is None
+            else _lark("structured_outputs.grammar", self.grammar),
             json_object=bool(self.json_object),
         )
 
@@ -102,7 +111,9 @@ class TypedGrammar(Body):
 
 
 class ConstraintFields(Body):
-    """Every name by which an answer's form can be asked for, in every API; several, if they ask for the same."""
+    """Every name by which an answer's form can be asked for, in every API; several, if they ask for
+    the same.
+    """
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -125,8 +136,10 @@ class ConstraintFields(Body):
     def structured(
         self, native: Mapping[str, tuple[StructuredOutput, str]] | None = None
     ) -> tuple[StructuredOutput | None, dict[str, str]]:
-        """The form the answer must take, and for `GenerationRequest.fields`: errors about it name the field that asked
-        for it. `native` is the API's own way: under its field's name the form, and where the schema stands."""
+        """The form the answer must take, and for `GenerationRequest.fields`: errors about it name
+        the field that asked for it. `native` is the API's own way: under its field's name the form,
+        and where the schema stands.
+        """
         forms = dict(native or {})
         for name in _READERS:
             form = _READERS[name](self)
@@ -138,8 +151,13 @@ class ConstraintFields(Body):
         form, schema_field = forms[field]
         for other in others:
             if forms[other][0] != form:
-                raise InvalidRequestError(other, f"asks for something else than {field}: send one of them")
-        return form, {"structured": field, **dict.fromkeys((f"structured.{part}" for part in PARTS), schema_field)}
+                raise InvalidRequestError(
+                    other, f"asks for something else than {field}: send one of them"
+                )
+        return form, {
+            "structured": field,
+            **dict.fromkeys((f"structured.{part}" for part in PARTS), schema_field),
+        }
 
 
 def _lark(field: str, grammar: str) -> str:
@@ -179,7 +197,9 @@ def _read_format(body: ConstraintFields) -> StructuredOutput | None:
 
 
 def _reader(name: str, part: str) -> Callable[[ConstraintFields], StructuredOutput | None]:
-    """Of a field whose value is one of StructuredOutput's; clients with a form to fill in send "" for none."""
+    """Of a field whose value is one of StructuredOutput's; clients with a form to fill in send ""
+    for none.
+    """
 
     def read(body: ConstraintFields) -> StructuredOutput | None:
         value = getattr(body, name)

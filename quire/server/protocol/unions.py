@@ -1,6 +1,8 @@
-"""Fields that may be of several kinds: which one is meant is decided first, so that an error is about that one.
+"""Fields that may be of several kinds: which one is meant is decided first, so that an error is
+about that one.
 
-Kinds are named in angle brackets, which no field is: `errors.field_name` leaves them out of a field's name.
+Kinds are named in angle brackets, which no field is: `errors.field_name` leaves them out of a
+field's name.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ def _text_or_list(value: Any) -> str | None:
 
 
 TEXT_OR_LIST = Discriminator(
-    _text_or_list, custom_error_type="text_or_list", custom_error_message="Input should be a text or a list"
+    _text_or_list,
+    custom_error_type="text_or_list",
+    custom_error_message="Input should be a text or a list",
 )
 
 
@@ -30,11 +34,14 @@ def kind(name: str) -> Tag:
 
 
 def by_type(*names: str, default: str | None = None, other: str | None = None) -> Discriminator:
-    """Tells objects apart by their `type`; those without one are of the `default` kind, those with a type of which
-    nothing is known here of the `other` kind."""
+    """Tells objects apart by their `type`; those without one are of the `default` kind, those with
+    a type of which nothing is known here of the `other` kind.
+    """
 
     def tag_of(value: Any) -> str | None:
-        name = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+        name = (
+            value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+        )
         if not isinstance(value, dict | BaseModel):
             return None
         if name in names:

@@ -1,4 +1,6 @@
-"""Which engines have which blocks cached: for each block's name an integer whose bits say who has it."""
+"""Which engines have which blocks cached: for each block's name an integer whose bits say who has
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,19 @@ _SHARD_BITS = 12
 _SHARD_SHIFT = 64 - _SHARD_BITS
 """By the upper bits of a name: the sums that names are mix those best."""
 _MOST_DEPTHS = 64
-"""Different numbers of leading blocks that are looked for; beyond them, engines count as having fewer than they do."""
+"""Different numbers of leading blocks that are looked for; beyond them, engines count as having
+fewer than they do.
+"""
 
 Depths = list[tuple[int, int]]
 """Groups of members (bits), and how many blocks from the first on all of a group have."""
 
 
 class BlockTable:
-    """Members come and go at no cost: one that left is a bit that nobody asks for any more, which is removed a part at
-    a time, with the calls that follow. Names are spread over many dicts, so that none takes long to grow or to look
-    through."""
+    """Members come and go at no cost: one that left is a bit that nobody asks for any more, which
+    is removed a part at a time, with the calls that follow. Names are spread over many dicts, so
+    that none takes long to grow or to look through.
+    """
 
     def __init__(self) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(1 << _SHARD_BITS)]
@@ -104,7 +109,9 @@ class BlockTable:
         for name in [name for name, held in shard.items() if held & left]:
             self._set(shard, name, shard[name] & ~left)
         self._next_shard = (place + 1) % len(self._shards)
-        for member in [member for member, began in self._leaving.items() if began == self._next_shard]:
+        for member in [
+            member for member, began in self._leaving.items() if began == self._next_shard
+        ]:
             del self._leaving[member]
             self._left_bits ^= self._bits[member]
             self._counts[member] = 0
@@ -114,14 +121,17 @@ class BlockTable:
         return self._shards[name >> _SHARD_SHIFT].get(name, 0)
 
     def leading(self, names: Names, wanted: int) -> Depths:
-        """How many of these blocks each of the wanted has, from the first on; who has none is left out. Where a block
-        is, those before it are, too (`quire.observe.cache_events`): it is enough to halve the distance again and
-        again."""
+        """How many of these blocks each of the wanted has, from the first on; who has none is left
+        out. Where a block is, those before it are, too (`quire.observe.cache_events`): it is enough
+        to halve the distance again and again.
+        """
         found: Depths = []
         waiting = [(0, len(names), wanted)]
         while waiting:
-            low, high, wanted = waiting.pop()  # all of the wanted have the first `low`, and at most the first `high`
-            middle = low if not low else high - 1  # most prompts are new, or known as far as anybody else knows them
+            # all of the wanted have the first `low`, and at most the first `high`
+            low, high, wanted = waiting.pop()
+            # most prompts are new, or known as far as anybody else knows them
+            middle = low if not low else high - 1
             while low < high:
                 have = wanted & self._held(int(names[middle]))
                 if have == wanted:
@@ -139,8 +149,9 @@ class BlockTable:
         return found
 
     def in_row(self, names: Names, wanted: int, first_needed: Sequence[int]) -> Depths:
-        """How many of these blocks each of the wanted need not compute, if it is enough to have those from
-        `first_needed` of the last of them on, to that; who has none is left out."""
+        """How many of these blocks each of the wanted need not compute, if it is enough to have
+        those from `first_needed` of the last of them on, to that; who has none is left out.
+        """
         held = [wanted & self._held(name) for name in names.tolist()]
         found: Depths = []
         somebody = reduce(or_, held, 0)
@@ -156,8 +167,9 @@ class BlockTable:
 
 
 def _running_and(values: Sequence[int], first: Sequence[int]) -> list[int]:
-    """For each place the `and` of the values from `first[place]`, which never falls, to it. (A queue of two stacks:
-    each value is looked at twice, however far `first` lies back.)"""
+    """For each place the `and` of the values from `first[place]`, which never falls, to it. (A
+    queue of two stacks: each value is looked at twice, however far `first` lies back.)
+    """
     found: list[int] = []
     front: list[int] = []
     """The `and` of the values from each place below `split` to the split, the lowest place last."""

@@ -1,5 +1,7 @@
-"""A pool whose engines come and go: more of them while the queue is long, fewer when they have nothing to do, and new
-ones in place of the old when their options change. Nobody loses an answer by that."""
+"""A pool whose engines come and go: more of them while the queue is long, fewer when they have
+nothing to do, and new ones in place of the old when their options change. Nobody loses an answer by
+that.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ class ElasticPool(ReplicaPool):
     """Places for as many engines as the rule allows, and one more for the time of a change."""
 
     def __init__(
-        self, config: ServerConfig, metrics: ServerMetrics, on_failure: Callable[[], None], rule: ScalingRule
+        self,
+        config: ServerConfig,
+        metrics: ServerMetrics,
+        on_failure: Callable[[], None],
+        rule: ScalingRule,
     ) -> None:
         self._rule = rule
         self._here: set[int] = set()
@@ -58,7 +64,9 @@ class ElasticPool(ReplicaPool):
             return None
         rows = max(ready.max_num_seqs for ready in found)
         shortest = min(ready.max_model_len for ready in found)
-        return msgspec.structs.replace(found[-1], max_model_len=shortest, max_num_seqs=rows * self._rule.highest)
+        return msgspec.structs.replace(
+            found[-1], max_model_len=shortest, max_num_seqs=rows * self._rule.highest
+        )
 
     @property
     def num_engines(self) -> int:
@@ -67,7 +75,9 @@ class ElasticPool(ReplicaPool):
     # Changes
 
     async def grow(self) -> bool:
-        """One more engine; False if it can't be had, which is tried again when the queue is still long."""
+        """One more engine; False if it can't be had, which is tried again when the queue is still
+        long.
+        """
         async with self._changing:
             number = await self._add()
             return number is not None
@@ -77,11 +87,14 @@ class ElasticPool(ReplicaPool):
         async with self._changing:
             live = [number for number in self._here if self.replicas[number].state == "ready"]
             if len(live) > 1:
-                await self._retire(min(live, key=lambda number: (self.router.load(number), -number)))
+                await self._retire(
+                    min(live, key=lambda number: (self.router.load(number), -number))
+                )
 
     async def replace_all(self, config: ServerConfig, rule: ScalingRule | None = None) -> None:
-        """New engines with these options for the old, one after the other, while requests go on. An answer stays with
-        its engine unless another one makes the same of it."""
+        """New engines with these options for the old, one after the other, while requests go on. An
+        answer stays with its engine unless another one makes the same of it.
+        """
         async with self._changing:
             self._config = config
             self._parts = self._divide(config)
@@ -89,11 +102,17 @@ class ElasticPool(ReplicaPool):
                 self._rule, self._scaler = rule, Scaler(rule)
             for old in sorted(self._here):
                 if await self._add() is None:
-                    raise QuireError("an engine with the new options could not be started; the old ones stay")
+                    raise QuireError(
+                        "an engine with the new options could not be started; the old ones stay"
+                    )
                 await self._retire(old)
 
     async def _add(self) -> int | None:
-        free = [number for number in range(len(self.replicas)) if number not in self._here | self._leaving]
+        free = [
+            number
+            for number in range(len(self.replicas))
+            if number not in self._here | self._leaving
+        ]
         if not free:
             return None
         number = free[0]
@@ -142,7 +161,10 @@ class ElasticPool(ReplicaPool):
         relays = list(self._relays.values())
         waiting = sum(relay.is_waiting for relay in relays)
         running = sum(len(relay.outputs) for relay in relays)
-        rows = max((ready.max_num_seqs for one in self.replicas if (ready := one.ready) is not None), default=1)
+        rows = max(
+            (ready.max_num_seqs for one in self.replicas if (ready := one.ready) is not None),
+            default=1,
+        )
         return self._scaler.decide(now, self.num_engines, waiting, running, rows)
 
     # What differs from a pool of a fixed size
@@ -158,7 +180,9 @@ class ElasticPool(ReplicaPool):
         return [self.replicas[number] for number in sorted(self._here | self._leaving)]
 
     def failed(self, number: int) -> None:
-        """One that could not be started again leaves its place, for another to be tried when the queue is long."""
+        """One that could not be started again leaves its place, for another to be tried when the
+        queue is long.
+        """
         self._here.discard(number)
         if self._here:
             logger.error("engine %d is given up; %d are left", number, len(self._here))

@@ -12,7 +12,9 @@ class PoolMetrics:
 
     def __init__(self, metrics: ServerMetrics) -> None:
         registry = metrics.registry
-        self._up = Gauge("quire_replica_up", "Whether a replica takes requests.", ["engine"], registry=registry)
+        self._up = Gauge(
+            "quire_replica_up", "Whether a replica takes requests.", ["engine"], registry=registry
+        )
         text = "Requests that were given to a replica."
         self._placed = Counter("quire_replica_requests", text, ["engine"], registry=registry)
         text = "Prompt tokens of the requests that were given to a replica."

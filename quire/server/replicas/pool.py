@@ -1,6 +1,7 @@
-"""Several engines that look like one. Each has a process and a supervisor of its own; a router says which of them gets
-a request, and when one is lost its requests go on elsewhere: tokens and seeds decide the rest of an answer, so whoever
-reads it sees no difference."""
+"""Several engines that look like one. Each has a process and a supervisor of its own; a router says
+which of them gets a request, and when one is lost its requests go on elsewhere: tokens and seeds
+decide the rest of an answer, so whoever reads it sees no difference.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ _REMEMBERED = 4096
 class Replica(EngineClient):
     """One of the engines, which tells the pool when it comes and goes and what it has cached."""
 
-    def __init__(self, config: ServerConfig, metrics: ServerMetrics, pool: ReplicaPool, number: int) -> None:
+    def __init__(
+        self, config: ServerConfig, metrics: ServerMetrics, pool: ReplicaPool, number: int
+    ) -> None:
         super().__init__(config, metrics, lambda: pool.failed(number))
         self._pool = pool
         self.number = number
@@ -59,7 +62,9 @@ class Replica(EngineClient):
             self._pool.relieve(self)
 
     def forsake(self, request_id: str) -> None:
-        """Takes a request from an engine that is silent; that it was silent is not forgotten for that."""
+        """Takes a request from an engine that is silent; that it was silent is not forgotten for
+        that.
+        """
         self._owes = True
         self.abort([request_id])
 
@@ -71,7 +76,9 @@ class Replica(EngineClient):
 class ReplicaPool:
     """As many engines as there are parts of the machine."""
 
-    def __init__(self, config: ServerConfig, metrics: ServerMetrics, on_failure: Callable[[], None]) -> None:
+    def __init__(
+        self, config: ServerConfig, metrics: ServerMetrics, on_failure: Callable[[], None]
+    ) -> None:
         """`on_failure` is called when none of the engines is left."""
         self._config = config
         self._on_failure = on_failure
@@ -97,7 +104,12 @@ class ReplicaPool:
 
     def _new_replica(self, config: ServerConfig, number: int) -> Replica:
         metrics = self._server_metrics
-        return Replica(config, metrics if self._config.replicas == 1 else metrics.of_engine(str(number)), self, number)
+        return Replica(
+            config,
+            metrics if self._config.replicas == 1 else metrics.of_engine(str(number)),
+            self,
+            number,
+        )
 
     # Its life
 
@@ -139,7 +151,9 @@ class ReplicaPool:
 
     @property
     def ready(self) -> messages.Ready | None:
-        """All of them as one: what each can take, and as many requests and blocks as they have together."""
+        """All of them as one: what each can take, and as many requests and blocks as they have
+        together.
+        """
         found = [replica.ready for replica in self.replicas if replica.ready is not None]
         if not found:
             return None
@@ -157,7 +171,10 @@ class ReplicaPool:
     @property
     def seconds_silent(self) -> float:
         """Of the one that spoke last."""
-        return min((replica.seconds_silent for replica in self.replicas if replica.state == "ready"), default=0.0)
+        return min(
+            (replica.seconds_silent for replica in self.replicas if replica.state == "ready"),
+            default=0.0,
+        )
 
     @property
     def is_stalled(self) -> bool:
@@ -209,12 +226,16 @@ class ReplicaPool:
         if relay is None:
             return
         relay.end(name)
-        if relay.assignment is not None and self.replicas[relay.assignment.replica].state == "ready":
+        if (
+            relay.assignment is not None
+            and self.replicas[relay.assignment.replica].state == "ready"
+        ):
             self.replicas[relay.assignment.replica].end(name)
 
     async def describe(self, request_id: str, explain: bool = False) -> dict[str, Any] | None:
         """What the log of the engine that has it, or had it last, says about a request."""
-        at = {self._last_at.get(request_id), self._last_at.get(f"{request_id}.0")}  # of several prompts, the first
+        # of several prompts, the first
+        at = {self._last_at.get(request_id), self._last_at.get(f"{request_id}.0")}
         busy: TimeoutError | None = None
         for replica in sorted(self.replicas, key=lambda one: one.number not in at):
             try:
@@ -236,7 +257,9 @@ class ReplicaPool:
         assert ready is not None
         if ready.block_size != self._namer.block_size:
             self._namer = BlockNamer(ready.block_size)
-        self.router.join(replica.number, ready.block_size, ready.num_blocks, ready.max_num_seqs, ready.window)
+        self.router.join(
+            replica.number, ready.block_size, ready.num_blocks, ready.max_num_seqs, ready.window
+        )
         self._metrics.up(replica.number, True)
         for relay in list(self._stranded):
             if relay in self._stranded:  # the call of one that fails takes its others along
@@ -250,7 +273,9 @@ class ReplicaPool:
 
     def failed(self, number: int) -> None:
         """An engine could not be started again and again."""
-        left = sum(replica.state in ("ready", "restarting", "starting") for replica in self.replicas)
+        left = sum(
+            replica.state in ("ready", "restarting", "starting") for replica in self.replicas
+        )
         if left:
             logger.error("replica %d is given up; %d are left", number, left)
         else:
@@ -284,7 +309,9 @@ class ReplicaPool:
     def move(self, relay: Relay) -> None:
         """Its engine is gone: another one goes on with it, now or when there is one."""
         if self._relays.get(relay.message.request_id) is not relay:
-            return  # whoever waited for it has left, perhaps because another prompt of the call was lost just now
+            # whoever waited for it has left, perhaps because another prompt of the call was lost
+            # just now
+            return
         self._release(relay)
         relay.confirm_ends()
         if not relay.outputs:
@@ -294,11 +321,15 @@ class ReplicaPool:
 
     def look_at(self, replica: Replica) -> None:
         """One that may hang is not chosen while there are others."""
-        self.router.set_open(replica.number, self._takes_requests(replica) and not replica.is_suspect)
+        self.router.set_open(
+            replica.number, self._takes_requests(replica) and not replica.is_suspect
+        )
 
     def relieve(self, replica: Replica) -> None:
-        """An engine has work and has been silent for long. What others have room for goes on there, once: the step may
-        just take long, and then it will elsewhere. If it is heard of again, it has only lost these requests."""
+        """An engine has work and has been silent for long. What others have room for goes on there,
+        once: the step may just take long, and then it will elsewhere. If it is heard of again, it
+        has only lost these requests.
+        """
         moved = 0
         silent = replica.seconds_silent
         for relay in self._relays_at(replica.number):
@@ -314,12 +345,20 @@ class ReplicaPool:
 
     def _has_room(self, relay: Relay, number: int) -> bool:
         """Whether an engine that is well would run it at once. The one it is at counts as silent."""
-        others = (one for one in self._candidates(relay) if one != number and not self.replicas[one].is_suspect)
+        others = (
+            one
+            for one in self._candidates(relay)
+            if one != number and not self.replicas[one].is_suspect
+        )
         return any(self.router.has_room(one, len(relay.outputs)) for one in others)
 
     def _relays_at(self, number: int) -> list[Relay]:
         found = [relay for relay in self._relays.values() if relay.assignment is not None]
-        return [relay for relay in found if relay.assignment is not None and relay.assignment.replica == number]
+        return [
+            relay
+            for relay in found
+            if relay.assignment is not None and relay.assignment.replica == number
+        ]
 
     def _send_again(self, relay: Relay) -> None:
         if not self._candidates(relay):
@@ -336,7 +375,9 @@ class ReplicaPool:
     def _strand(self, relay: Relay) -> None:
         def give_up() -> None:
             self.over(relay)
-            relay.listener.fail(unavailable("its engine was lost, and there is no other; try again later"))
+            relay.listener.fail(
+                unavailable("its engine was lost, and there is no other; try again later")
+            )
 
         if self._is_stopped or self.state == "failed":
             give_up()
@@ -352,7 +393,8 @@ class ReplicaPool:
     def _place(self, relay: Relay, message: messages.AddRequest) -> None:
         num_tokens, names = message.num_prompt_tokens, list(relay.outputs)
         blocks = self._namer.names(message.prompt, message.params.get("cache_salt"))
-        # Only an answer that has begun may be bound to some of them: looking at each takes long where there are many.
+        # Only an answer that has begun may be bound to some of them: looking at each takes long
+        # where there are many.
         is_free = self.router.has_open and not any(relay.outputs.values())
         candidates = None if is_free else self._candidates(relay)
         assignment = self.router.place(blocks, num_tokens, len(names), candidates)
@@ -370,8 +412,9 @@ class ReplicaPool:
             relay.assignment = None
 
     def _candidates(self, relay: Relay | None = None) -> list[int]:
-        """Engines that take requests, or this one: an answer that has begun goes on only where the same tokens come of
-        it. One that may hang takes them only where there is no other."""
+        """Engines that take requests, or this one: an answer that has begun goes on only where the
+        same tokens come of it. One that may hang takes them only where there is no other.
+        """
         live = [replica for replica in self.replicas if self._takes_requests(replica)]
         if relay is not None and relay.fingerprint is not None and any(relay.outputs.values()):
             live = [replica for replica in live if self._fingerprint(replica) == relay.fingerprint]

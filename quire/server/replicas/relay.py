@@ -1,5 +1,6 @@
-"""One request on its way through a pool of engines: what it has gained so far is kept, so that another engine can go on
-with it where the first one was lost."""
+"""One request on its way through a pool of engines: what it has gained so far is kept, so that
+another engine can go on with it where the first one was lost.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from quire.step import RequestMetrics, RequestUpdate
 ENGINE_LOST = "engine_unavailable"
 """The code of errors that mean: this engine is gone, and another one may do it."""
 _MOST_LOST = 3
-"""Engines that may be lost one after the other while they have a request, without its gaining a token. It may be the
-reason: what kills an engine in its first step, nobody hears of."""
+"""Engines that may be lost one after the other while they have a request, without its gaining a
+token. It may be the reason: what kills an engine in its first step, nobody hears of.
+"""
 
 
 class Mover(Protocol):
@@ -41,7 +43,9 @@ class Mover(Protocol):
 class Relay:
     """Stands between an engine and whoever waits for a request."""
 
-    def __init__(self, mover: Mover, message: messages.AddRequest, names: Sequence[str], listener: Listener) -> None:
+    def __init__(
+        self, mover: Mover, message: messages.AddRequest, names: Sequence[str], listener: Listener
+    ) -> None:
         self.message = message
         self.names = tuple(names)
         self.listener = listener
@@ -54,7 +58,9 @@ class Relay:
         self._mover = mover
         self._arrival = time.monotonic()
         self._ended: dict[str, int] = {}
-        """Answers that their reader has ended, while the engine has not confirmed it, with their number of tokens."""
+        """Answers that their reader has ended, while the engine has not confirmed it, with their
+        number of tokens.
+        """
         self._is_accepted = False
         self._is_computed = False
         self._num_lost = 0
@@ -77,7 +83,9 @@ class Relay:
             self._ended[name] = len(self.outputs.pop(name))
 
     def relieve(self) -> None:
-        """It leaves an engine that is silent, not lost: that is no sign that the request is the reason."""
+        """It leaves an engine that is silent, not lost: that is no sign that the request is the
+        reason.
+        """
         self.was_relieved = True
         self._num_lost -= 1
 
@@ -92,13 +100,19 @@ class Relay:
         params, deadline = message.params, message.params.get("deadline")
         if deadline is not None:
             if age >= deadline:
-                return ApiError(504, "the request took longer than it was allowed to", code="deadline_exceeded")
+                return ApiError(
+                    504, "the request took longer than it was allowed to", code="deadline_exceeded"
+                )
             params = {**params, "deadline": deadline - age}
-        resume = messages.Resume({name: tuple(tokens) for name, tokens in self.outputs.items()}, age)
+        resume = messages.Resume(
+            {name: tuple(tokens) for name, tokens in self.outputs.items()}, age
+        )
         return msgspec.structs.replace(message, params=params, resume=resume)
 
     def confirm_ends(self) -> None:
-        """The engine can't confirm the ends that it was told of any more; its reader waits for the count."""
+        """The engine can't confirm the ends that it was told of any more; its reader waits for the
+        count.
+        """
         for name, num_tokens in self._ended.items():
             num_prompt = self.message.num_prompt_tokens
             metrics = RequestMetrics(name, 0.0, None, None, 0.0, num_prompt, num_tokens, 0, 0, 0, 0)
@@ -116,7 +130,10 @@ class Relay:
         self._mover.over(self)
         if self._is_accepted:
             self.listener.fail(
-                ApiError(503, f"its engine was lost, and another one refuses the request: {refusal.message}")
+                ApiError(
+                    503,
+                    f"its engine was lost, and another one refuses the request: {refusal.message}",
+                )
             )
         else:
             self.listener.refused(refusal)

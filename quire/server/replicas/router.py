@@ -1,9 +1,10 @@
 """Which replica gets a request: the one that has the least to compute for it.
 
-That is what the replica has to do already, what it has not cached of the prompt, and, where its cache is full, what it
-will have to compute again because that takes its place. So a request goes where most of its prompt lies unless that
-replica is busier by more than the difference. The picture of what is cached comes from the
-engines themselves (`quire.observe.cache_events`); prompts that are being computed count as cached where that happens.
+That is what the replica has to do already, what it has not cached of the prompt, and, where its
+cache is full, what it will have to compute again because that takes its place. So a request goes
+where most of its prompt lies unless that replica is busier by more than the difference. The picture
+of what is cached comes from the engines themselves (`quire.observe.cache_events`); prompts that are
+being computed count as cached where that happens.
 
 Pure data: no clock, no chance, no tensors.
 """
@@ -27,8 +28,9 @@ ANSWER_TOKENS = 32
 QUEUED_TOKENS = 256
 """And one that has no place to run in yet like so many."""
 HOME_TOKENS = 64
-"""Where the conversation was before is worth so many tokens: it stays there when its blocks are gone, or are elsewhere
-as well."""
+"""Where the conversation was before is worth so many tokens: it stays there when its blocks are
+gone, or are elsewhere as well.
+"""
 _MOST_HOMES = 16384
 _LOOK_BACK = 64
 """Blocks at the end of a prompt among which the end of the last one is looked for."""
@@ -61,7 +63,8 @@ class Assignment:
 class PrefixRouter:
     """Chooses replicas, which are numbered, and keeps count of what they have to do.
 
-    What a choice needs of each replica stands in arrays, so that a few calls of numpy compare a thousand of them.
+    What a choice needs of each replica stands in arrays, so that a few calls of numpy compare a
+    thousand of them.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -83,7 +86,9 @@ class PrefixRouter:
         self._loads = [0] * num_replicas
         """In prompt tokens."""
         self._keys = np.full(num_replicas, _CLOSED, np.int64)
-        """Load and number of answers in one number, in this order; of those that are not open, a very large one."""
+        """Load and number of answers in one number, in this order; of those that are not open, a
+        very large one.
+        """
         self._overfull = np.zeros(num_replicas, np.int64)
         """Blocks that are cached or expected, less those there are."""
         self._expected: list[dict[int, int]] = [{} for _ in range(num_replicas)]
@@ -96,9 +101,12 @@ class PrefixRouter:
 
     # What the engines tell
 
-    def join(self, replica: int, block_size: int, num_blocks: int, max_num_seqs: int, window: int = 0) -> None:
-        """A replica starts, with nothing cached and nothing to do. `window`: how far its model looks back (0: to the
-        first token); they all have the same model."""
+    def join(
+        self, replica: int, block_size: int, num_blocks: int, max_num_seqs: int, window: int = 0
+    ) -> None:
+        """A replica starts, with nothing cached and nothing to do. `window`: how far its model
+        looks back (0: to the first token); they all have the same model.
+        """
         self.block_size = block_size
         self._window = window
         self._replace(replica, max_num_seqs, num_blocks)
@@ -163,20 +171,29 @@ class PrefixRouter:
     # What requests ask
 
     def place(
-        self, names: Names, num_tokens: int, num_answers: int, candidates: Sequence[int] | None = None
+        self,
+        names: Names,
+        num_tokens: int,
+        num_answers: int,
+        candidates: Sequence[int] | None = None,
     ) -> Assignment:
-        """The best of the candidates, of which there must be one, for a prompt whose full blocks have these names;
-        without candidates, of all that are open. Equals take turns."""
+        """The best of the candidates, of which there must be one, for a prompt whose full blocks
+        have these names; without candidates, of all that are open. Equals take turns.
+        """
         depths = self._depths(names)
         keys = self._keys
         if candidates is not None:
             keys = np.full(len(keys), _CLOSED, np.int64)
             keys[list(candidates)] = [self._key(number) for number in candidates]
         # Most have the same number of leading blocks: none, or those that all have.
-        most, usual = max(((members.bit_count(), depth) for members, depth in depths), default=(0, 0))
+        most, usual = max(
+            ((members.bit_count(), depth) for members, depth in depths), default=(0, 0)
+        )
         if 2 * most < len(keys):
             usual = 0
-        keys = keys + (self._new_work(num_tokens - usual * self.block_size, self._overfull) << _ANSWER_BITS)
+        keys = keys + (
+            self._new_work(num_tokens - usual * self.block_size, self._overfull) << _ANSWER_BITS
+        )
         for members, depth in depths:
             if depth != usual:
                 some = self._replicas_of(members)
@@ -193,13 +210,16 @@ class PrefixRouter:
         expected = names[first : first + _MOST_EXPECTED].tolist()
         num_cached = first * self.block_size
         rest = num_tokens - num_cached
-        assignment = Assignment(best, num_cached, rest, num_answers, tuple(expected), self._starts[best])
+        assignment = Assignment(
+            best, num_cached, rest, num_answers, tuple(expected), self._starts[best]
+        )
         self._count(assignment, names)
         return assignment
 
     def _new_work(self, num_new: int, overfull: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """What replicas have to do for a prompt of which they have not so many tokens: these, and as many again as its
-        blocks drive out."""
+        """What replicas have to do for a prompt of which they have not so many tokens: these, and
+        as many again as its blocks drive out.
+        """
         num_blocks = -(-num_new // self.block_size)
         lost = overfull + num_blocks
         np.maximum(lost, 0, out=lost)
@@ -219,11 +239,14 @@ class PrefixRouter:
         return best
 
     def leading(self, names: Names, candidates: Sequence[int]) -> dict[int, int]:
-        """How many of these blocks each candidate has, or will have, from the first on; with a window, how many it
-        need not compute."""
+        """How many of these blocks each candidate has, or will have, from the first on; with a
+        window, how many it need not compute.
+        """
         found = dict.fromkeys(candidates, 0)
         for members, depth in self._depths(names):
-            found |= {number: depth for number in self._replicas_of(members).tolist() if number in found}
+            found |= {
+                number: depth for number in self._replicas_of(members).tolist() if number in found
+            }
         return found
 
     def _depths(self, names: Names) -> Depths:
@@ -243,7 +266,9 @@ class PrefixRouter:
         found: Depths = []
         for members, depth in (*depths, (self._wanted & ~known, 0)):
             while members:
-                have = members & self._expecting.get(int(names[depth]), 0) if depth < len(names) else 0
+                have = (
+                    members & self._expecting.get(int(names[depth]), 0) if depth < len(names) else 0
+                )
                 if depth and members != have:
                     found.append((members ^ have, depth))
                 members = have

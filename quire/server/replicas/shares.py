@@ -1,4 +1,6 @@
-"""What each of several engines on one machine gets: its own GPUs, or its share of the cores and of the memory."""
+"""What each of several engines on one machine gets: its own GPUs, or its share of the cores and of
+the memory.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,27 @@ def divide(config: ServerConfig, environment: Mapping[str, str] = os.environ) ->
     engine = EngineConfig.of(config.engine)
     gpus = [] if engine.device == "cpu" else visible_gpus(environment)
     if engine.device == "cuda" and not gpus:
-        raise InvalidRequestError("device", "is cuda, but there is no GPU here that could be given to a replica")
+        raise InvalidRequestError(
+            "device", "is cuda, but there is no GPU here that could be given to a replica"
+        )
     on_own_gpus = bool(gpus) and engine.device in ("auto", "cuda")
     count, size = config.replicas, engine.tensor_parallel_size
     if on_own_gpus and count * size > len(gpus):
         each = "one GPU" if size == 1 else f"{size} GPUs (tensor_parallel_size)"
-        raise InvalidRequestError("replicas", f"are {count} with {each} each, but there are {len(gpus)} GPUs")
+        raise InvalidRequestError(
+            "replicas", f"are {count} with {each} each, but there are {len(gpus)} GPUs"
+        )
     shares = []
     for number in range(count):
         options = dict(config.engine)
         if on_own_gpus:
             settings = {_DEVICES: ",".join(gpus[number * size : (number + 1) * size])}
         else:
-            settings = {} if _THREADS in environment or gpus else {_THREADS: str(max(1, num_cores() // count))}
+            settings = (
+                {}
+                if _THREADS in environment or gpus
+                else {_THREADS: str(max(1, num_cores() // count))}
+            )
             options["kv_cache_memory"] = _part(engine, count, bool(gpus))
         if engine.step_log is not None:
             options["step_log"] = str(numbered(Path(engine.step_log), number))
@@ -48,9 +58,12 @@ def numbered(path: Path, number: int) -> Path:
     return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
-def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> list[str]:
-    """Those this process may use, as CUDA_VISIBLE_DEVICES names them; found without torch, which the HTTP process does
-    not import."""
+def visible_gpus(
+    environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")
+) -> list[str]:
+    """Those this process may use, as CUDA_VISIBLE_DEVICES names them; found without torch, which
+    the HTTP process does not import.
+    """
     named = environment.get(_DEVICES)
     if named is not None:
         found = []
@@ -69,6 +82,8 @@ def num_cores() -> int:
 
 
 def _part(engine: EngineConfig, count: int, on_gpu: bool) -> Any:
-    """Engines on the same device share the part of its memory that one would take. A number of bytes is each one's."""
+    """Engines on the same device share the part of its memory that one would take. A number of
+    bytes is each one's.
+    """
     memory = engine.limits(on_gpu=on_gpu).kv_cache_memory
     return memory / count if isinstance(memory, float) else memory

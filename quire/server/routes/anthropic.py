@@ -36,7 +36,12 @@ class MessageWriter(Writer[MessagesRequest]):
         if event.finish_reason is not None:
             yield from self._blocks.close()
             ending = stop_reason(event.finish_reason, event.stop_reason, self._is_clamped)
-            yield _event("message_delta", delta=ending, usage=_usage(self.call.usage), **self._applied_edits())
+            yield _event(
+                "message_delta",
+                delta=ending,
+                usage=_usage(self.call.usage),
+                **self._applied_edits(),
+            )
 
     def finish(self) -> Iterator[bytes]:
         yield _event("message_stop")
@@ -50,11 +55,20 @@ class MessageWriter(Writer[MessagesRequest]):
         last = events[-1]
         assert last.finish_reason is not None
         ending = stop_reason(last.finish_reason, last.stop_reason, self._is_clamped)
-        return {**self._message(), "content": self._blocks.whole(), **ending, **self._applied_edits()}
+        return {
+            **self._message(),
+            "content": self._blocks.whole(),
+            **ending,
+            **self._applied_edits(),
+        }
 
     def _applied_edits(self) -> dict[str, Any]:
         """Edits that would change something are refused."""
-        return {} if self.body.context_management is None else {"context_management": {"applied_edits": []}}
+        return (
+            {}
+            if self.body.context_management is None
+            else {"context_management": {"applied_edits": []}}
+        )
 
     def _message(self) -> dict[str, Any]:
         """A message that holds nothing yet."""
@@ -80,9 +94,12 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def stop_reason(reason: FinishReason, why: str | int | None, is_clamped: bool = False) -> dict[str, Any]:
-    """Why an answer ended, in Anthropic's words, and the stop sequence if that was it. `is_clamped`: the context had
-    less room than was asked for."""
+def stop_reason(
+    reason: FinishReason, why: str | int | None, is_clamped: bool = False
+) -> dict[str, Any]:
+    """Why an answer ended, in Anthropic's words, and the stop sequence if that was it.
+    `is_clamped`: the context had less room than was asked for.
+    """
     if reason == "length" and is_clamped:
         return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
     if reason == "stop" and isinstance(why, str):
@@ -92,7 +109,9 @@ def stop_reason(reason: FinishReason, why: str | int | None, is_clamped: bool = 
 
 
 def tool_input(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object. What is none (cut off, or written badly) is passed on as text."""
+    """A call's arguments as an object. What is none (cut off, or written badly) is passed on as
+    text.
+    """
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -105,7 +124,8 @@ def _event(name: str, **fields: Any) -> bytes:
 
 
 class ContentBlocks:
-    """A message is a row of blocks in the order in which they were written, of which the last is open.
+    """A message is a row of blocks in the order in which they were written, of which the last is
+    open.
 
     `take` and `close` give the events that tell of it; without a stream only `whole` counts.
     """
@@ -123,7 +143,11 @@ class ContentBlocks:
         for block, pieces in self._blocks:
             text = "".join(pieces)
             kind = block["type"]
-            content.append({**block, "input": tool_input(text)} if kind == "tool_use" else {**block, kind: text})
+            content.append(
+                {**block, "input": tool_input(text)}
+                if kind == "tool_use"
+                else {**block, kind: text}
+            )
         return content
 
     def extend(self, kind: str, text: str) -> bytes | None:
@@ -148,10 +172,17 @@ class ContentBlocks:
         for call in event.tool_calls:
             if call.name is not None:
                 yield from self.close()
-                block: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+                block: dict[str, Any] = {
+                    "type": "tool_use",
+                    "id": call.id,
+                    "name": call.name,
+                    "input": {},
+                }
                 yield from self._open("tool_use", block)
             if call.arguments:
-                yield self._delta({"type": "input_json_delta", "partial_json": call.arguments}, call.arguments)
+                yield self._delta(
+                    {"type": "input_json_delta", "partial_json": call.arguments}, call.arguments
+                )
 
     def close(self) -> Iterator[bytes]:
         if self._kind is not None:
@@ -175,4 +206,6 @@ def _text_delta(place: int, kind: str, text: str) -> bytes:
     return _event("content_block_delta", index=place, delta={"type": f"{kind}_delta", kind: text})
 
 
-router = endpoint(MessagesRequest, MessageWriter, "create_message", "An answer to a conversation.", "Anthropic")
+router = endpoint(
+    MessagesRequest, MessageWriter, "create_message", "An answer to a conversation.", "Anthropic"
+)

@@ -41,7 +41,9 @@ class CreateBatch(Body):
     endpoint: str = Field(max_length=128)
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
-    UNSUPPORTED: ClassVar[Mapping[str, str]] = {"output_expires_after": "files stay until they are deleted"}
+    UNSUPPORTED: ClassVar[Mapping[str, str]] = {
+        "output_expires_after": "files stay until they are deleted"
+    }
 
 
 @router.post("/v1/files")
@@ -76,10 +78,14 @@ def _take_form(store: BatchStore, form: FormReader, upload: Upload) -> tuple[Sto
     purpose = form.fields.pop("purpose", None)
     if purpose != "batch":
         shown = None if purpose is None else purpose[:64]
-        raise InvalidRequestError("purpose", f"must be batch: files are for batches here, not for {shown!r}")
+        raise InvalidRequestError(
+            "purpose", f"must be batch: files are for batches here, not for {shown!r}"
+        )
     for name in form.fields:
         if name.partition("[")[0] == "expires_after":
-            raise InvalidRequestError("expires_after", "is not supported: files stay until they are deleted")
+            raise InvalidRequestError(
+                "expires_after", "is not supported: files stay until they are deleted"
+            )
     return store.add_file(upload, filename, purpose), list(form.fields)
 
 
@@ -157,7 +163,9 @@ async def list_batches(
 ) -> Response:
     """All batches, the newest first."""
     store, owner = _queue(request).store, seen_by(request.scope)
-    return await get_service(request).in_thread(lambda: _page(store.batches(owner)[::-1], limit, after))
+    return await get_service(request).in_thread(
+        lambda: _page(store.batches(owner)[::-1], limit, after)
+    )
 
 
 @router.get("/v1/batches/{batch_id}")
@@ -187,7 +195,13 @@ class OpenFileResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         left = int(self.headers["content-length"])
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
             while left:
                 piece = await in_thread(os.read, self._number, min(left, _READ_AT_ONCE))
                 left -= len(piece)
@@ -206,7 +220,11 @@ def _page(entries: Sequence[StoredFile | StoredBatch], limit: int, after: str | 
         raise InvalidRequestError("after", "is the id of none of these")
     first = 0 if after is None else ids.index(after) + 1
     shown = [one.shown() for one in entries[first : first + limit]]
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    ends = (
+        {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]}
+        if shown
+        else {"first_id": None, "last_id": None}
+    )
     body = {"object": "list", "data": shown, **ends, "has_more": first + limit < len(entries)}
     return LargeJsonResponse.of(lambda: body)
 

@@ -10,7 +10,12 @@ from quire.server.generation import GenerationEvent, ToolCallDelta, Usage, whole
 from quire.server.lifecycle import endpoint
 from quire.server.protocol.chat import ChatCompletionRequest
 from quire.server.protocol.common import function_call
-from quire.server.routes.choices import ChoicesWriter, logprob_body, prompt_logprobs_body, usage_body
+from quire.server.routes.choices import (
+    ChoicesWriter,
+    logprob_body,
+    prompt_logprobs_body,
+    usage_body,
+)
 
 
 class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
@@ -44,7 +49,9 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
             self._contentless.discard(event.index)
         elif event.finish_reason is not None and event.index in self._contentless:
             delta["content"] = ""  # as a whole answer has it
-        choice = self._choice(event, "delta", delta, self._logprobs(event.logprobs) if event.logprobs else None)
+        choice = self._choice(
+            event, "delta", delta, self._logprobs(event.logprobs) if event.logprobs else None
+        )
         if event.finish_reason is None:
             del choice["stop_reason"]
         yield self.chunk_of(choice)
@@ -56,7 +63,9 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
             message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
             message |= self._message(event)
             if event.tool_calls:
-                message["tool_calls"] = [function_call(one.id, one.name, one.arguments) for one in event.tool_calls]
+                message["tool_calls"] = [
+                    function_call(one.id, one.name, one.arguments) for one in event.tool_calls
+                ]
             logprobs = self._logprobs(event.logprobs) if self.body.logprobs else None
             # vLLM's clients read token ids, asked for or not.
             choices.append({"token_ids": None, **self._choice(event, "message", message, logprobs)})
@@ -69,12 +78,18 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
         return outline if self.body.service_tier is None else {**outline, "service_tier": "default"}
 
     def _first_chunk(self, event: GenerationEvent) -> bytes:
-        """Says who speaks. An answer that begins with a call has no content, one without calls has at least an empty
-        one; where neither is known yet, it has none if there may be calls."""
-        is_text = bool(event.content or event.reasoning) or (event.finish_reason is not None and not event.tool_calls)
+        """Says who speaks. An answer that begins with a call has no content, one without calls has
+        at least an empty one; where neither is known yet, it has none if there may be calls.
+        """
+        is_text = bool(event.content or event.reasoning) or (
+            event.finish_reason is not None and not event.tool_calls
+        )
         plan = self.call.prompts[0].plan
         may_call = plan is not None and bool(plan.tools)
-        delta = {"role": "assistant", "content": "" if is_text or not (event.tool_calls or may_call) else None}
+        delta = {
+            "role": "assistant",
+            "content": "" if is_text or not (event.tool_calls or may_call) else None,
+        }
         first = {"index": event.index, "delta": delta, "logprobs": None, "finish_reason": None}
         if delta["content"] is None:
             self._contentless.add(event.index)
@@ -84,10 +99,16 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
         if len(self._begun) > 1:
             return self.chunk_of(first, **more)
         usage = self.call.usage  # the first token comes with the next chunk
-        return self.chunk_of(first, usage_body(Usage(usage.prompt_tokens, usage.cached_tokens)), **more)
+        return self.chunk_of(
+            first, usage_body(Usage(usage.prompt_tokens, usage.cached_tokens)), **more
+        )
 
     def _prompt_tokens(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.call.prompts[0].token_ids} if self.body.return_token_ids else {}
+        return (
+            {"prompt_token_ids": self.call.prompts[0].token_ids}
+            if self.body.return_token_ids
+            else {}
+        )
 
     def _message(self, event: GenerationEvent) -> dict[str, Any]:
         """What a message and a delta say in the same way."""
@@ -97,7 +118,11 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
         return shown
 
     def _choice(
-        self, event: GenerationEvent, name: str, shown: dict[str, Any], logprobs: dict[str, Any] | None
+        self,
+        event: GenerationEvent,
+        name: str,
+        shown: dict[str, Any],
+        logprobs: dict[str, Any] | None,
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": event.index,
@@ -121,4 +146,10 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     return {"index": call.index, **function_call(call.id, call.name, call.arguments)}
 
 
-router = endpoint(ChatCompletionRequest, ChatWriter, "create_chat_completion", "An answer to a conversation.", "OpenAI")
+router = endpoint(
+    ChatCompletionRequest,
+    ChatWriter,
+    "create_chat_completion",
+    "An answer to a conversation.",
+    "OpenAI",
+)

@@ -25,8 +25,12 @@ class ChoicesWriter(Writer[RequestT]):
         super().__init__(*args)
         options, body = self.body.stream_options, self.body
         # Where a chunk tells more than its text, it is different every time.
-        self._tells_usage = options is not None and options.include_usage and options.continuous_usage_stats
-        self._tells_text = not (self._tells_usage or body.return_token_ids or body.prompt_logprobs is not None)
+        self._tells_usage = (
+            options is not None and options.include_usage and options.continuous_usage_stats
+        )
+        self._tells_text = not (
+            self._tells_usage or body.return_token_ids or body.prompt_logprobs is not None
+        )
         self._text_events: dict[tuple[int, bool], TextEvent] = {}
         """How a choice that has begun goes on, with content or with reasoning."""
 
@@ -41,7 +45,9 @@ class ChoicesWriter(Writer[RequestT]):
         return None if prepared is None else prepared.write
 
     def begun(self, index: int) -> None:
-        """Something was said of a choice: from now on most of its chunks differ in their text alone."""
+        """Something was said of a choice: from now on most of its chunks differ in their text
+        alone.
+        """
         if not self._tells_text or (index, False) in self._text_events:
             return
         for kind in (False, True) if self.shows_reasoning else (False,):
@@ -54,7 +60,9 @@ class ChoicesWriter(Writer[RequestT]):
     def finish(self) -> Iterator[bytes]:
         options = self.body.stream_options
         if options is not None and options.include_usage:
-            yield data_event({**self.outline(self.CHUNK_OBJECT), "choices": [], "usage": self.usage()})
+            yield data_event(
+                {**self.outline(self.CHUNK_OBJECT), "choices": [], "usage": self.usage()}
+            )
         yield DONE
 
     def outline(self, kind: str) -> dict[str, Any]:
@@ -66,9 +74,12 @@ class ChoicesWriter(Writer[RequestT]):
             "system_fingerprint": self.fingerprint,
         }
 
-    def chunk_of(self, choice: dict[str, Any], usage: dict[str, Any] | None = None, **more: Any) -> bytes:
-        """One choice gained something. The chunk tells the usage so far (`usage`, if that is another) if every chunk is
-        to tell it, null if the last one will, else nothing."""
+    def chunk_of(
+        self, choice: dict[str, Any], usage: dict[str, Any] | None = None, **more: Any
+    ) -> bytes:
+        """One choice gained something. The chunk tells the usage so far (`usage`, if that is
+        another) if every chunk is to tell it, null if the last one will, else nothing.
+        """
         options = self.body.stream_options
         if options is not None and options.include_usage:
             more["usage"] = (usage or self.usage()) if self._tells_usage else None
@@ -102,18 +113,29 @@ def token_name(entry: Logprob, as_ids: bool) -> str:
 
 def logprob_body(entry: TokenLogprobs, as_ids: bool = False) -> dict[str, Any]:
     """A token with its logprob and those of the most likely ones, as chat and responses have it."""
-    return {**_token_body(entry, as_ids), "top_logprobs": [_token_body(one, as_ids) for one in shown_beside(entry)]}
+    return {
+        **_token_body(entry, as_ids),
+        "top_logprobs": [_token_body(one, as_ids) for one in shown_beside(entry)],
+    }
 
 
 def shown_beside(entry: TokenLogprobs) -> Sequence[Logprob]:
-    """The most likely tokens; if some were asked for by id, those and the one that was chosen, the likeliest first."""
+    """The most likely tokens; if some were asked for by id, those and the one that was chosen, the
+    likeliest first.
+    """
     if not entry.named:
         return entry.top
-    return sorted({one.token_id: one for one in (*entry.named, entry)}.values(), key=lambda one: one.rank)
+    return sorted(
+        {one.token_id: one for one in (*entry.named, entry)}.values(), key=lambda one: one.rank
+    )
 
 
 def _token_body(entry: Logprob, as_ids: bool) -> dict[str, Any]:
-    return {"token": token_name(entry, as_ids), "logprob": entry.logprob, "bytes": list(entry.token_bytes)}
+    return {
+        "token": token_name(entry, as_ids),
+        "logprob": entry.logprob,
+        "bytes": list(entry.token_bytes),
+    }
 
 
 def prompt_logprobs_body(
@@ -127,4 +149,7 @@ def prompt_logprobs_body(
 
 def _position_body(entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
     found: tuple[Logprob, ...] = (entry, *entry.top[:num_top])
-    return {str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.text} for one in found}
+    return {
+        str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.text}
+        for one in found
+    }

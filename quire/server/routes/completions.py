@@ -11,12 +11,18 @@ from quire.outputs import Logprob, TokenLogprobs
 from quire.server.generation import GenerationEvent, whole_choices
 from quire.server.lifecycle import endpoint
 from quire.server.protocol.completions import CompletionRequest
-from quire.server.routes.choices import ChoicesWriter, prompt_logprobs_body, shown_beside, token_name
+from quire.server.routes.choices import (
+    ChoicesWriter,
+    prompt_logprobs_body,
+    shown_beside,
+    token_name,
+)
 
 
 class CompletionWriter(ChoicesWriter[CompletionRequest]):
-    """A whole choice is written like the one chunk of a stream; the first of each choice shows the prompt, if it is
-    echoed."""
+    """A whole choice is written like the one chunk of a stream; the first of each choice shows the
+    prompt, if it is echoed.
+    """
 
     OBJECT: ClassVar[str] = "text_completion"
     CHUNK_OBJECT: ClassVar[str] = "text_completion"
@@ -31,7 +37,12 @@ class CompletionWriter(ChoicesWriter[CompletionRequest]):
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
-        if event.text or event.finish_reason is not None or event.logprobs or self.body.return_token_ids:
+        if (
+            event.text
+            or event.finish_reason is not None
+            or event.logprobs
+            or self.body.return_token_ids
+        ):
             yield self.chunk_of(self._choice(event))
             if self.body.logprobs is None and not self.body.no_answer:
                 self.begun(event.index)
@@ -41,7 +52,9 @@ class CompletionWriter(ChoicesWriter[CompletionRequest]):
         return self.may_take_long and event.index not in self._logprobs
 
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
-        return self.whole_of([self._choice(event, is_whole=True) for event in whole_choices(events)])
+        return self.whole_of(
+            [self._choice(event, is_whole=True) for event in whole_choices(events)]
+        )
 
     def usage(self) -> dict[str, Any]:
         usage = super().usage()
@@ -73,7 +86,9 @@ class CompletionWriter(ChoicesWriter[CompletionRequest]):
                 scored = [Logprob(first, 0.0, 0, call.tokenizer.token_bytes(first))]
                 scored += [one for one in call.prompt_logprobs(number) or () if one is not None]
                 # Text came without control tokens; those before it are the tokenizer's.
-                hidden = call.tokenizer.special_token_ids if prompt.text is not None else writer.hidden
+                hidden = (
+                    call.tokenizer.special_token_ids if prompt.text is not None else writer.hidden
+                )
                 logprobs = joined(writer.write(scored, hidden), writer.write(entries))
         elif body.logprobs is not None:
             logprobs = writer.write(entries)
@@ -81,14 +96,18 @@ class CompletionWriter(ChoicesWriter[CompletionRequest]):
             "index": event.index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": "length" if body.no_answer and event.finish_reason else event.finish_reason,
+            "finish_reason": "length"
+            if body.no_answer and event.finish_reason
+            else event.finish_reason,
         }
         if is_whole:  # vLLM's clients read them, asked for or not
             choice |= {"prompt_logprobs": None, "prompt_token_ids": None, "token_ids": None}
         if event.finish_reason is not None:
             choice["stop_reason"] = None if body.no_answer else event.stop_reason
         if body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs_body(call.prompt_logprobs(number), body.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs_body(
+                call.prompt_logprobs(number), body.prompt_logprobs
+            )
         if body.return_token_ids:
             choice["token_ids"] = token_ids
             if is_first:
@@ -101,8 +120,9 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 @dataclass(slots=True)
 class _Logprobs:
-    """Writes the logprobs of one choice in OpenAI's old form: parallel lists, with the place of each token in the
-    text, which goes on from chunk to chunk."""
+    """Writes the logprobs of one choice in OpenAI's old form: parallel lists, with the place of
+    each token in the text, which goes on from chunk to chunk.
+    """
 
     num_top: int
     as_ids: bool
@@ -112,8 +132,12 @@ class _Logprobs:
     _decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _utf8_decoder("replace"))
     """A token may be part of a character."""
 
-    def write(self, entries: Sequence[Logprob], hidden: frozenset[int] | None = None) -> dict[str, list[Any]]:
-        """`hidden` are those of a prompt. Its first token comes without a score: nothing precedes it."""
+    def write(
+        self, entries: Sequence[Logprob], hidden: frozenset[int] | None = None
+    ) -> dict[str, list[Any]]:
+        """`hidden` are those of a prompt. Its first token comes without a score: nothing precedes
+        it.
+        """
         tokens, logprobs, tops, offsets = [], [], [], []
         for entry in entries:
             is_scored = isinstance(entry, TokenLogprobs)
@@ -123,7 +147,12 @@ class _Logprobs:
             offsets.append(self.offset)
             if entry.token_id not in (self.hidden if hidden is None else hidden):
                 self.offset += len(self._decoder.decode(entry.token_bytes))
-        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+        return {
+            "tokens": tokens,
+            "token_logprobs": logprobs,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         """The likeliest first. The token itself is always there, likely or not."""
@@ -139,4 +168,10 @@ def joined(first: dict[str, list[Any]], then: dict[str, list[Any]]) -> dict[str,
     return {name: first[name] + then[name] for name in first}
 
 
-router = endpoint(CompletionRequest, CompletionWriter, "create_completion", "Continues one or several texts.", "OpenAI")
+router = endpoint(
+    CompletionRequest,
+    CompletionWriter,
+    "create_completion",
+    "Continues one or several texts.",
+    "OpenAI",
+)

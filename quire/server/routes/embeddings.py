@@ -24,7 +24,11 @@ class EmbeddingWriter(Writer[EmbeddingsRequest]):
             "object": "list",
             "created": self.created,
             "data": [
-                {"object": "embedding", "index": event.index, "embedding": self._vector(event.vector)}
+                {
+                    "object": "embedding",
+                    "index": event.index,
+                    "embedding": self._vector(event.vector),
+                }
                 for event in sorted(events, key=lambda event: event.index)
             ],
             "model": self.model,
@@ -34,12 +38,21 @@ class EmbeddingWriter(Writer[EmbeddingsRequest]):
     def _vector(self, vector: bytes) -> str | list[float]:
         body = self.body
         numbers = np.frombuffer(vector, "<f4")[: body.dimensions]
-        rounded = vectors.rounded(vectors.unit(numbers) if body.normalize else numbers, body.embed_dtype)
+        rounded = vectors.rounded(
+            vectors.unit(numbers) if body.normalize else numbers, body.embed_dtype
+        )
         if body.encoding_format == "base64":
-            is_big = body.endianness == "big" or (body.endianness == "native" and sys.byteorder == "big")
-            return base64.b64encode(vectors.stored(rounded, body.embed_dtype, is_big)).decode("ascii")
-        # The shortest decimals that mean these float32 numbers, not the long ones of their float64 neighbours.
+            is_big = body.endianness == "big" or (
+                body.endianness == "native" and sys.byteorder == "big"
+            )
+            return base64.b64encode(vectors.stored(rounded, body.embed_dtype, is_big)).decode(
+                "ascii"
+            )
+        # The shortest decimals that mean these float32 numbers, not the long ones of their float64
+        # neighbours.
         return [float(str(number)) for number in rounded]
 
 
-router = endpoint(EmbeddingsRequest, EmbeddingWriter, "create_embeddings", "Vectors for texts.", "OpenAI")
+router = endpoint(
+    EmbeddingsRequest, EmbeddingWriter, "create_embeddings", "Vectors for texts.", "OpenAI"
+)

@@ -1,5 +1,6 @@
-"""What can be asked about the server: GET /health, /ready, /version, /metrics, /v1/models, /tokenizer_info, and
-/v1/requests/{id} and /v1/requests/{id}/explain: what happened to a request."""
+"""What can be asked about the server: GET /health, /ready, /version, /metrics, /v1/models,
+/tokenizer_info, and /v1/requests/{id} and /v1/requests/{id}/explain: what happened to a request.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ router = APIRouter()
 
 @router.get("/health", tags=["operation"])
 async def health(request: Request) -> Response:
-    """200 while there is an engine, 503 while it is being replaced; with replicas, how each of them is. Needs no
-    key."""
+    """200 while there is an engine, 503 while it is being replaced; with replicas, how each of them
+    is. Needs no key.
+    """
     client = get_service(request).client
     body: dict[str, Any] = {"status": client.state}
     if isinstance(client, ReplicaPool):
@@ -41,7 +43,9 @@ async def ready(request: Request) -> Response:
     is_ready = client.state == "ready" and not client.is_stalled and not service.is_draining
     body: dict[str, Any] = {"ready": is_ready, "engine": client.state}
     if client.is_stalled:
-        body["why"] = f"the engine has work and gave no sign of life for {client.seconds_silent:.0f} s"
+        body["why"] = (
+            f"the engine has work and gave no sign of life for {client.seconds_silent:.0f} s"
+        )
     elif service.is_draining:
         body["why"] = "the server is going down"
     return JsonResponse(body, 200 if is_ready else 503)
@@ -60,13 +64,19 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/v1/requests/{request_id:path}/explain", tags=["operation"])
 async def explain_request(request: Request, request_id: str) -> Response:
-    """By the id of the response or by x-request-id: what the request waited for and because of whom, what it found in
-    the cache, its chunks and preemptions, and its time in parts that add up to the whole; in words, too (`text`)."""
+    """By the id of the response or by x-request-id: what the request waited for and because of
+    whom, what it found in the cache, its chunks and preemptions, and its time in parts that add up
+    to the whole; in words, too (`text`).
+    """
     service, owner = get_service(request), seen_by(request.scope)
     record = await service.find_record(request_id, owner)
     explanation = None if record is None else await service.describe(record, explain=True)
     if record is None or explanation is None:
-        raise ApiError(404, "there is no request of this id, or the step log has forgotten it", code="not_found")
+        raise ApiError(
+            404,
+            "there is no request of this id, or the step log has forgotten it",
+            code="not_found",
+        )
     add_outside(explanation, record)
     explanation = await hide_others(explanation, service.find_record, owner)
     return JsonResponse({**record.describe(), **explanation, "text": explanation_text(explanation)})
@@ -74,12 +84,15 @@ async def explain_request(request: Request, request_id: str) -> Response:
 
 @router.get("/v1/requests/{request_id:path}", tags=["operation"])
 async def get_request(request: Request, request_id: str) -> Response:
-    """By the id of the response or by x-request-id: where its time went, from the engine's step log (`engine`) as
-    long as that remembers it."""
+    """By the id of the response or by x-request-id: where its time went, from the engine's step log
+    (`engine`) as long as that remembers it.
+    """
     service, owner = get_service(request), seen_by(request.scope)
     record = await service.find_record(request_id, owner)
     if record is None:
-        raise ApiError(404, "there is no request of this id, or it was too long ago", code="not_found")
+        raise ApiError(
+            404, "there is no request of this id, or it was too long ago", code="not_found"
+        )
     engine = await hide_others(await service.describe(record), service.find_record, owner)
     return JsonResponse({**record.describe(), "engine": engine})
 
@@ -90,7 +103,8 @@ async def list_models(request: Request) -> Response:
     service = get_service(request)
     names = service.config.model_names
     models = [_describe(service, name) for name in names]
-    ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}  # Anthropic's clients read these
+    # Anthropic's clients read these
+    ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
     return JsonResponse({"object": "list", "data": models, **ends})
 
 

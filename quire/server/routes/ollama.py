@@ -1,5 +1,7 @@
-"""Ollama's API: POST /api/chat, /api/generate and /api/embed, and what its clients ask about the server: GET /api/tags,
-/api/ps, /api/version and POST /api/show. A stream is a row of lines, each an object."""
+"""Ollama's API: POST /api/chat, /api/generate and /api/embed, and what its clients ask about the
+server: GET /api/tags, /api/ps, /api/version and POST /api/show. A stream is a row of lines, each an
+object.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from quire import __version__
 from quire.server import vectors
 from quire.server.errors import ApiError, error_body
 from quire.server.generation import GenerationEvent, ToolCallDelta, whole_choices
-from quire.server.guard.connection import body_schema, cancel_on_disconnect, ignored_header, read_body
+from quire.server.guard.connection import (
+    body_schema,
+    cancel_on_disconnect,
+    ignored_header,
+    read_body,
+)
 from quire.server.http_responses import JsonResponse, one_line
 from quire.server.lifecycle import Writer, answer
 from quire.server.protocol.common import Body
@@ -88,7 +95,11 @@ class AnswerWriter(OllamaWriter[_AnswerT]):
         return {**self._outline(), **told, **self._logprobs(event), **self._ending()}
 
     def _logprobs(self, event: GenerationEvent) -> dict[str, Any]:
-        return {"logprobs": [logprob_body(entry) for entry in event.logprobs]} if self.body.logprobs else {}
+        return (
+            {"logprobs": [logprob_body(entry) for entry in event.logprobs]}
+            if self.body.logprobs
+            else {}
+        )
 
     def _outline(self) -> dict[str, Any]:
         return {"model": self.body.model or self.model, "created_at": _now()}
@@ -145,7 +156,9 @@ def _now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-def _endpoint(kind: type[_AnswerT], writer: type[AnswerWriter[_AnswerT]], empty: Callable[[], dict[str, Any]]) -> None:
+def _endpoint(
+    kind: type[_AnswerT], writer: type[AnswerWriter[_AnswerT]], empty: Callable[[], dict[str, Any]]
+) -> None:
     @cancel_on_disconnect
     async def create(request: Request) -> Response:
         body = await read_body(request, kind)
@@ -153,8 +166,17 @@ def _endpoint(kind: type[_AnswerT], writer: type[AnswerWriter[_AnswerT]], empty:
             return await answer(request, kind, writer)
         model = get_service(request).check_model(body.served_name)
         if body.keep_alive in (0, "0"):
-            raise ApiError(400, "keep_alive: 0 asks for the model to be unloaded; it stays as long as the server runs")
-        loaded = {"model": body.model or model, "created_at": _now(), **empty(), "done": True, "done_reason": "load"}
+            raise ApiError(
+                400,
+                "keep_alive: 0 asks for the model to be unloaded; it stays as long as the server runs",
+            )
+        loaded = {
+            "model": body.model or model,
+            "created_at": _now(),
+            **empty(),
+            "done": True,
+            "done_reason": "load",
+        }
         headers = ignored_header([*request.state.ignored, *body.left_out()])
         return JsonResponse(loaded, headers=headers)
 
@@ -170,7 +192,9 @@ def _endpoint(kind: type[_AnswerT], writer: type[AnswerWriter[_AnswerT]], empty:
     )
 
 
-_endpoint(OllamaChatRequest, OllamaChatWriter, lambda: {"message": {"role": "assistant", "content": ""}})
+_endpoint(
+    OllamaChatRequest, OllamaChatWriter, lambda: {"message": {"role": "assistant", "content": ""}}
+)
 _endpoint(GenerateRequest, GenerateWriter, lambda: {"response": ""})
 
 
@@ -212,7 +236,9 @@ async def running(request: Request) -> Response:
         "size_vram": memory.get("gpu_memory_allocated", 0),
         "context_length": service.ready.max_model_len,
     }
-    return JsonResponse({"models": [_model(service, name) | about for name in service.config.model_names]})
+    return JsonResponse(
+        {"models": [_model(service, name) | about for name in service.config.model_names]}
+    )
 
 
 @router.post("/api/show", openapi_extra=body_schema(ShowRequest))

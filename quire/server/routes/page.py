@@ -1,4 +1,6 @@
-"""The page: GET /, its files under /page/, and GET /page/watch, what the engine does as server-sent events."""
+"""The page: GET /, its files under /page/, and GET /page/watch, what the engine does as server-sent
+events.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def _read_files() -> Mapping[str, _File]:
     for path in sorted((Path(__file__).parents[1] / "web").iterdir()):
         if path.suffix in _TYPES and path.name != "sign_in.html":
             content = path.read_bytes()
-            files[path.name] = _File(content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:24]}"')
+            files[path.name] = _File(
+                content, _TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:24]}"'
+            )
     return MappingProxyType(files)
 
 
@@ -75,12 +79,15 @@ async def about(request: Request) -> Response:
 
 @router.get("/page/watch")
 async def watch(request: Request, engine: int = 0) -> Response:
-    """What an engine does: the last ten minutes as far as they are known, then a frame a few times a second."""
+    """What an engine does: the last ten minutes as far as they are known, then a frame a few times
+    a second.
+    """
     hubs: WatchHubs = request.app.state.watch_hubs
     hub = hubs.of(engine)
     hub.check_room()
     owner = seen_by(request.scope)
-    own = OwnNames(get_service(request).find_record, owner) if owner else None  # without keys all is everybody's
+    # without keys all is everybody's
+    own = OwnNames(get_service(request).find_record, owner) if owner else None
 
     def failed(path: str, error: ApiError, request_id: str) -> bytes:
         return named_event("failed", error_body(path, error, request_id))
@@ -105,7 +112,9 @@ class _WatchStream(EventStream):
 @router.post("/page/sign_out")
 async def sign_out(request: Request) -> Response:
     """Takes the cookie back."""
-    return PageSessions((), get_service(request).config.tls_certificate is not None).signed_out(request.scope)
+    return PageSessions((), get_service(request).config.tls_certificate is not None).signed_out(
+        request.scope
+    )
 
 
 @router.get("/page/{name}")

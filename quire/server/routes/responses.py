@@ -12,7 +12,13 @@ from quire.server.generation import FinishReason, GenerationEvent, Usage
 from quire.server.guard.connection import new_id
 from quire.server.http_responses import TextEvent, named_event
 from quire.server.lifecycle import Writer, endpoint
-from quire.server.protocol.responses import TOOL_FIELDS, FunctionTool, NamespaceTool, OtherTool, ResponsesRequest
+from quire.server.protocol.responses import (
+    TOOL_FIELDS,
+    FunctionTool,
+    NamespaceTool,
+    OtherTool,
+    ResponsesRequest,
+)
 from quire.server.routes.choices import logprob_body
 
 Event = dict[str, Any]
@@ -39,7 +45,9 @@ class ResponseWriter(Writer[ResponsesRequest]):
             yield self._event({"type": kind, "response": self._response("in_progress")})
 
     def is_long_chunk(self, event: GenerationEvent) -> bool:
-        """It has to wait until the response is stored, and its client must not hear of the end before."""
+        """It has to wait until the response is stored, and its client must not hear of the end
+        before.
+        """
         return event.finish_reason is not None and self._stores_elsewhere
 
     def text_writer(self, index: int, is_reasoning: bool = False) -> Callable[[str], bytes | None]:
@@ -50,7 +58,9 @@ class ResponseWriter(Writer[ResponsesRequest]):
             return None
         if self._text_item != len(self._items.items):
             self._text_item = len(self._items.items)
-            self._text_event = TextEvent(lambda text, number: self._encode(self._items.text_delta(text), number))
+            self._text_event = TextEvent(
+                lambda text, number: self._encode(self._items.text_delta(text), number)
+            )
         assert self._text_event is not None
         self._items.add_text(text)
         self._num_events += 1
@@ -73,7 +83,9 @@ class ResponseWriter(Writer[ResponsesRequest]):
                 self._error = {"code": shown["code"] or "server_error", "message": shown["message"]}
             list(self._items.finish("length"))
             self._finish("cancelled" if is_cancelled else "failed")
-        return self._event({"type": "error", **{name: shown[name] for name in ("code", "message", "param")}})
+        return self._event(
+            {"type": "error", **{name: shown[name] for name in ("code", "message", "param")}}
+        )
 
     def close(self) -> None:
         if not self._is_over:  # the client left
@@ -89,14 +101,18 @@ class ResponseWriter(Writer[ResponsesRequest]):
         return self._finish(_status(reason))
 
     def _finish(self, status: str) -> dict[str, Any]:
-        """The response, now that it is over; it is stored before its client hears of it, who may go on at once."""
+        """The response, now that it is over; it is stored before its client hears of it, who may go
+        on at once.
+        """
         self._is_over = True
         response = self._response(status)
         if self.body.to_store is not None:
             items, ids = self.body.to_store
             output = [_without_logprobs(item) for item in self._items.items]
             ids = [*ids, *(item["id"] for item in output)]
-            self.stored.put({**response, "output": output}, items, ids, self.body.previous_response_id)
+            self.stored.put(
+                {**response, "output": output}, items, ids, self.body.previous_response_id
+            )
         return response
 
     def _event(self, fields: Event) -> bytes:
@@ -110,7 +126,10 @@ class ResponseWriter(Writer[ResponsesRequest]):
 
     def _response(self, status: str) -> dict[str, Any]:
         """The response as far as it has come."""
-        reasoning = {"effort": self.body.reasoning.effort if self.body.reasoning is not None else None, "summary": None}
+        reasoning = {
+            "effort": self.body.reasoning.effort if self.body.reasoning is not None else None,
+            "summary": None,
+        }
         choice: Any = self.body.tool_choice or "auto"
         text_format: dict[str, Any] = {"type": "text"}
         if self.body.text is not None and self.body.text.format is not None:
@@ -122,7 +141,9 @@ class ResponseWriter(Writer[ResponsesRequest]):
             "status": status,
             "background": False,
             "error": self._error,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
             "instructions": self.body.instructions,
             "max_output_tokens": self.body.max_output_tokens,
             "model": self.model,
@@ -135,7 +156,9 @@ class ResponseWriter(Writer[ResponsesRequest]):
             "store": self.body.to_store is not None,
             "temperature": 1.0 if self.body.temperature is None else self.body.temperature,
             "text": {"format": text_format},
-            "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.name},
+            "tool_choice": choice
+            if isinstance(choice, str)
+            else {"type": "function", "name": choice.name},
             "tools": [_describe(tool) for tool in self.body.tools or ()],
             "top_logprobs": self.body.top_logprobs or 0,
             "top_p": 1.0 if self.body.top_p is None else self.body.top_p,
@@ -174,13 +197,16 @@ def _status(reason: FinishReason) -> str:
 
 
 class OutputItems:
-    """The items an answer is made of (reasoning, message, function calls), of which the last is open.
+    """The items an answer is made of (reasoning, message, function calls), of which the last is
+    open.
 
     `take` and `finish` give the events that tell of it; without a stream only `items` counts.
     """
 
     def __init__(self, with_logprobs: bool, namespaces: Mapping[str, tuple[str, str]]) -> None:
-        """`namespaces`: by the names that the model calls them, the namespace and name of functions in one."""
+        """`namespaces`: by the names that the model calls them, the namespace and name of functions
+        in one.
+        """
         self._namespaces = namespaces
         self.items: list[dict[str, Any]] = []
         self._with_logprobs = with_logprobs
@@ -214,7 +240,12 @@ class OutputItems:
         for call in event.tool_calls:
             if call.name is not None:
                 yield from self._close("completed")
-                item = {"type": "function_call", "id": new_id("fc_"), "call_id": call.id, "name": call.name}
+                item = {
+                    "type": "function_call",
+                    "id": new_id("fc_"),
+                    "call_id": call.id,
+                    "name": call.name,
+                }
                 if call.name in self._namespaces:
                     item["namespace"], item["name"] = self._namespaces[call.name]
                 yield from self._open({**item, "arguments": ""})
@@ -233,14 +264,18 @@ class OutputItems:
             yield from self._close("completed")
             prefix = "msg_" if kind == "message" else "rs_"
             item: dict[str, Any] = {"type": kind, "id": new_id(prefix)}
-            item["role" if kind == "message" else "summary"] = "assistant" if kind == "message" else []
+            item["role" if kind == "message" else "summary"] = (
+                "assistant" if kind == "message" else []
+            )
             yield from self._open({**item, "content": []})
             yield self._event("response.content_part.added", content_index=0, part=_part(part, ""))
             self.items[-1]["content"].append(_part(part, ""))
         self._pieces.append(text)
         more: dict[str, Any] = {}
         if part == "output_text":
-            more["logprobs"] = [logprob_body(one) for one in self._logprobs] if self._with_logprobs else []
+            more["logprobs"] = (
+                [logprob_body(one) for one in self._logprobs] if self._with_logprobs else []
+            )
             self.items[-1]["content"][0]["logprobs"] += more["logprobs"]
         yield self._event(f"response.{part}.delta", content_index=0, delta=text, **more)
 
@@ -259,7 +294,9 @@ class OutputItems:
         item["status"] = status
         if item["type"] == "function_call":
             item["arguments"] = text
-            yield self._event("response.function_call_arguments.done", name=item["name"], arguments=text)
+            yield self._event(
+                "response.function_call_arguments.done", name=item["name"], arguments=text
+            )
         else:
             part = item["content"][0]
             part["text"] = text
@@ -281,5 +318,9 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 
 router = endpoint(
-    ResponsesRequest, ResponseWriter, "create_response", "An answer to a text or a conversation.", "OpenAI"
+    ResponsesRequest,
+    ResponseWriter,
+    "create_response",
+    "An answer to a text or a conversation.",
+    "OpenAI",
 )

@@ -28,7 +28,9 @@ async def get_response(request: Request, response_id: str) -> Response:
     """A stored response, without logprobs."""
     stored = _find(request, response_id)
     if request.query_params.get("stream") == "true":
-        raise InvalidRequestError("stream", "is not supported: a response is stored when it is over")
+        raise InvalidRequestError(
+            "stream", "is not supported: a response is stored when it is over"
+        )
     return Response(bytes(stored.body), headers=_ignored(request), media_type="application/json")
 
 
@@ -47,7 +49,9 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     call = service.calls.get((owner_of(request.scope), response_id))
     if call is None or call.is_over:
         status = _find(request, response_id).status()
-        message = f"the response is over ({status}): only one that is being written can be cancelled"
+        message = (
+            f"the response is over ({status}): only one that is being written can be cancelled"
+        )
         raise ApiError(400, message, field="response_id", code="invalid_value")
     call.fail(ApiError(499, "the response was cancelled", code=CANCELLED))
     for _ in range(_CANCEL_TRIES):  # it is stored by whoever writes it, if it is to be stored
@@ -76,7 +80,9 @@ async def list_input_items(
     return await service.in_thread(_page, chain, limit, order, after, _ignored(request))
 
 
-def _page(chain: list[StoredResponse], limit: int, order: str, after: str | None, headers: dict[str, str]) -> Response:
+def _page(
+    chain: list[StoredResponse], limit: int, order: str, after: str | None, headers: dict[str, str]
+) -> Response:
     items = _input_items(chain)
     if order == "desc":
         items.reverse()
@@ -85,7 +91,11 @@ def _page(chain: list[StoredResponse], limit: int, order: str, after: str | None
         raise InvalidRequestError("after", "is the id of none of these items")
     first = 0 if after is None else ids.index(after) + 1
     shown = items[first : first + limit]
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    ends = (
+        {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]}
+        if shown
+        else {"first_id": None, "last_id": None}
+    )
     body = {"object": "list", "data": shown, **ends, "has_more": first + limit < len(items)}
     return JsonResponse(body, headers=headers)
 

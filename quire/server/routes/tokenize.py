@@ -12,7 +12,13 @@ from pydantic import Field
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
 from quire.server.generation import ChatPrompt
-from quire.server.guard.connection import body_schema, cancel_on_disconnect, convert, ignored_header, read_body
+from quire.server.guard.connection import (
+    body_schema,
+    cancel_on_disconnect,
+    convert,
+    ignored_header,
+    read_body,
+)
 from quire.server.http_responses import JsonResponse, LargeJsonResponse
 from quire.server.protocol.anthropic import CountTokensRequest
 from quire.server.protocol.common import NO_TEMPLATES, Body
@@ -55,20 +61,30 @@ async def tokenize(request: Request) -> Response:
         raise InvalidRequestError("prompt", "give either prompt or messages")
     if body.prompt is not None:
         service.encoder.check_size("prompt", body.prompt)
-        ids = await service.in_thread(_encode, service.tokenizer, body.prompt, body.add_special_tokens)
+        ids = await service.in_thread(
+            _encode, service.tokenizer, body.prompt, body.add_special_tokens
+        )
     else:
         begins, continues = body.add_generation_prompt, body.continue_final_message
-        prompt = ChatPrompt(body.messages or [], body.tools, None, body.chat_template_kwargs, begins, continues)
+        prompt = ChatPrompt(
+            body.messages or [], body.tools, None, body.chat_template_kwargs, begins, continues
+        )
         ids = await service.in_thread(service.encoder.encode_chat, prompt)
 
     def make() -> dict[str, Any]:
-        answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.ready.max_model_len, "tokens": ids}
+        answer: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": service.ready.max_model_len,
+            "tokens": ids,
+        }
         answer["token_strs"] = None
         if body.return_token_strs:
             answer["token_strs"] = [service.tokenizer.id_to_token(one) for one in ids]
         return answer
 
-    return await service.in_thread(LargeJsonResponse.of, make, ignored_header(request.state.ignored))
+    return await service.in_thread(
+        LargeJsonResponse.of, make, ignored_header(request.state.ignored)
+    )
 
 
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest), tags=["tokens"])
@@ -77,14 +93,18 @@ async def detokenize(request: Request) -> Response:
     """The text of tokens."""
     body, service = await _read(request, DetokenizeRequest)
     try:
-        text = await service.in_thread(service.tokenizer.decode, body.tokens, body.skip_special_tokens)
+        text = await service.in_thread(
+            service.tokenizer.decode, body.tokens, body.skip_special_tokens
+        )
     except InvalidRequestError as error:
         raise renamed(error, {"token_ids": "tokens"}) from None
     headers = ignored_header(request.state.ignored)
     return await service.in_thread(LargeJsonResponse.of, lambda: {"prompt": text}, headers)
 
 
-@router.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest), tags=["Anthropic"])
+@router.post(
+    "/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest), tags=["Anthropic"]
+)
 async def count_tokens(request: Request) -> Response:
     """How many tokens a conversation has."""
     body, service = await _read(request, CountTokensRequest)
@@ -95,8 +115,9 @@ async def count_tokens(request: Request) -> Response:
 
 
 def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Special tokens in a text are text, but a text that is nothing else asks for the id of one: lm-eval finds the end
-    of answers by it."""
+    """Special tokens in a text are text, but a text that is nothing else asks for the id of one:
+    lm-eval finds the end of answers by it.
+    """
     if not add_special_tokens:
         for token_id, token in tokenizer.added_tokens.items():
             if token.special and token.content == text:

@@ -1,5 +1,6 @@
-"""What vLLM's users and SageMaker ask for beside the APIs: /ping, /load, /server_info, /invocations and
-/v1/chat/completions/batch."""
+"""What vLLM's users and SageMaker ask for beside the APIs: /ping, /load, /server_info, /invocations
+and /v1/chat/completions/batch.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ from quire.server.service import get_service
 
 
 class BatchedChatWriter(ChatWriter):
-    """One choice for each conversation, in their order. What is said of a prompt is said with its choice."""
+    """One choice for each conversation, in their order. What is said of a prompt is said with its
+    choice.
+    """
 
     STREAMS = False
 
@@ -47,7 +50,11 @@ class BatchedChatWriter(ChatWriter):
 
 
 router = endpoint(
-    BatchedChatRequest, BatchedChatWriter, "create_chat_batch", "Answers to several conversations.", "vLLM"
+    BatchedChatRequest,
+    BatchedChatWriter,
+    "create_chat_batch",
+    "Answers to several conversations.",
+    "vLLM",
 )
 _APIS = {
     "messages": (ChatCompletionRequest, ChatWriter),
@@ -95,10 +102,14 @@ async def server_info(request: Request) -> Response:
 @router.post("/invocations", tags=["vLLM"])
 @cancel_on_disconnect
 async def invocations(request: Request) -> Response:
-    """SageMaker's one address for all: what is asked for is told by the field `messages`, `prompt` or `input`."""
+    """SageMaker's one address for all: what is asked for is told by the field `messages`, `prompt`
+    or `input`.
+    """
     fields = (await convert(request, parse_body, await request.body(), Body)).model_extra or {}
     for name, (kind, writer) in _APIS.items():
         if name in fields:
             return await answer(request, kind, writer)  # type: ignore[arg-type]
-    message = "the body needs messages (a chat), prompt (a text to continue) or input (a text to embed)"
+    message = (
+        "the body needs messages (a chat), prompt (a text to continue) or input (a text to embed)"
+    )
     raise ApiError(400, message, code="missing_required_parameter")

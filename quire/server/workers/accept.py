@@ -1,8 +1,9 @@
-"""Accepts connections from a listening socket that several workers share, so that each gets its part of them.
+"""Accepts connections from a listening socket that several workers share, so that each gets its
+part of them.
 
-The system wakes all who wait for a connection, and the first takes it: mostly the one that ran last. So a worker that
-has more connections than another looks away for a moment. If nobody else took it by then (the other one is busy, or
-has just died), it does.
+The system wakes all who wait for a connection, and the first takes it: mostly the one that ran
+last. So a worker that has more connections than another looks away for a moment. If nobody else
+took it by then (the other one is busy, or has just died), it does.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ class Accepting:
         if accepted.family != socket.AF_UNIX:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connecting = self._loop.connect_accepted_socket(
-            self._make_protocol, accepted, ssl=self._tls, ssl_handshake_timeout=self._handshake_seconds
+            self._make_protocol,
+            accepted,
+            ssl=self._tls,
+            ssl_handshake_timeout=self._handshake_seconds,
         )
         task: asyncio.Task[object] = self._loop.create_task(connecting)
         self._coming.add(task)

@@ -16,7 +16,9 @@ _STORE_SECONDS = 30.0
 
 
 class RemoteEngines(asyncio.Protocol):
-    """What `EngineClient` is to the server's own process. Also the way to what else there is one of."""
+    """What `EngineClient` is to the server's own process. Also the way to what else there is one
+    of.
+    """
 
     def __init__(self, ready: messages.Ready) -> None:
         self.state: State = "ready"

@@ -1,5 +1,6 @@
-"""What a worker does not answer itself goes to the server's own process and back, as it is: files and batches, stored
-responses, metrics, what became of a request, pages."""
+"""What a worker does not answer itself goes to the server's own process and back, as it is: files
+and batches, stored responses, metrics, what became of a request, pages.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ OWN_PATHS = frozenset(
 )
 """To which workers take POST requests themselves."""
 _KEYS = frozenset({b"authorization", b"x-api-key"})
-_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"expect", b"te", b"upgrade", b"date"})
+_HOP = frozenset(
+    {b"connection", b"keep-alive", b"transfer-encoding", b"expect", b"te", b"upgrade", b"date"}
+)
 """Headers about one connection, not about the message."""
 _READ_AT_ONCE = 64 * 1024
 _IS_READ = "quire.is_read"
@@ -34,7 +37,9 @@ _IS_READ = "quire.is_read"
 
 
 class Forward:
-    """ASGI middleware around a worker's application; outermost, since the other process has limits and keys too."""
+    """ASGI middleware around a worker's application; outermost, since the other process has limits
+    and keys too.
+    """
 
     def __init__(self, app: ASGIApp, path: str) -> None:
         """`path`: the socket on which the other process listens."""
@@ -49,7 +54,9 @@ class Forward:
             reader, writer = await asyncio.open_unix_connection(self._path, limit=_READ_AT_ONCE)
         except OSError:
             scope.setdefault("state", {})["request_id"] = request_id_of(scope["headers"])
-            error = ApiError(503, "the server is going down", code="shutting_down", retry_after=10.0)
+            error = ApiError(
+                503, "the server is going down", code="shutting_down", retry_after=10.0
+            )
             await error_response(scope, error)(scope, receive, send)
             return
         asking = asyncio.create_task(_ask(scope, receive, writer))
@@ -77,7 +84,10 @@ def _is_of_a_page(scope: Scope) -> bool:
 async def _ask(scope: Scope, receive: Receive, writer: asyncio.StreamWriter) -> None:
     """Sends the request; returns when the client has left."""
     query = b"?" + scope["query_string"] if scope["query_string"] else b""
-    lines = [b"%b %b%b HTTP/1.1" % (scope["method"].encode("ascii"), scope["raw_path"], query), b"connection: close"]
+    lines = [
+        b"%b %b%b HTTP/1.1" % (scope["method"].encode("ascii"), scope["raw_path"], query),
+        b"connection: close",
+    ]
     lines += [b"%b: %b" % (name, value) for name, value in scope["headers"] if name not in _HOP]
     is_chunked = any(name == b"transfer-encoding" for name, _ in scope["headers"])
     if is_chunked:
@@ -148,8 +158,16 @@ class _Parts:
         found: list[Message] = []
         if self._are_headers_complete and not self.has_begun:
             self.has_begun = True
-            found.append({"type": "http.response.start", "status": parser.get_status_code(), "headers": self._headers})
+            found.append(
+                {
+                    "type": "http.response.start",
+                    "status": parser.get_status_code(),
+                    "headers": self._headers,
+                }
+            )
         if self._body:
-            found.append({"type": "http.response.body", "body": b"".join(self._body), "more_body": True})
+            found.append(
+                {"type": "http.response.body", "body": b"".join(self._body), "more_body": True}
+            )
             self._body = []
         return found

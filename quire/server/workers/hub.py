@@ -1,4 +1,6 @@
-"""The server's side of its HTTP workers: starts them, stands between them and the engine, replaces those that die."""
+"""The server's side of its HTTP workers: starts them, stands between them and the engine, replaces
+those that die.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ _LONGEST_PARENT = 75
 _BACKLOG = 2048
 """Connections that wait to be accepted."""
 _LOOK_SECONDS = 0.2
-"""Between two looks whether the engine is there, for workers; a request for one that is not is refused anyway."""
+"""Between two looks whether the engine is there, for workers; a request for one that is not is
+refused anyway.
+"""
 _PINGS = 8
 """Without an answer, in `hang_seconds`: then a worker hangs."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
@@ -46,7 +50,9 @@ _EXIT_SECONDS = 5.0
 class WorkerHub:
     """All workers of a server. `folder` has their sockets and what they count."""
 
-    def __init__(self, config: ServerConfig, listener: socket.socket, on_failure: Callable[[], None]) -> None:
+    def __init__(
+        self, config: ServerConfig, listener: socket.socket, on_failure: Callable[[], None]
+    ) -> None:
         """`on_failure` is called when a worker could not be started again and again."""
         self._config = config
         self._listener = listener
@@ -79,7 +85,9 @@ class WorkerHub:
         numbers = [Numbers(self.folder / f"numbers-{worker}") for worker in self._workers()]
         service.metrics.show(numbers)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: WorkerLink(self, client), str(self.folder / "link"))
+        self._server = await loop.create_unix_server(
+            lambda: WorkerLink(self, client), str(self.folder / "link")
+        )
         self._listener.listen(_BACKLOG)
         self._tasks = [loop.create_task(self._supervise(worker)) for worker in self._workers()]
         self._tasks += [loop.create_task(self._tell_state(client)), loop.create_task(self._watch())]
@@ -154,7 +162,9 @@ class WorkerHub:
             self._all_listening.set()
 
     def unlinked(self, link: WorkerLink) -> None:
-        """Without its link a worker is of no use; its end is noticed by whoever waits for the process."""
+        """Without its link a worker is of no use; its end is noticed by whoever waits for the
+        process.
+        """
         for worker, one in self._links.items():
             if one is link:
                 with contextlib.suppress(ProcessLookupError):
@@ -185,22 +195,35 @@ class WorkerHub:
             if self._draining.is_set():
                 return
             process = self._processes.get(worker)
-            who = f"HTTP worker {worker}" + (f" (process {process.pid})" if process is not None else "")
-            logger.error("%s is gone: %s; %d answers were lost with it; it is started again", who, how, lost)
+            who = f"HTTP worker {worker}" + (
+                f" (process {process.pid})" if process is not None else ""
+            )
+            logger.error(
+                "%s is gone: %s; %d answers were lost with it; it is started again", who, how, lost
+            )
             self.service.metrics.worker_restarted(lost)
             failed = failed + 1 if link is None else 0
             if failed >= _MOST_FAILED_STARTS:
-                logger.error("HTTP worker %d could not be started %d times; giving up", worker, failed)
+                logger.error(
+                    "HTTP worker %d could not be started %d times; giving up", worker, failed
+                )
                 self._on_failure()
                 return
-            pause = _FIRST_PAUSE if time.monotonic() - started > 10 * _LONGEST_PAUSE else min(_LONGEST_PAUSE, 2 * pause)
+            pause = (
+                _FIRST_PAUSE
+                if time.monotonic() - started > 10 * _LONGEST_PAUSE
+                else min(_LONGEST_PAUSE, 2 * pause)
+            )
             await asyncio.sleep(pause)
 
     async def _run(self, worker: int) -> str:
         """From a worker's start to its end; how it ended."""
         assert self._client is not None
         assert self._client.ready is not None
-        paths = [str(Path(quire.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [
+            str(Path(quire.__file__).parents[1]),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
         process = self._processes[worker] = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -212,12 +235,16 @@ class WorkerHub:
         )
         assert process.stdin is not None
         fields = encode_config(self._config)
-        first = WorkerConfig(fields, worker, self._listener.fileno(), str(self.folder), self._client.ready)
+        first = WorkerConfig(
+            fields, worker, self._listener.fileno(), str(self.folder), self._client.ready
+        )
         process.stdin.write(msgspec.json.encode(first) + b"\n")
         with contextlib.suppress(ConnectionError):
             await process.stdin.drain()
         code = await process.wait()
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
+        return (
+            f"killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
+        )
 
     async def _watch(self) -> None:
         """Ends workers that hang. Times in which this process did not run itself count for nothing."""
@@ -226,7 +253,9 @@ class WorkerHub:
             await asyncio.sleep(pause)
             for worker, link in self._links.items():
                 if link.ping() >= _PINGS:
-                    logger.error("HTTP worker %d gave no sign of life for %.0f s", worker, _PINGS * pause)
+                    logger.error(
+                        "HTTP worker %d gave no sign of life for %.0f s", worker, _PINGS * pause
+                    )
                     with contextlib.suppress(ProcessLookupError):
                         self._processes[worker].kill()
 

@@ -1,4 +1,6 @@
-"""What passes between the server's process and an HTTP worker: msgpack of these values over a unix socket."""
+"""What passes between the server's process and an HTTP worker: msgpack of these values over a unix
+socket.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 class Find(msgspec.Struct, tag="find"):
-    """Does the worker know a request of this name, asked for by this owner, or with None by anybody?"""
+    """Does the worker know a request of this name, asked for by this owner, or with None by
+    anybody?
+    """
 
     ticket: int
     name: str

@@ -92,7 +92,9 @@ class WorkerLink(asyncio.Protocol):
         return self._num_unanswered - 1
 
     def lost(self) -> int:
-        """The worker is gone: nobody waits for its requests any more. How many answers they would have had."""
+        """The worker is gone: nobody waits for its requests any more. How many answers they would
+        have had.
+        """
         requests, self._requests = self._requests, {}
         if self._transport is not None:
             self._transport.abort()
@@ -136,7 +138,9 @@ class WorkerLink(asyncio.Protocol):
                 if answered is not None:
                     answered(None if message.record is None else RequestRecord(**message.record))
             case Store():
-                self._hub.service.responses.put(msgspec.json.decode(message.response, type=StoredResponse))
+                self._hub.service.responses.put(
+                    msgspec.json.decode(message.response, type=StoredResponse)
+                )
                 self.send(Recalled(message.ticket, None))
             case Recall():
                 self._recall(message)
@@ -189,7 +193,9 @@ class _Request:
         self._request_id = request_id
         self.num_unfinished = num_answers
         self._told_in: messages.Updates | None = None
-        """The last message with an update of it: tokens that come after that, in the same one, must not go first."""
+        """The last message with an update of it: tokens that come after that, in the same one, must
+        not go first.
+        """
 
     def accepted(self, request_id: str) -> None:
         self._link.news().accepted.append(request_id)

@@ -16,12 +16,15 @@ class RemoteStore(ResponseStore):
     is_remote = True
 
     def __init__(self, config: ServerConfig, engines: RemoteEngines) -> None:
-        super().__init__(StoreLimits(config.stored_responses, config.stored_bytes, config.stored_seconds))
+        super().__init__(
+            StoreLimits(config.stored_responses, config.stored_bytes, config.stored_seconds)
+        )
         self._engines = engines
 
     def put(self, stored: StoredResponse) -> None:
-        """In a thread, it is kept when this returns; on the event loop (nobody waits: the client has left, or is told
-        of an error), it will be."""
+        """In a thread, it is kept when this returns; on the event loop (nobody waits: the client
+        has left, or is told of an error), it will be.
+        """
         if self._engines.is_on_loop:
             self._engines.send(Store(0, msgspec.json.encode(stored)))
         else:

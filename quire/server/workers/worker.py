@@ -1,7 +1,8 @@
 """One HTTP worker: `python -m quire.server.workers.worker`, started by `hub`.
 
-It reads its configuration from standard input, accepts connections from the server's listening socket, and ends when
-its standard input or its link does: nothing is left behind when the server's process dies, however it dies.
+It reads its configuration from standard input, accepts connections from the server's listening
+socket, and ends when its standard input or its link does: nothing is left behind when the server's
+process dies, however it dies.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.engine_client import Engines
 from quire.server.guard.counts import Counts
-from quire.server.http_server import HttpServer, http_settings, open_tokenizer, prepare_process, settle
+from quire.server.http_server import (
+    HttpServer,
+    http_settings,
+    open_tokenizer,
+    prepare_process,
+    settle,
+)
 from quire.server.logs import set_up_logging
 from quire.server.replicas.open import metrics_for
 from quire.server.service import GenerationService
@@ -88,9 +95,13 @@ async def _serve(first: WorkerConfig, config: ServerConfig, tokenizer: Tokenizer
     endpoint = config.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
     client, store = cast(Engines, engines), RemoteStore(config, engines)
-    service = GenerationService(config, tokenizer, client, first.ready, metrics, tracing, store, counts)
+    service = GenerationService(
+        config, tokenizer, client, first.ready, metrics, tracing, store, counts
+    )
     app = Forward(create_app(service), str(folder / "inner"))
-    server = _Server(http_settings(config, app, counts), socket.socket(fileno=first.listener), counts)
+    server = _Server(
+        http_settings(config, app, counts), socket.socket(fileno=first.listener), counts
+    )
 
     def drain() -> None:
         service.is_draining = True

@@ -1,3 +1,5 @@
-"""What `quire bench` runs: `jobs` to measure with, `offline` (the engine alone), `comparison` (beside `peers`, each in
-an `engine_process`), `quality` (what weight formats cost), `serve` (any server with OpenAI's API), `ladder` (technique
-by technique), and the one form of their reports in `report`."""
+"""What `quire bench` runs: `jobs` to measure with, `offline` (the engine alone), `comparison`
+(beside `peers`, each in an `engine_process`), `quality` (what weight formats cost), `serve` (any
+server with OpenAI's API), `ladder` (technique by technique), and the one form of their reports in
+`report`.
+"""

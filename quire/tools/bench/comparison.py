@@ -1,8 +1,8 @@
-"""Quire and other engines on the same work, side by side: prompts, single answers, many requests at once, requests that
-begin alike, and how quickly and in how much memory an engine starts.
+"""Quire and other engines on the same work, side by side: prompts, single answers, many requests at
+once, requests that begin alike, and how quickly and in how much memory an engine starts.
 
-All engines take turns, so that a busy moment of the machine hits all alike, and every pass has prompts of its own: a
-peer may keep prefixes, too, and can't be asked to forget them.
+All engines take turns, so that a busy moment of the machine hits all alike, and every pass has
+prompts of its own: a peer may keep prefixes, too, and can't be asked to forget them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,14 @@ STANDARD = (
     PREFILL,
     _one("decode, one request", 129, "output", without=PREFILL.name),
     Workload("32 requests at once", 32, Lengths(100, 300), Lengths(64, 128)),
-    Workload("16 with a common 512 tokens", 16, Lengths(32, 32), Lengths(32, 32), shared=512, figure="time"),
+    Workload(
+        "16 with a common 512 tokens",
+        16,
+        Lengths(32, 32),
+        Lengths(32, 32),
+        shared=512,
+        figure="time",
+    ),
 )
 """What serves one user, many, and many with the same instructions."""
 
@@ -94,8 +101,9 @@ def start_engines(
     clock: Clock = time.perf_counter,
     limit: float | None = None,
 ) -> tuple[dict[str, Peer], dict[str, Starts]]:
-    """Each engine's process, started `repeats` times in turn; the last one of each stays until `stack` is closed. None
-    may think longer than `limit` seconds about anything."""
+    """Each engine's process, started `repeats` times in turn; the last one of each stays until
+    `stack` is closed. None may think longer than `limit` seconds about anything.
+    """
     source = TokenSource(0, vocab_size)
     engines: dict[str, Peer] = {}
     seconds: dict[str, list[float]] = {kind: [] for kind in choices}
@@ -104,7 +112,9 @@ def start_engines(
         for repeat in range(repeats):
             for kind, choice in choices.items():
                 bar.begin(f"starting {kind}, pass {repeat + 1}")
-                first, whole = (Job(source.draw(_FIRST_PROMPT), count) for count in (1, _FIRST_ANSWER))
+                first, whole = (
+                    Job(source.draw(_FIRST_PROMPT), count) for count in (1, _FIRST_ANSWER)
+                )
                 began = clock()
                 process = EngineProcess(choice, limit)
                 with ExitStack() as until_done:
@@ -132,8 +142,10 @@ def compare_engines(
     url: str | None,
     limit: float | None = None,
 ) -> Report:
-    """Starts Quire (with further engine `options`) and `peers`, each with the interpreter it is installed for (empty:
-    ours), and compares them. A measure that takes longer than `limit` seconds is cut, and the table says so."""
+    """Starts Quire (with further engine `options`) and `peers`, each with the interpreter it is
+    installed for (empty: ours), and compares them. A measure that takes longer than `limit` seconds
+    is cut, and the table says so.
+    """
     for kind in peers:
         check_peer(kind, url if kind == _REMOTE or _REMOTE not in peers else None)
     where, source = pick_device(device), resolve(model)
@@ -143,7 +155,13 @@ def compare_engines(
     number_format = str(pick_dtype(dtype, where)).removeprefix("torch.")
     longest = max(_FIRST_PROMPT + _FIRST_ANSWER, *(workload.max_tokens for workload in workloads))
     setting = PeerSetting(
-        model, str(source.path), str(where), number_format, torch.get_num_threads(), peer_batch, longest
+        model,
+        str(source.path),
+        str(where),
+        number_format,
+        torch.get_num_threads(),
+        peer_batch,
+        longest,
     )
     engines: dict[str, Peer] = {}
     if _REMOTE in peers:
@@ -153,7 +171,8 @@ def compare_engines(
         for kind, python in peers.items()
         if kind != _REMOTE
     }
-    choices[OWN] = EngineChoice(OWN, setting, options)  # last: on a GPU it takes what the others leave
+    # last: on a GPU it takes what the others leave
+    choices[OWN] = EngineChoice(OWN, setting, options)
     facts = report_facts(where.torch_device) | {"instruction sets": instruction_sets()}
     with ExitStack() as stack:
         started, starts = start_engines(choices, vocab_size, repeats, stack, limit=limit)
@@ -189,8 +208,9 @@ def compare(
     clock: Clock = time.perf_counter,
     limit: float | None = None,
 ) -> Table:
-    """Quire (the engine called "quire") and its peers, one line for each workload. `limit` is what their processes were
-    started with."""
+    """Quire (the engine called "quire") and its peers, one line for each workload. `limit` is what
+    their processes were started with.
+    """
     peers = [kind for kind in engines if kind != OWN]
     order = [OWN, *peers]
     passes = _run({kind: engines[kind] for kind in order}, workloads, vocab_size, repeats, clock)
@@ -198,15 +218,28 @@ def compare(
     for workload in workloads:
         cells = {kind: _figure(workload, passes, kind) for kind in order}
         medians = {kind: cell.median for kind, cell in cells.items() if isinstance(cell, Spread)}
-        rows.append(_row(workload.name, order, cells, medians, less_is_better=workload.figure == "time"))
+        rows.append(
+            _row(workload.name, order, cells, medians, less_is_better=workload.figure == "time")
+        )
     if starts:
         first = {kind: start.first_token for kind, start in starts.items()}
         medians = {kind: spread.median for kind, spread in first.items()}
         rows.append(_row("start to first token", order, first, medians, less_is_better=True))
-        memory = {kind: start.peak_memory for kind, start in starts.items() if start.peak_memory is not None}
+        memory = {
+            kind: start.peak_memory
+            for kind, start in starts.items()
+            if start.peak_memory is not None
+        }
         sizes = {kind: Bytes(size) for kind, size in memory.items()}
         rows.append(_row("peak memory, one request", order, sizes, memory, less_is_better=True))
-    rows.append(("answers that agree", EMPTY, *(_agreement(passes, kind) for kind in peers), *[EMPTY] * len(peers)))
+    rows.append(
+        (
+            "answers that agree",
+            EMPTY,
+            *(_agreement(passes, kind) for kind in peers),
+            *[EMPTY] * len(peers),
+        )
+    )
     columns = ("what", *order, *(f"over {kind}" for kind in peers))
     note = _note(workloads, repeats, bool(starts))
     if any(_CUT in row for row in rows):
@@ -215,7 +248,11 @@ def compare(
 
 
 def _run(
-    engines: Mapping[str, Peer], workloads: Sequence[Workload], vocab_size: int, repeats: int, clock: Clock
+    engines: Mapping[str, Peer],
+    workloads: Sequence[Workload],
+    vocab_size: int,
+    repeats: int,
+    clock: Clock,
 ) -> _Passes:
     passes: _Passes = {(kind, workload.name): [] for kind in engines for workload in workloads}
     with BenchmarkBar(1 + repeats * len(workloads) * len(engines)) as bar:
@@ -270,7 +307,11 @@ def _agreement(passes: _Passes, peer: str) -> str:
 
 
 def _row(
-    name: str, order: Sequence[str], cells: Mapping[str, Cell], values: Mapping[str, float], less_is_better: bool
+    name: str,
+    order: Sequence[str],
+    cells: Mapping[str, Cell],
+    values: Mapping[str, float],
+    less_is_better: bool,
 ) -> Row:
     """A measure of every engine that has it, then how many times better ours is than each peer's."""
     ratios: list[Cell] = []
@@ -288,7 +329,11 @@ def _note(workloads: Sequence[Workload], repeats: int, with_starts: bool) -> str
     parts = []
     for workload in workloads:
         shared = f" after {workload.shared} in common" if workload.shared else ""
-        what = {"output": "output tokens per second", "prompt": "prompt tokens per second", "time": "time for all"}
+        what = {
+            "output": "output tokens per second",
+            "prompt": "prompt tokens per second",
+            "time": "time for all",
+        }
         less = f", less the time of the {workload.without}" if workload.without else ""
         parts.append(
             f"{workload.name}: {workload.count} × {workload.prompt} prompt tokens{shared}, {workload.new} new ones, "

@@ -1,8 +1,10 @@
-"""An engine in a process of its own: how long it takes from nothing to its first token, what it takes of memory, and
-nothing of it in anybody else's way. The process may run in another virtual environment.
+"""An engine in a process of its own: how long it takes from nothing to its first token, what it
+takes of memory, and nothing of it in anybody else's way. The process may run in another virtual
+environment.
 
-Both sides write lines of JSON: first the kind of engine and its setting, answered by the engine's name, then jobs,
-answered by their tokens. `python -m quire.tools.bench.engine_process` is the process's side.
+Both sides write lines of JSON: first the kind of engine and its setting, answered by the engine's
+name, then jobs, answered by their tokens. `python -m quire.tools.bench.engine_process` is the
+process's side.
 """
 
 from __future__ import annotations
@@ -45,14 +47,16 @@ class EngineProcess:
     """The other end of an engine's process; a `Peer` like those that are in ours."""
 
     def __init__(self, choice: EngineChoice, limit: float | None = None) -> None:
-        """Starts it and loads the model. Where loading, or an answer, takes more than `limit` seconds, the process is
-        stopped with TookTooLongError, and another started in its place."""
+        """Starts it and loads the model. Where loading, or an answer, takes more than `limit`
+        seconds, the process is stopped with TookTooLongError, and another started in its place.
+        """
         self._choice = choice
         self._limit = limit
         self._running = False
         self.peak_memory: int | None = None
-        """Of resident memory, in bytes, from the process's start to its last answer; None where the system does not
-        tell."""
+        """Of resident memory, in bytes, from the process's start to its last answer; None where the
+        system does not tell.
+        """
         self._start()
 
     def _start(self) -> None:
@@ -75,7 +79,11 @@ class EngineProcess:
             raise QuireError(f"{choice.kind}: {choice.python} can't be started: {error}") from None
         self._running = True
         try:
-            order = {"kind": choice.kind, "setting": asdict(choice.setting), "options": choice.options}
+            order = {
+                "kind": choice.kind,
+                "setting": asdict(choice.setting),
+                "options": choice.options,
+            }
             self.name: str = self._ask(order)["name"]
         except BaseException:
             self.close()
@@ -99,7 +107,8 @@ class EngineProcess:
             return
         self._running = False
         if self._process.stdin is not None:
-            # There is no more to do, so it ends by itself; one that has ended already left what it did not read.
+            # There is no more to do, so it ends by itself; one that has ended already left what it
+            # did not read.
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
         try:
@@ -127,13 +136,17 @@ class EngineProcess:
             if self._limit is not None and not select.select([stdout], [], [], self._limit)[0]:
                 self._process.kill()
                 self.close()
-                raise TookTooLongError(f"{self._choice.kind} did not answer within {self._limit:g} s")
+                raise TookTooLongError(
+                    f"{self._choice.kind} did not answer within {self._limit:g} s"
+                )
             line = stdout.readline()
         except OSError:
             line = ""
         if not line:
             self._log.seek(0)
-            raise QuireError(f"the process of {self._choice.kind} ended: {self._log.read()[-2000:].strip()}")
+            raise QuireError(
+                f"the process of {self._choice.kind} ended: {self._log.read()[-2000:].strip()}"
+            )
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise QuireError(reply["error"])
@@ -173,7 +186,9 @@ def _serve(orders: IO[str], replies: IO[str]) -> None:
         engine = _open(json.loads(orders.readline()))
         _write(replies, {"name": engine.name})
         for line in orders:
-            jobs = [Job(tuple(prompt), max_tokens) for prompt, max_tokens in json.loads(line)["jobs"]]
+            jobs = [
+                Job(tuple(prompt), max_tokens) for prompt, max_tokens in json.loads(line)["jobs"]
+            ]
             answers = engine.run(jobs)
             _write(replies, {"answers": answers, "peak_memory": _peak_resident()})
     except QuireError as error:

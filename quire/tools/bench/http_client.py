@@ -1,7 +1,7 @@
 """A small HTTP client for streams of events, quick enough not to be what is measured.
 
-HTTP/1.1 with keep-alive and nothing else: no redirects, no compression, no proxies. A general client spends more on
-each event than a server does.
+HTTP/1.1 with keep-alive and nothing else: no redirects, no compression, no proxies. A general
+client spends more on each event than a server does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class HttpError(QuireError):
 
 
 class HttpClient:
-    """Requests to one server. Connections are kept for the next request; `close` ends those not in use."""
+    """Requests to one server. Connections are kept for the next request; `close` ends those not in
+    use.
+    """
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
         """`timeout`: the most seconds between two pieces of an answer."""
@@ -67,13 +69,19 @@ class HttpClient:
         return _parsed(await self.get(path), path)
 
     async def post_json(self, path: str, body: object) -> Any:
-        data = b"".join([piece async for piece in self._exchange("POST", path, json.dumps(body).encode())])
+        data = b"".join(
+            [piece async for piece in self._exchange("POST", path, json.dumps(body).encode())]
+        )
         return _parsed(data, path)
 
     async def events(self, path: str, body: object) -> AsyncGenerator[bytes]:
-        """The data of each server-sent event of the answer. Leaving early (aclose) cuts the connection."""
+        """The data of each server-sent event of the answer. Leaving early (aclose) cuts the
+        connection.
+        """
         rest = b""
-        async with contextlib.aclosing(self._exchange("POST", path, json.dumps(body).encode())) as pieces:
+        async with contextlib.aclosing(
+            self._exchange("POST", path, json.dumps(body).encode())
+        ) as pieces:
             async for piece in pieces:
                 lines = (rest + piece).split(b"\n")
                 rest = lines.pop()
@@ -82,8 +90,9 @@ class HttpClient:
                         yield line[5:].strip()
 
     async def _exchange(self, method: str, path: str, body: bytes) -> AsyncGenerator[bytes]:
-        """Sends a request and yields the answer's body in pieces as they come; raises HttpError for a status that is
-        no success."""
+        """Sends a request and yields the answer's body in pieces as they come; raises HttpError for
+        a status that is no success.
+        """
         head = f"{method} {self._root}{path} HTTP/1.1\r\n{self._headers}"
         if method == "POST":
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
@@ -92,7 +101,9 @@ class HttpClient:
         try:
             connection, status = await self._send(data)
             if status >= 300:
-                text = b"".join([piece async for piece in connection.body()]).decode(errors="replace")
+                text = b"".join([piece async for piece in connection.body()]).decode(
+                    errors="replace"
+                )
                 raise HttpError(f"{path}: HTTP {status}: {_message(text)}", status)
             async for piece in connection.body():
                 yield piece
@@ -108,8 +119,9 @@ class HttpClient:
                     connection.close()
 
     async def _send(self, data: bytes) -> tuple[_Connection, int]:
-        """Over a kept connection or a new one. A server may have closed one while it lay idle; then the request goes
-        over another."""
+        """Over a kept connection or a new one. A server may have closed one while it lay idle; then
+        the request goes over another.
+        """
         while True:
             is_kept = bool(self._idle)
             connection = self._idle.pop() if is_kept else await self._connect()
@@ -129,7 +141,9 @@ class HttpClient:
 class _Connection:
     """One connection and the answer that is being read from it."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout: float) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout: float
+    ) -> None:
         self._reader = reader
         self._writer = writer
         self._timeout = timeout
@@ -153,7 +167,9 @@ class _Connection:
             raise ValueError(f"the answer is no HTTP: {first[:60]!r}")
         parts = (line.partition(":") for line in lines)
         self._headers = {name.strip().lower(): value.strip() for name, _, value in parts}
-        self._keeps_alive = version == "HTTP/1.1" and self._headers.get("connection", "").lower() != "close"
+        self._keeps_alive = (
+            version == "HTTP/1.1" and self._headers.get("connection", "").lower() != "close"
+        )
         return int(status[:3])
 
     async def body(self) -> AsyncGenerator[bytes]:
@@ -185,7 +201,9 @@ def _parsed(data: bytes, path: str) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
-        raise QuireError(f"the server's answer to {path} is no JSON: is it a Quire server?") from None
+        raise QuireError(
+            f"the server's answer to {path} is no JSON: is it a Quire server?"
+        ) from None
 
 
 def _message(text: str) -> str:

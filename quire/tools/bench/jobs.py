@@ -49,7 +49,9 @@ class Lengths:
         """From "100" or "100-300"."""
         low, dash, high = text.partition("-")
         if not (low.isdigit() and (high.isdigit() or not dash)):
-            raise InvalidRequestError(option, f"must be a number of tokens or a range such as 100-300, not {text!r}")
+            raise InvalidRequestError(
+                option, f"must be a number of tokens or a range such as 100-300, not {text!r}"
+            )
         lengths = cls(int(low), int(high) if dash else int(low))
         if not 1 <= lengths.low <= lengths.high:
             raise InvalidRequestError(option, f"must be at least 1 and rise, not {text!r}")
@@ -60,7 +62,9 @@ class Lengths:
         """From 1 - ratio to 1 + ratio times the length."""
         check_least(option, length)
         if not 0 <= ratio < 1:
-            raise InvalidRequestError("--random-range-ratio", f"must be from 0 to below 1, not {ratio}")
+            raise InvalidRequestError(
+                "--random-range-ratio", f"must be from 0 to below 1, not {ratio}"
+            )
         return cls(max(1, round(length * (1 - ratio))), max(1, round(length * (1 + ratio))))
 
     def draw(self, source: random.Random) -> int:
@@ -71,7 +75,9 @@ class Lengths:
 
 
 class TokenSource:
-    """Draws random prompts: token ids if the vocabulary's size is known, otherwise words (about a token each)."""
+    """Draws random prompts: token ids if the vocabulary's size is known, otherwise words (about a
+    token each).
+    """
 
     def __init__(self, seed: int = 0, vocab_size: int | None = None) -> None:
         if vocab_size is not None:
@@ -88,33 +94,49 @@ class TokenSource:
         return " ".join(drawn) if self._vocab_size is None else drawn
 
 
-def random_jobs(count: int, prompt: Lengths, new: Lengths, source: TokenSource, shared: int = 0) -> list[Job]:
+def random_jobs(
+    count: int, prompt: Lengths, new: Lengths, source: TokenSource, shared: int = 0
+) -> list[Job]:
     """Prompts that begin with the same `shared` tokens, then have nothing in common."""
     prefix = source.draw(shared)
     return [
-        Job(source.prompt(prefix + source.draw(prompt.draw(source.random))), new.draw(source.random))
+        Job(
+            source.prompt(prefix + source.draw(prompt.draw(source.random))), new.draw(source.random)
+        )
         for _ in range(count)
     ]
 
 
 def prefix_jobs(
-    count: int, source: TokenSource, num_prefixes: int, prefix_len: int, suffix_len: int, output_len: int
+    count: int,
+    source: TokenSource,
+    num_prefixes: int,
+    prefix_len: int,
+    suffix_len: int,
+    output_len: int,
 ) -> list[Job]:
     """Prompts that begin with one of a few prefixes, in random order."""
     prefixes = [source.draw(prefix_len) for _ in range(num_prefixes)]
-    prompts = [source.prompt(prefixes[i % num_prefixes] + source.draw(suffix_len)) for i in range(count)]
+    prompts = [
+        source.prompt(prefixes[i % num_prefixes] + source.draw(suffix_len)) for i in range(count)
+    ]
     source.random.shuffle(prompts)
     return [Job(prompt, output_len) for prompt in prompts]
 
 
 def file_jobs(path: Path, count: int, output_len: int) -> list[Job]:
-    """One JSON object per line: `prompt` (text or token ids) or `messages`, and perhaps `output_tokens`. A file with
-    fewer lines than requests is used again from its start."""
+    """One JSON object per line: `prompt` (text or token ids) or `messages`, and perhaps
+    `output_tokens`. A file with fewer lines than requests is used again from its start.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequestError("--dataset-path", f"{path} can't be read: {error}") from None
-    jobs = [_read_job(line, f"{path} line {i}", output_len) for i, line in enumerate(lines, 1) if line.strip()]
+    jobs = [
+        _read_job(line, f"{path} line {i}", output_len)
+        for i, line in enumerate(lines, 1)
+        if line.strip()
+    ]
     if not jobs:
         raise InvalidRequestError("--dataset-path", f"{path} holds no requests")
     return [jobs[i % len(jobs)] for i in range(count)]
@@ -134,13 +156,19 @@ def _read_job(line: str, where: str, output_len: int) -> Job:
     except RecursionError:
         raise InvalidRequestError("--dataset-path", f"{where} is nested too deeply") from None
     if not isinstance(fields, Mapping) or ("prompt" in fields) == ("messages" in fields):
-        raise InvalidRequestError("--dataset-path", f"{where} must be an object with either prompt or messages")
+        raise InvalidRequestError(
+            "--dataset-path", f"{where} must be an object with either prompt or messages"
+        )
     prompt = fields.get("prompt", fields.get("messages"))
     max_tokens = fields.get("output_tokens", output_len)
     if not isinstance(prompt, str | list) or not prompt:
-        raise InvalidRequestError("--dataset-path", f"{where}: the prompt must be text or a list, and not empty")
+        raise InvalidRequestError(
+            "--dataset-path", f"{where}: the prompt must be text or a list, and not empty"
+        )
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
-        raise InvalidRequestError("--dataset-path", f"{where}: output_tokens must be a number of at least 1")
+        raise InvalidRequestError(
+            "--dataset-path", f"{where}: output_tokens must be a number of at least 1"
+        )
     if isinstance(prompt, list) and not isinstance(prompt[0], dict):
         prompt = tuple(prompt)
     return Job(prompt, max_tokens)

@@ -21,14 +21,25 @@ if TYPE_CHECKING:
     import torch
 
 _INSTRUCTION_SETS = (
-    *("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16"),
+    *(
+        "avx2",
+        "fma",
+        "f16c",
+        "avx_vnni",
+        "avx512f",
+        "avx512_vnni",
+        "avx512_bf16",
+        "amx_int8",
+        "amx_bf16",
+    ),
     *("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2"),
 )
 
 
 def report_facts(device: torch.device | None = None, program: str = "quire") -> dict[str, str]:
-    """The head of every report; call it before measuring, for the load is then that of others. `device` is None where
-    another process computes."""
+    """The head of every report; call it before measuring, for the load is then that of others.
+    `device` is None where another process computes.
+    """
     memory = format_bytes(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     threads = versions = gpu = ""
     load = "unknown"
@@ -50,8 +61,10 @@ def report_facts(device: torch.device | None = None, program: str = "quire") -> 
 
 
 def command_line(arguments: Sequence[str], program: str = "quire") -> str:
-    """The command that measured, less keys and the options that say where its report goes: they change no figure, and a
-    report that is passed on need not name folders of the machine it was made on."""
+    """The command that measured, less keys and the options that say where its report goes: they
+    change no figure, and a report that is passed on need not name folders of the machine it was
+    made on.
+    """
     left_out = ("--output", "--markdown", "--json", "--result-file", "--plot", "--api-key")
     kept: list[str] = []
     rest = iter(arguments)
@@ -75,7 +88,9 @@ def _processor() -> str:
     if name := _cpu_info("model name"):
         return name
     with contextlib.suppress(OSError):  # Linux on ARM tells numbers, and lscpu knows what they mean
-        shown = subprocess.run(["lscpu"], capture_output=True, text=True, check=False, env=os.environ | {"LC_ALL": "C"})
+        shown = subprocess.run(
+            ["lscpu"], capture_output=True, text=True, check=False, env=os.environ | {"LC_ALL": "C"}
+        )
         if found := re.search(r"^Model name:\s*(.+)$", shown.stdout, re.MULTILINE):
             return found[1]
     return platform.processor() or platform.machine()

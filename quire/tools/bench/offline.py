@@ -47,7 +47,10 @@ def token_source(llm: LLM, seed: int = 0) -> TokenSource:
 
 def run_together(llm: LLM, jobs: Sequence[Job], salt: str | None = None) -> list[RequestOutput]:
     """All jobs in one call. With a new `salt` nothing is found in the prefix cache: a cold start."""
-    each = [SamplingParams(temperature=0, max_tokens=job.max_tokens, ignore_eos=True, cache_salt=salt) for job in jobs]
+    each = [
+        SamplingParams(temperature=0, max_tokens=job.max_tokens, ignore_eos=True, cache_salt=salt)
+        for job in jobs
+    ]
     outputs = llm.generate([job.token_ids for job in jobs], each, progress=False)
     for output in outputs:
         if output.error is not None:
@@ -67,12 +70,16 @@ def time_to_first_token(output: RequestOutput) -> float:
     return seconds
 
 
-def measure_throughput(llm: LLM, jobs: Sequence[Job], repeats: int, clock: Clock = time.perf_counter) -> Table:
+def measure_throughput(
+    llm: LLM, jobs: Sequence[Job], repeats: int, clock: Clock = time.perf_counter
+) -> Table:
     """All jobs at once, `repeats` times after one small run to warm up."""
     seconds, runs = _passes(llm, run_together, jobs, 2, repeats, clock)
     prompt_tokens, new_tokens = _count(jobs)
 
-    def each(of: Callable[[RequestOutput], float], summary: Callable[[list[float]], float]) -> Spread:
+    def each(
+        of: Callable[[RequestOutput], float], summary: Callable[[list[float]], float]
+    ) -> Spread:
         return Spread.of(summary([of(output) for output in outputs]) for outputs in runs)
 
     rows: tuple[Row, ...] = (
@@ -116,7 +123,12 @@ class OwnEngine:
 
     def __init__(self, setting: PeerSetting, options: Mapping[str, Any]) -> None:
         torch.set_num_threads(setting.threads)
-        each = {"device": setting.device, "dtype": setting.dtype, "max_model_len": setting.max_model_len, **options}
+        each = {
+            "device": setting.device,
+            "dtype": setting.dtype,
+            "max_model_len": setting.max_model_len,
+            **options,
+        }
         self._llm = LLM(setting.path, **each)
         self.name = f"{setting.model}: {self._llm.description.removeprefix(f'{setting.path}: ')}"
 

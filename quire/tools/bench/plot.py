@@ -15,7 +15,9 @@ from quire.tools.bench.spread import Spread, percentile_of
 def check_format(path: Path) -> None:
     """Before anything is measured."""
     if path.suffix not in (".svg", ".png"):
-        raise InvalidRequestError("--plot", f"must be svg or png, not {path.suffix.removeprefix('.')!r}")
+        raise InvalidRequestError(
+            "--plot", f"must be svg or png, not {path.suffix.removeprefix('.')!r}"
+        )
 
 
 def check_plotting() -> None:
@@ -38,7 +40,9 @@ def plot_bars(path: Path, title: str, bars: Sequence[tuple[str, Spread]]) -> Non
     figure = Figure(figsize=(8, 0.6 + 0.45 * len(bars)), layout="constrained")
     axes = figure.add_subplot()
     names = [name for name, _ in bars]
-    drawn = axes.barh(names, medians, xerr=[below, above], color="#4878a8", ecolor="#333333", capsize=3)
+    drawn = axes.barh(
+        names, medians, xerr=[below, above], color="#4878a8", ecolor="#333333", capsize=3
+    )
     axes.bar_label(drawn, labels=[f" {median:,.1f}" for median in medians], padding=6)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -66,10 +70,18 @@ def plot_requests(path: Path, title: str, results: Sequence[Result]) -> None:
         ordered = values[name]
         axis.step(ordered, [(i + 1) / len(ordered) for i in range(len(ordered))], where="post")
         for percentile, style in ((50, ":"), (99, "--")):
-            axis.axvline(percentile_of(ordered, percentile), linestyle=style, color="grey", linewidth=1)
-        axis.set(title=f"{name.upper()}: share of all below (dotted: median, dashed: P99)", xlabel="ms", ylim=(0, 1.02))
+            axis.axvline(
+                percentile_of(ordered, percentile), linestyle=style, color="grey", linewidth=1
+            )
+        axis.set(
+            title=f"{name.upper()}: share of all below (dotted: median, dashed: P99)",
+            xlabel="ms",
+            ylim=(0, 1.02),
+        )
     for row, result in enumerate(done):
-        start, token, end = (moment - done[0].start for moment in (result.start, result.chunks[0], result.end))
+        start, token, end = (
+            moment - done[0].start for moment in (result.start, result.chunks[0], result.end)
+        )
         timeline.plot([start, token], [row, row], color="tab:orange", linewidth=1)
         timeline.plot([token, end], [row, row], color="tab:blue", linewidth=1)
     timeline.set(title="requests: waiting (orange), answering (blue)", xlabel="s", ylabel="request")
@@ -83,6 +95,8 @@ def _save(figure: Any, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with matplotlib.rc_context({"svg.hashsalt": "quire", "svg.fonttype": "none"}):
-            figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+            figure.savefig(
+                path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None
+            )
     except (OSError, ValueError) as error:
         raise QuireError(f"--plot: {path} can't be written: {error}") from None

@@ -1,7 +1,8 @@
-"""What weights in another format cost in quality: the perplexity of a text, and how far the next-token distributions
-are from those of the full-precision weights.
+"""What weights in another format cost in quality: the perplexity of a text, and how far the
+next-token distributions are from those of the full-precision weights.
 
-Two models are in memory at once, but never their distributions over the whole text: it is read window by window.
+Two models are in memory at once, but never their distributions over the whole text: it is read
+window by window.
 """
 
 from __future__ import annotations
@@ -60,9 +61,14 @@ def perplexity(logprobs: Tensor) -> float:
 
 
 def open_weights(model: str, weights: str, max_model_len: int, **options: Any) -> LLM:
-    """A model with weights as a quantization (auto, none, int8, int4) makes them, or as plain numbers of a dtype
-    (float32, bfloat16)."""
-    options |= {"dtype": weights, "quantization": "none"} if weights in _PLAIN else {"quantization": weights}
+    """A model with weights as a quantization (auto, none, int8, int4) makes them, or as plain
+    numbers of a dtype (float32, bfloat16).
+    """
+    options |= (
+        {"dtype": weights, "quantization": "none"}
+        if weights in _PLAIN
+        else {"quantization": weights}
+    )
     # One request's cache: what is scored here lies in a cache of its own.
     return LLM(model, max_model_len=max_model_len, max_num_seqs=1, kv_cache_memory=0.05, **options)
 
@@ -79,8 +85,9 @@ def read_text(path: Path) -> str:
 
 
 def windows_of(text: str, tokenizer: Tokenizer, length: int) -> list[list[int]]:
-    """The text's tokens in windows of at most `length`, each behind the beginning-of-sequence token where the model
-    wants one. All of a window's tokens but the first are scored."""
+    """The text's tokens in windows of at most `length`, each behind the beginning-of-sequence token
+    where the model wants one. All of a window's tokens but the first are scored.
+    """
     bos = tokenizer.bos_token_id
     lead = [bos] if bos is not None and tokenizer.encode("")[:1] == [bos] else []
     tokens = tokenizer.encode_plain(text)
@@ -101,7 +108,9 @@ class _Reader:
         num_blocks = 1 + -(-longest // _BLOCK_SIZE)  # the first is nobody's, as in the engine
         self._tables = torch.arange(1, num_blocks, dtype=torch.int32, device=decoder.device)[None]
         by_dimension = decoder.kernels.keys_by_dimension(decoder.dtype, _BLOCK_SIZE)
-        self._cache = KVCache(decoder.spec, num_blocks, 0, _BLOCK_SIZE, decoder.dtype, decoder.device, by_dimension)
+        self._cache = KVCache(
+            decoder.spec, num_blocks, 0, _BLOCK_SIZE, decoder.dtype, decoder.device, by_dimension
+        )
 
     def logits(self, window: Sequence[int]) -> Iterator[Tensor]:
         """Float64 scores of the token after each of the window's but the last, some rows at a time."""
@@ -117,14 +126,19 @@ class _Reader:
             max_context_len=length,
         )
         batches = (batch,) * self._cache.num_groups
-        hidden = decoder(torch.tensor(window, device=decoder.device), positions, batches, self._cache.layers)
+        hidden = decoder(
+            torch.tensor(window, device=decoder.device), positions, batches, self._cache.layers
+        )
         for some in torch.split(hidden[:-1], _ROWS_AT_ONCE):
             yield decoder.logits(some).double()
 
 
 @torch.inference_mode()
 def score(
-    baseline: Decoder, model: Decoder, windows: Sequence[Sequence[int]], done: Callable[[], None] = lambda: None
+    baseline: Decoder,
+    model: Decoder,
+    windows: Sequence[Sequence[int]],
+    done: Callable[[], None] = lambda: None,
 ) -> Scores:
     """Both models' view of every token; `done` is called after each window."""
     longest = max(map(len, windows))
@@ -132,11 +146,15 @@ def score(
     found: list[Tensor] = []
     for window in windows:
         targets = torch.split(torch.tensor(window[1:], device=model.device), _ROWS_AT_ONCE)
-        for expected, seen, target in zip(*(reader.logits(window) for reader in readers), targets, strict=True):
+        for expected, seen, target in zip(
+            *(reader.logits(window) for reader in readers), targets, strict=True
+        ):
             found.append(_score_rows(expected.to(model.device), seen, target[:, None]).cpu())
         done()
     scores = Scores(*torch.cat(found, 1))
-    if not all(values.isfinite().all() for values in (scores.baseline, scores.model, scores.divergence)):
+    if not all(
+        values.isfinite().all() for values in (scores.baseline, scores.model, scores.divergence)
+    ):
         raise EngineError("a model's scores are not all numbers; are its weights whole?")
     return scores
 
@@ -145,12 +163,21 @@ def _score_rows(expected: Tensor, seen: Tensor, target: Tensor) -> Tensor:
     """The four figures of `Scores` for some tokens, [4, rows], from float64 logits [rows, vocab]."""
     same_top = expected.argmax(1) == seen.argmax(1)
     p, q = expected.log_softmax(1), seen.log_softmax(1)
-    divergence = (p.exp() * (p - q)).sum(1).clamp_min(0)  # rounding may leave equal ones a hair below it
-    return torch.stack((p.gather(1, target)[:, 0], q.gather(1, target)[:, 0], divergence, same_top.double()))
+    # rounding may leave equal ones a hair below it
+    divergence = (p.exp() * (p - q)).sum(1).clamp_min(0)
+    return torch.stack(
+        (p.gather(1, target)[:, 0], q.gather(1, target)[:, 0], divergence, same_top.double())
+    )
 
 
 def measure_quality(
-    model: str, forms: Sequence[str], against: str, against_form: str, text: str, window: int, device: str = "auto"
+    model: str,
+    forms: Sequence[str],
+    against: str,
+    against_form: str,
+    text: str,
+    window: int,
+    device: str = "auto",
 ) -> Report:
     """Scores `model` with weights in each of `forms` next to the model `against` in `against_form`."""
     rows: list[Row] = []
@@ -166,9 +193,20 @@ def measure_quality(
                     scores = score(full.engine.decoder, other.engine.decoder, windows, bar.advance)
                 if not rows:
                     first = (Number(perplexity(scores.baseline)), EMPTY, EMPTY, EMPTY)
-                    rows.append((*_about(f"{against_form} (baseline)", full), *first, scores.num_tokens))
+                    rows.append(
+                        (*_about(f"{against_form} (baseline)", full), *first, scores.num_tokens)
+                    )
                 rows.append((*_about(form, other), *_figures(scores), scores.num_tokens))
-    columns = ("weights", "format", "size", "bits per weight", "perplexity", "mean KL", "worst KL", "same top token")
+    columns = (
+        "weights",
+        "format",
+        "size",
+        "bits per weight",
+        "perplexity",
+        "mean KL",
+        "worst KL",
+        "same top token",
+    )
     note = (
         f"Windows of up to {window} tokens; every token but a window's first is scored. KL is the divergence of the "
         "next-token distribution from the baseline's, in nats, over the whole vocabulary; the same top token is how "
@@ -177,13 +215,17 @@ def measure_quality(
     return Report("Quality", facts, (Table("Quality", note, (*columns, "tokens"), tuple(rows)),))
 
 
-def _check_comparable(full: LLM, other: LLM, text: str, windows: list[list[int]], length: int) -> None:
+def _check_comparable(
+    full: LLM, other: LLM, text: str, windows: list[list[int]], length: int
+) -> None:
     sizes = full.engine.decoder.spec.vocab_size, other.engine.decoder.spec.vocab_size
     if sizes[0] != sizes[1]:
         message = f"has a vocabulary of {sizes[0]:,} tokens and the model one of {sizes[1]:,}: they can't be compared"
         raise InvalidRequestError("--against", message)
     if windows_of(text, other.engine.tokenizer, length) != windows:
-        raise InvalidRequestError("--against", "reads the text as other tokens than the model: they can't be compared")
+        raise InvalidRequestError(
+            "--against", "reads the text as other tokens than the model: they can't be compared"
+        )
 
 
 def _about(form: str, llm: LLM) -> Row:
@@ -198,7 +240,12 @@ def _about(form: str, llm: LLM) -> Row:
 
 def _figures(scores: Scores) -> Row:
     worst, same = scores.divergence.max().item(), 100 * scores.same_top.mean().item()
-    return Number(perplexity(scores.model)), Number(scores.divergence.mean().item()), Number(worst), Number(same, "%")
+    return (
+        Number(perplexity(scores.model)),
+        Number(scores.divergence.mean().item()),
+        Number(worst),
+        Number(same, "%"),
+    )
 
 
 def weight_formats(decoder: Decoder) -> str:
@@ -207,7 +254,8 @@ def weight_formats(decoder: Decoder) -> str:
     for weight in decoder.weights.values():
         if len(weight.shape) > 1:
             for part in weight.parts:
-                name = part.format.name.split("packed_")[-1]  # kernels call a layout after what it holds
+                # kernels call a layout after what it holds
+                name = part.format.name.split("packed_")[-1]
                 name = _PLAIN_NAMES.get(name, name)
                 sizes[name] = sizes.get(name, 0) + sum(tensor.nbytes for tensor in part.tensors)
     return ", ".join(sorted(sizes, key=lambda name: -sizes[name]))

@@ -70,7 +70,9 @@ class Table:
         return [f"| {' | '.join(line)} |" for line in lines]
 
     def print(self, console: Console) -> None:
-        shown = RichTable(*self.columns, title=self.title, title_justify="left", box=None, pad_edge=False)
+        shown = RichTable(
+            *self.columns, title=self.title, title_justify="left", box=None, pad_edge=False
+        )
         for row in self.rows:
             shown.add_row(*map(cell_text, row))
         console.print()
@@ -101,7 +103,9 @@ class Report:
         tables = []
         for table in self.tables:
             rows = [[_json_cell(cell) for cell in row] for row in table.rows]
-            tables.append({"title": table.title, "note": table.note, "columns": table.columns, "rows": rows})
+            tables.append(
+                {"title": table.title, "note": table.note, "columns": table.columns, "rows": rows}
+            )
         whole = {"title": self.title, "facts": dict(self.facts), **self.figures, "tables": tables}
         return json.dumps(whole, indent=1, ensure_ascii=False)
 

@@ -1,4 +1,6 @@
-"""Who had computed the cached tokens a request found: its blocks are followed back to whoever last took them fresh."""
+"""Who had computed the cached tokens a request found: its blocks are followed back to whoever last
+took them fresh.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,14 @@ _MOST_STEPS = 2000
 
 
 def cached_from(
-    log: Sequence[StepLogEntry], step: Step, admission: Admission, before: Sequence[StepLogEntry] = ()
+    log: Sequence[StepLogEntry],
+    step: Step,
+    admission: Admission,
+    before: Sequence[StepLogEntry] = (),
 ) -> dict[str, int]:
-    """Tokens by the request that computed them; most first. `before`: entries older than those of `log`."""
+    """Tokens by the request that computed them; most first. `before`: entries older than those of
+    `log`.
+    """
     found = admission.num_cached_tokens + admission.num_host_tokens
     held = [block for block in admission.block_ids if block]  # 0 stands for what has left a window
     if not found or not held:
@@ -41,14 +48,19 @@ def _block_size(num_tokens: int, num_blocks: int) -> int:
 def _origins(
     log: Sequence[StepLogEntry], step: Step, admission: Admission, before: Sequence[StepLogEntry]
 ) -> dict[int, str]:
-    """Goes back through the log. A block that was filled by a copy is looked for where the copy came from."""
+    """Goes back through the log. A block that was filled by a copy is looked for where the copy
+    came from.
+    """
     held = [block for block in admission.block_ids if block]
     wanted: dict[tuple[str, int], list[int]] = {("device", block): [block] for block in held}
     origins: dict[int, str] = dict.fromkeys(held, UNKNOWN)
-    last = next((index for index in range(len(log) - 1, -1, -1) if log[index].step is step), len(log) - 1)
+    last = next(
+        (index for index in range(len(log) - 1, -1, -1) if log[index].step is step), len(log) - 1
+    )
     steps = chain(block_events(log[: last + 1]), block_events(before))
     for number, (taken, copies) in enumerate(islice(steps, _MOST_STEPS)):
-        # Whoever took a block fresh in a step before this one wrote to it then or later, before others found it.
+        # Whoever took a block fresh in a step before this one wrote to it then or later, before
+        # others found it.
         for name, blocks in taken if number else ():
             for block in blocks:
                 for origin in wanted.pop(("device", block), ()):

@@ -1,5 +1,7 @@
-"""Where one request's time went, told from steps alone: every moment between its arrival and its end belongs to one
-part, so the parts add up to the whole. `quire explain` and `GET /v1/requests/{id}/explain` show it."""
+"""Where one request's time went, told from steps alone: every moment between its arrival and its
+end belongs to one part, so the parts add up to the whole. `quire explain` and `GET
+/v1/requests/{id}/explain` show it.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ from quire.step import Admission, Finished, Preemption, ScheduledRequest, Step, 
 from quire.tools.explain.block_origins import cached_from
 
 PARTS = ("queue", "prompt", "decode", "preempted", "recompute", "turn", "between", "ending")
-"""In the order they are shown: waiting to be admitted; computing its prompt; its answer; waiting to be admitted again;
-computing again what it had; running, but in no step; between two steps; after its last step."""
+"""In the order they are shown: waiting to be admitted; computing its prompt; its answer; waiting to
+be admitted again; computing again what it had; running, but in no step; between two steps; after
+its last step.
+"""
 _MOST_NAMES = 8
 _MOST_CHUNKS = 200
 _MOST_COMPANIONS = 50
@@ -34,7 +38,9 @@ class Segment(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What requests wait for. A log does not say it; the most that was seen is as near as one comes."""
+    """What requests wait for. A log does not say it; the most that was seen is as near as one
+    comes.
+    """
 
     max_num_seqs: int
     max_batched_tokens: int
@@ -43,8 +49,12 @@ class Limits(NamedTuple):
     def of(cls, log: Sequence[StepLogEntry], config: SchedulerConfig | None) -> Limits:
         if config is not None:
             return cls(config.max_num_seqs, config.max_batched_tokens)
-        crowded = [entry.step for entry in log if entry.step.num_waiting] or [entry.step for entry in log]
-        return cls(max(step.num_running for step in crowded), max(step.num_tokens for step in crowded))
+        crowded = [entry.step for entry in log if entry.step.num_waiting] or [
+            entry.step for entry in log
+        ]
+        return cls(
+            max(step.num_running for step in crowded), max(step.num_tokens for step in crowded)
+        )
 
 
 @dataclass(slots=True)
@@ -66,20 +76,28 @@ def explain_request(
     config: SchedulerConfig | None = None,
     before: Sequence[StepLogEntry] = (),
 ) -> dict[str, Any] | None:
-    """All there is to say about a request and its answers (`request_id/0`, …); None if the log does not name it. The
-    log may begin with its arrival; what was computed earlier is then looked for in `before`."""
+    """All there is to say about a request and its answers (`request_id/0`, …); None if the log does
+    not name it. The log may begin with its arrival; what was computed earlier is then looked for in
+    `before`.
+    """
     lives = _find(log, request_id)
     if not lives:
         return None
     limits = Limits.of(log, config)
     told = sorted(lives.items())[:_MOST_ANSWERS]
     answers = [_Explanation(log, life, limits, before).describe() for _, life in told]
-    return {"request_id": request_id, "answers": answers, "answers_left_out": len(lives) - len(told)}
+    return {
+        "request_id": request_id,
+        "answers": answers,
+        "answers_left_out": len(lives) - len(told),
+    }
 
 
 def request_names(log: Sequence[StepLogEntry]) -> list[str]:
     """All requests a log names, in the order they were admitted."""
-    return list(dict.fromkeys(admission.request_id for entry in log for admission in entry.step.admitted))
+    return list(
+        dict.fromkeys(admission.request_id for entry in log for admission in entry.step.admitted)
+    )
 
 
 def _find(log: Sequence[StepLogEntry], request_id: str) -> dict[str, _Life]:
@@ -101,12 +119,18 @@ def _find(log: Sequence[StepLogEntry], request_id: str) -> dict[str, _Life]:
             if belongs_to(admission.request_id, request_id):
                 life = lives.get(admission.request_id)
                 if life is None or life.finished is not None:
-                    life = _Life(admission.request_id, admission.arrival, admission.num_prompt_tokens)
+                    life = _Life(
+                        admission.request_id, admission.arrival, admission.num_prompt_tokens
+                    )
                     lives[admission.request_id] = life
                 life.admissions.append((step, admission))
         if lives and entry.result is not None:
             for name, life in lives.items():
-                if life.first_token is None and life.finished is None and entry.result.tokens.get(name):
+                if (
+                    life.first_token is None
+                    and life.finished is None
+                    and entry.result.tokens.get(name)
+                ):
                     life.first_token = entry.committed
     return lives
 
@@ -115,7 +139,11 @@ class _Explanation:
     """Follows one answer through the log once, with a cursor that never goes back."""
 
     def __init__(
-        self, log: Sequence[StepLogEntry], life: _Life, limits: Limits, before: Sequence[StepLogEntry]
+        self,
+        log: Sequence[StepLogEntry],
+        life: _Life,
+        limits: Limits,
+        before: Sequence[StepLogEntry],
     ) -> None:
         self._log = log
         self._before = before
@@ -128,7 +156,9 @@ class _Explanation:
         self._chunks: list[dict[str, Any]] = []
         self._company: Counter[str] = Counter()
         self._company_seconds: defaultdict[str, float] = defaultdict(float)
-        self._num_waits = self._num_steps = self._num_computed = self._num_recomputed = self._num_tokens = 0
+        self._num_waits = self._num_steps = self._num_computed = self._num_recomputed = (
+            self._num_tokens
+        ) = 0
         self._decodes: dict[str, Any] = {"steps": 0, "tokens": 0}
         self._decodes |= {"slowest_seconds": 0.0, "slowest_step": None, "slowest_tokens": 0}
         self._drafted = self._accepted = 0
@@ -151,7 +181,9 @@ class _Explanation:
                 break
             if step.step_id in preempted:
                 self._row = None
-                self._computed_before = max(self._computed_before, preempted[step.step_id].num_computed_tokens)
+                self._computed_before = max(
+                    self._computed_before, preempted[step.step_id].num_computed_tokens
+                )
             if step.step_id in admitted:
                 self._advance(self._waiting_part, step.now)
                 self._row = 0
@@ -185,7 +217,9 @@ class _Explanation:
         if self._cursor >= self._end:
             return
         before = self._advance(self._waiting_part, step.now)
-        why = "the step under way when it came" if step.now < self._life.arrival else self._why(step)
+        why = (
+            "the step under way when it came" if step.now < self._life.arrival else self._why(step)
+        )
         # Steps may overlap: it may have a place before this one's result is there.
         placed = (later.now for later, _ in self._life.admissions if later.step_id > step.step_id)
         until = min(entry.committed, next(placed, entry.committed))
@@ -201,7 +235,11 @@ class _Explanation:
             return "blocks: running requests needed them"
         base, _, index = self._life.name.rpartition("/")
         siblings = (one for one in step.scheduled if base and one.request_id.startswith(f"{base}/"))
-        if index.isdigit() and not self._num_steps and any(one.start + one.num_tokens for one in siblings):
+        if (
+            index.isdigit()
+            and not self._num_steps
+            and any(one.start + one.num_tokens for one in siblings)
+        ):
             return "the first answer to the same prompt, which computes it"
         if step.num_running >= self._limits.max_num_seqs:
             return "a row: all were taken"
@@ -210,7 +248,9 @@ class _Explanation:
         return "blocks, or its turn among those who waited"
 
     def _note_wait(self, why: str, seconds: float, whom: Sequence[str]) -> None:
-        wait = self._waits.setdefault(why, {"steps": 0, "seconds": 0.0, "because_of": defaultdict(float)})
+        wait = self._waits.setdefault(
+            why, {"steps": 0, "seconds": 0.0, "because_of": defaultdict(float)}
+        )
         wait["steps"] += bool(whom)
         wait["seconds"] += seconds
         for name in whom if self._num_waits <= _MOST_STEPS else ():
@@ -267,7 +307,9 @@ class _Explanation:
         decodes["steps"] += 1
         decodes["tokens"] += got
         if seconds > decodes["slowest_seconds"]:
-            decodes.update(slowest_seconds=seconds, slowest_step=step.step_id, slowest_tokens=step.num_tokens)
+            decodes.update(
+                slowest_seconds=seconds, slowest_step=step.step_id, slowest_tokens=step.num_tokens
+            )
 
     # What came of it
 
@@ -286,12 +328,16 @@ class _Explanation:
             "seconds_after_first_step": life.arrival - self._log[0].step.now,
             "total_seconds": end - life.arrival,
             "parts": parts,
-            "first_token_seconds": None if life.first_token is None else life.first_token - life.arrival,
+            "first_token_seconds": None
+            if life.first_token is None
+            else life.first_token - life.arrival,
             "prompt_tokens": life.num_prompt_tokens,
             "output_tokens": None if life.finished is None else life.finished.num_output_tokens,
             "tokens_so_far": self._num_tokens,
             "waited_for": {why: self._describe_wait(wait) for why, wait in self._waits.items()},
-            "admissions": [self._describe_admission(step, admission) for step, admission in life.admissions],
+            "admissions": [
+                self._describe_admission(step, admission) for step, admission in life.admissions
+            ],
             "preemptions": [self._describe_preemption(step, one) for step, one in life.preemptions],
             "chunks": self._chunks,
             "decodes": self._decodes,
@@ -325,14 +371,20 @@ class _Explanation:
 
     def _describe_preemption(self, step: Step, preemption: Preemption) -> dict[str, Any]:
         """With what it cost: waiting until its next admission, and computing again."""
-        back = next((later for later, _ in self._life.admissions if later.step_id > step.step_id), None)
+        back = next(
+            (later for later, _ in self._life.admissions if later.step_id > step.step_id), None
+        )
         until = self._end if back is None else back.now
-        following = (later.step_id for later, _ in self._life.preemptions if later.step_id > step.step_id)
+        following = (
+            later.step_id for later, _ in self._life.preemptions if later.step_id > step.step_id
+        )
         last = min(following, default=None)
         own = [
             segment
             for segment in self.segments
-            if segment.step is not None and segment.step >= step.step_id and (last is None or segment.step < last)
+            if segment.step is not None
+            and segment.step >= step.step_id
+            and (last is None or segment.step < last)
         ]
         return {
             "step": step.step_id,
@@ -340,7 +392,9 @@ class _Explanation:
             "kind": preemption.kind,
             "why": preemption.why,
             "computed_tokens": preemption.num_computed_tokens,
-            "waited_seconds": max(0.0, min(until, self._end) - step.now) if until != float("inf") else None,
+            "waited_seconds": max(0.0, min(until, self._end) - step.now)
+            if until != float("inf")
+            else None,
             "recompute_seconds": sum(one.end - one.start for one in own if one.part == "recompute"),
         }
 

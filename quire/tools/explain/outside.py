@@ -1,5 +1,6 @@
-"""What a server spends on a request besides its engine, as further parts of an explanation: each answer's time then is
-that from the request's first byte to the last one of its response."""
+"""What a server spends on a request besides its engine, as further parts of an explanation: each
+answer's time then is that from the request's first byte to the last one of its response.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +17,29 @@ def add_grammar(explanation: dict[str, Any], seconds: float) -> None:
 
 
 def add_outside(explanation: dict[str, Any], record: RequestRecord) -> None:
-    """The server's own part of each answer's time: `network` and `outside`, before the engine had it and after it; and
-    `others`, while other answers to the same request went on."""
+    """The server's own part of each answer's time: `network` and `outside`, before the engine had
+    it and after it; and `others`, while other answers to the same request went on.
+    """
     answers, timings = explanation["answers"], record.timings
     came = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(record.created))
-    ends = [one["arrival"] + one["total_seconds"] - one["parts"].get("grammar", 0.0) for one in answers]
+    ends = [
+        one["arrival"] + one["total_seconds"] - one["parts"].get("grammar", 0.0) for one in answers
+    ]
     total = timings.get("answered") or timings.get("total")
     reading, network = timings.get("reading") or 0.0, timings.get("network") or 0.0
     for answer, end in zip(answers, ends, strict=True):
         answer["came"] = came
-        answer["is_running"] = answer["finish_reason"] is None and record.state in ("queued", "running")
+        answer["is_running"] = answer["finish_reason"] is None and record.state in (
+            "queued",
+            "running",
+        )
         if total is None:
             continue
         others = max(ends) - end
         outside = max(0.0, total - network - others - answer["total_seconds"])
         before = max(0.0, end - answer["total_seconds"] - reading - record.started)
-        before = min(before, outside) if record.started else 0.0  # unknown of an engine on another machine
+        # unknown of an engine on another machine
+        before = min(before, outside) if record.started else 0.0
         _add_before(answer, "outside", before)
         _add_before(answer, "network", reading)
         _add_after(answer, "others", others)
@@ -57,7 +65,9 @@ def _add_after(answer: dict[str, Any], part: str, seconds: float) -> None:
     start = answer["total_seconds"]
     _count(answer, part, seconds)
     if seconds > 0:
-        answer["segments"].append({"part": part, "start": start, "end": start + seconds, "step": None})
+        answer["segments"].append(
+            {"part": part, "start": start, "end": start + seconds, "step": None}
+        )
 
 
 def _count(answer: dict[str, Any], part: str, seconds: float) -> None:

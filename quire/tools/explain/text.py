@@ -43,7 +43,11 @@ def explanation_text(explanation: Mapping[str, Any]) -> str:
 def _sentences(answer: Mapping[str, Any]) -> Iterator[str]:
     total, first = answer["total_seconds"], answer["first_token_seconds"]
     output = answer["output_tokens"]
-    tokens = f"{answer['tokens_so_far']} answer tokens so far" if output is None else f"{output} answer tokens"
+    tokens = (
+        f"{answer['tokens_so_far']} answer tokens so far"
+        if output is None
+        else f"{output} answer tokens"
+    )
     yield (
         f"{answer['name']}: {answer['prompt_tokens']} prompt tokens, {tokens}, {_time(total)} in all"
         f"{'' if first is None else f', the first token after {_time(first)}'}."
@@ -117,7 +121,11 @@ def _preemption(preemption: Mapping[str, Any]) -> str:
     back = "never came back" if waited is None else f"was back after {_time(waited)}"
     again = preemption["recompute_seconds"]
     cost = f", and computed again for {_time(again)}" if again else ""
-    kept = "its blocks went to the host" if preemption["kind"] == "swap" else "its blocks were given up"
+    kept = (
+        "its blocks went to the host"
+        if preemption["kind"] == "swap"
+        else "its blocks were given up"
+    )
     return (
         f"At {_time(preemption['seconds'])} it was preempted (step {preemption['step']}): {preemption['why']}. It had "
         f"{preemption['computed_tokens']} tokens computed, {kept}; it {back}{cost}."
@@ -163,7 +171,9 @@ def explanation_svg(explanation: Mapping[str, Any], width: int = 960) -> str:
     shown = [part for part in TITLES if any(answer["parts"].get(part) for answer in answers)]
     for number, part in enumerate(shown):
         x, y = 20 + number % 2 * (width - 40) / 2, top + number // 2 * 22
-        rows.append(f'<rect x="{x:.0f}" y="{y - 11}" width="12" height="12" fill="{_COLOURS[part]}"/>')
+        rows.append(
+            f'<rect x="{x:.0f}" y="{y - 11}" width="12" height="12" fill="{_COLOURS[part]}"/>'
+        )
         rows.append(f'<text x="{x + 18:.0f}" y="{y}">{TITLES[part]}</text>')
     top += (len(shown) + 1) // 2 * 22
     rows.append(f'<text x="20" y="{top}">▲ admitted, ▼ preempted</text>')

@@ -19,8 +19,9 @@ class Stage:
     """What a part of the model gives for each token, [tokens, size] in float32."""
 
     name: str
-    """`embedding`, `layers.3.attention` and `layers.3.mlp` (what they add to the residual stream), `layers.3` (the
-    stream behind the layer), `final_norm`, `logits`."""
+    """`embedding`, `layers.3.attention` and `layers.3.mlp` (what they add to the residual stream),
+    `layers.3` (the stream behind the layer), `final_norm`, `logits`.
+    """
     values: Tensor
 
     @property
@@ -59,7 +60,8 @@ def trace(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[Stage]:
         finally:
             for name, part in parts.items():
                 setattr(layer, name, part)
-        yield from sorted(inner, key=lambda stage: stage.name)  # attention first, whatever was computed first
+        # attention first, whatever was computed first
+        yield from sorted(inner, key=lambda stage: stage.name)
         yield _stage(f"layers.{i}", x.float() + residual.float())
     assert residual is not None
     total = decoder.kernels.scale_add(x, 1.0, residual)

@@ -1,4 +1,6 @@
-"""Where two models part: the first weight that differs, and the first stage of a forward pass that does."""
+"""Where two models part: the first weight that differs, and the first stage of a forward pass that
+does.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,14 @@ class Difference:
 
     def __str__(self) -> str:
         files = "" if not self.names[0] else f" ({' and '.join(dict.fromkeys(self.names))})"
-        shown = [", ".join(f"{value:.6g}" for value in values) for values in (self.ours, self.theirs)]
-        how = f"differs from {list(self.first)} on, by {self.largest:.3g} at most" if self.first else "has other sizes"
+        shown = [
+            ", ".join(f"{value:.6g}" for value in values) for values in (self.ours, self.theirs)
+        ]
+        how = (
+            f"differs from {list(self.first)} on, by {self.largest:.3g} at most"
+            if self.first
+            else "has other sizes"
+        )
         text = f"{self.where}{files} {how}: "
         return f"{text}{shown[0]} here, {shown[1]} there" + (f". {self.hint}" if self.hint else "")
 
@@ -84,9 +92,12 @@ def _layer_differences(number: int, own: LayerSpec, other: LayerSpec) -> Iterato
             yield f"{path}: {value!r} here, {theirs.get(path)!r} there"
 
 
-def first_weight_difference(ours: ModelFiles, theirs: ModelFiles, tolerance: float) -> Difference | None:
-    """The first parameter, in the order of a forward pass, whose values differ by more than `tolerance` times its
-    largest one. Compared as plain numbers, whatever the files store."""
+def first_weight_difference(
+    ours: ModelFiles, theirs: ModelFiles, tolerance: float
+) -> Difference | None:
+    """The first parameter, in the order of a forward pass, whose values differ by more than
+    `tolerance` times its largest one. Compared as plain numbers, whatever the files store.
+    """
     for difference in _shape_differences(ours, theirs):
         return difference
     plans = [_plan(files) for files in (ours, theirs)]
@@ -110,12 +121,16 @@ def first_weight_difference(ours: ModelFiles, theirs: ModelFiles, tolerance: flo
 def first_stage_difference(
     ours: ModelFiles, theirs: ModelFiles, token_ids: Sequence[int], tolerance: float
 ) -> Difference | None:
-    """Where two models' answers to the same tokens begin to differ: both are loaded in float32 for it."""
+    """Where two models' answers to the same tokens begin to differ: both are loaded in float32 for
+    it.
+    """
     first, second = (load_planned(_plan(files)) for files in (ours, theirs))
     for own, other in zip(trace(first, token_ids), trace(second, token_ids), strict=False):
         if own.values.shape != other.values.shape or own.name != other.name:
             where = f"{own.name} {list(own.values.shape)}"
-            return Difference(where, ("", ""), math.inf, (), (), (), f"There it is {list(other.values.shape)}.")
+            return Difference(
+                where, ("", ""), math.inf, (), (), (), f"There it is {list(other.values.shape)}."
+            )
         found = _difference(own.name, ("", ""), own.values, other.values, tolerance)
         if found is not None:
             return found
@@ -139,10 +154,13 @@ def _read(plan: WeightPlan, name: str) -> Tensor:
 
 
 def _pairs(ours: ModelFiles, theirs: ModelFiles, name: str) -> Iterator[tuple[Piece, Piece]]:
-    """The tensors that fill a parameter, ours beside theirs; where one file stacks what the other does not, the
-    first stands for all."""
+    """The tensors that fill a parameter, ours beside theirs; where one file stacks what the other
+    does not, the first stands for all.
+    """
     own = [piece for piece in ours.pieces if piece.parameter == name]
-    other = {(piece.part, piece.expert): piece for piece in theirs.pieces if piece.parameter == name}
+    other = {
+        (piece.part, piece.expert): piece for piece in theirs.pieces if piece.parameter == name
+    }
     for piece in own:
         yield piece, other.get((piece.part, piece.expert), next(iter(other.values())))
 
@@ -151,13 +169,22 @@ def _shape_differences(ours: ModelFiles, theirs: ModelFiles) -> Iterator[Differe
     """Tensors of another shape: such a file can't even be loaded."""
     parameters = ours.spec.parameters()
     for name in parameters:
-        for piece, other in _pairs(ours, theirs, name) if any(one.parameter == name for one in theirs.pieces) else ():
-            infos = [files.checkpoint.tensors.get(one.name) for files, one in ((ours, piece), (theirs, other))]
+        for piece, other in (
+            _pairs(ours, theirs, name)
+            if any(one.parameter == name for one in theirs.pieces)
+            else ()
+        ):
+            infos = [
+                files.checkpoint.tensors.get(one.name)
+                for files, one in ((ours, piece), (theirs, other))
+            ]
             own, their = infos
             if own is None or their is None or piece.part != other.part:
                 continue
             if own.shape != their.shape:
-                hint = "The shapes are each other's transpose: one of the files stores it transposed"
+                hint = (
+                    "The shapes are each other's transpose: one of the files stores it transposed"
+                )
                 is_transposed = own.shape == their.shape[::-1]
                 yield Difference(
                     f"{name} {list(own.shape)} here, {list(their.shape)} there",

@@ -70,7 +70,10 @@ def look_at(source: ModelSource, config: EngineConfig) -> tuple[ModelFacts, Mode
 def spec_facts(spec: ModelSpec) -> dict[str, Any]:
     """The settings people look for first, by their names in config.json where they have one."""
     first = spec.layers[0]
-    shapes = (f"{one.num_heads} of {one.head_dim}, {one.num_kv_heads} for keys and values" for one in spec.head_shapes)
+    shapes = (
+        f"{one.num_heads} of {one.head_dim}, {one.num_kv_heads} for keys and values"
+        for one in spec.head_shapes
+    )
     facts: dict[str, Any] = {
         "family": spec.family,
         "parameters": spec.num_parameters,
@@ -85,19 +88,25 @@ def spec_facts(spec: ModelSpec) -> dict[str, Any]:
     }
     if first.rope is not None:
         facts["rope"] = f"{first.rope.kind}, theta {first.rope.theta:g}"
-    sizes = dict.fromkeys(layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None)
+    sizes = dict.fromkeys(
+        layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None
+    )
     facts["intermediate_size"] = ", ".join(map(str, sizes))
     experts = next((layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)), None)
     if experts is not None:
         facts["experts"] = f"{experts.top_k} of {experts.num_experts}"
     windows = dict.fromkeys(mixer.sliding_window for layer in spec.layers for mixer in layer.mixers)
     if any(windows):
-        facts["attention_windows"] = ", ".join("all" if one is None else str(one) for one in windows)
+        facts["attention_windows"] = ", ".join(
+            "all" if one is None else str(one) for one in windows
+        )
     return facts
 
 
 def grouped(tensors: Sequence[TensorFacts]) -> list[TensorFacts]:
-    """Tensors that are alike in all layers as one line, the number of the layer (or expert) as a star."""
+    """Tensors that are alike in all layers as one line, the number of the layer (or expert) as a
+    star.
+    """
     groups: dict[tuple[str, tuple[int, ...], str], TensorFacts] = {}
     for one in tensors:
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", one.name)
@@ -111,7 +120,11 @@ def grouped(tensors: Sequence[TensorFacts]) -> list[TensorFacts]:
 def golden_tokens(source: ModelSource) -> list[int] | None:
     """The tokens that somebody put beside the weights to compare answers with (`test_tokens.npy`)."""
     file = source.path / "test_tokens.npy"
-    return np.load(file, allow_pickle=False).tolist() if source.path.is_dir() and file.exists() else None
+    return (
+        np.load(file, allow_pickle=False).tolist()
+        if source.path.is_dir() and file.exists()
+        else None
+    )
 
 
 def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -136,7 +149,9 @@ def _memory(files: ModelFiles, config: EngineConfig) -> dict[str, Any]:
     try:
         weights = choose_weights(files, config, device)
         facts["weights"] = f"{format_bytes(weights.nbytes)} ({weights.describe()})"
-        cache_dtype = pick_cache_dtype(config.kv_cache_dtype, weights.dtype, device, files.spec.cache)
+        cache_dtype = pick_cache_dtype(
+            config.kv_cache_dtype, weights.dtype, device, files.spec.cache
+        )
         facts["cache_per_token"] = format_bytes(token_bytes(files.spec, 1, cache_dtype))
         facts["cache"] = expected_plan(weights, config).describe()
     except QuireError as error:

@@ -38,7 +38,9 @@ def torch_attention(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return output[0].transpose(0, 1)
 
 
-def kernel_attention(kernels: Kernels, batch: PagedBatch, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def kernel_attention(
+    kernels: Kernels, batch: PagedBatch, query: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
     """A backend's attention; the sequence is one block of its cache."""
     _, num_heads, head_dim = query.shape
     spec = AttentionSpec(HeadShape(num_heads, len(keys), head_dim), head_dim**-0.5)
@@ -48,7 +50,10 @@ def kernel_attention(kernels: Kernels, batch: PagedBatch, query: Tensor, keys: T
 def attention_ways(decoder: Decoder, backends: Sequence[Kernels], tokens: int) -> dict[str, Attend]:
     """By name: the definition, torch's and each backend's, for one prompt of so many tokens."""
     spec, device = decoder.spec, decoder.device
-    ways: dict[str, Attend] = {"by definition": attention_by_definition, "torch's fused one": torch_attention}
+    ways: dict[str, Attend] = {
+        "by definition": attention_by_definition,
+        "torch's fused one": torch_attention,
+    }
     for kernels in backends:
         batch = contiguous_batch([(0, 0, tokens)], tokens, kernels, spec.head_shapes[0], device)
         ways[f"{kernels.name} kernels"] = partial(kernel_attention, kernels, batch)

@@ -19,9 +19,11 @@ def generate_with_kv_cache(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[int]:
-    """The naive loop's answer; `on_token` gets each token as it comes, `on_cache` the cache it came from.
+    """The naive loop's answer; `on_token` gets each token as it comes, `on_cache` the cache it came
+    from.
 
-    A token looks back at all before it but changes none of them: their keys and values are what they were.
+    A token looks back at all before it but changes none of them: their keys and values are what
+    they were.
     """
     cache = ContiguousCache(decoder, num_sequences=1, capacity=len(prompt) + max_new_tokens)
     answer: list[int] = []
@@ -40,7 +42,10 @@ def generate_with_kv_cache(
 
 
 def print_cache_growth(
-    decoder: Decoder, prompt: Sequence[int], max_new_tokens: int, write: Callable[[str], None] = print
+    decoder: Decoder,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    write: Callable[[str], None] = print,
 ) -> list[int]:
     """Generates an answer and writes the shape of the first layer's keys after every token."""
     computed = 0
@@ -51,6 +56,8 @@ def print_cache_growth(
         new = keys.shape[1] - computed
         computed = keys.shape[1]
         used = keys.shape[1] / cache.capacity
-        write(f"computed {new:3} new: keys {list(keys.shape)} in each of {len(cache.layers)} layers, {used:.0%} used")
+        write(
+            f"computed {new:3} new: keys {list(keys.shape)} in each of {len(cache.layers)} layers, {used:.0%} used"
+        )
 
     return generate_with_kv_cache(decoder, prompt, max_new_tokens, on_cache=show)

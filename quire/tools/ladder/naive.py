@@ -18,8 +18,9 @@ def generate_naive(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[int]:
-    """An answer of at most `max_new_tokens` tokens; `on_token` gets each as it comes. One of `eos_token_ids` ends it
-    (and is its last). At temperature 0 it is greedy; above, the same seed draws the same answer.
+    """An answer of at most `max_new_tokens` tokens; `on_token` gets each as it comes. One of
+    `eos_token_ids` ends it (and is its last). At temperature 0 it is greedy; above, the same seed
+    draws the same answer.
 
     Token n costs n tokens of work, so an answer costs the square of its length.
     """

@@ -1,4 +1,6 @@
-"""Rung 10, speculation: guess a few tokens, compute them all at once, keep those the model would have chosen itself."""
+"""Rung 10, speculation: guess a few tokens, compute them all at once, keep those the model would
+have chosen itself.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,23 @@ def generate_with_guesses(
     guess: Callable[[Sequence[int], int], list[int]] = guess_from_repetition,
     on_step: Callable[[list[int], list[int]], None] | None = None,
 ) -> list[int]:
-    """A greedy answer of `max_new_tokens` tokens; `on_step` gets the guesses of each step and the tokens it gave.
+    """A greedy answer of `max_new_tokens` tokens; `on_step` gets the guesses of each step and the
+    tokens it gave.
 
-    A step computes the last token and the guesses behind it, and so learns what follows each of them. A guess is right
-    if it is what follows the token before it; then what follows the guess is right, too. The keys and values of wrong
-    ones stay where they are and are overwritten: forgetting them is setting a length.
+    A step computes the last token and the guesses behind it, and so learns what follows each of
+    them. A guess is right if it is what follows the token before it; then what follows the guess is
+    right, too. The keys and values of wrong ones stay where they are and are overwritten:
+    forgetting them is setting a length.
     """
-    cache = ContiguousCache(decoder, num_sequences=1, capacity=len(prompt) + max_new_tokens + num_guesses)
+    cache = ContiguousCache(
+        decoder, num_sequences=1, capacity=len(prompt) + max_new_tokens + num_guesses
+    )
     tokens, computed = list(prompt), 0
     while len(tokens) < len(prompt) + max_new_tokens:
         guesses = guess(tokens, num_guesses)
-        following = _compute(decoder, cache, tokens[computed:] + guesses, computed)[-1 - len(guesses) :]
+        following = _compute(decoder, cache, tokens[computed:] + guesses, computed)[
+            -1 - len(guesses) :
+        ]
         num_right = 0
         while num_right < len(guesses) and guesses[num_right] == following[num_right]:
             num_right += 1

@@ -1,7 +1,9 @@
-"""Between rungs 3 and 4, static batching: requests are collected into a batch, and the batch runs to its end.
+"""Between rungs 3 and 4, static batching: requests are collected into a batch, and the batch runs
+to its end.
 
-It shares the cost of reading the weights among its requests, but nobody leaves before the longest answer is done and
-nobody joins. Continuous batching (`quire/engine/scheduler.py`) lifts both limits.
+It shares the cost of reading the weights among its requests, but nobody leaves before the longest
+answer is done and nobody joins. Continuous batching (`quire/engine/scheduler.py`) lifts both
+limits.
 """
 
 from __future__ import annotations
@@ -17,17 +19,23 @@ from quire.tools.ladder.contiguous import ContiguousCache, next_tokens
 
 @dataclass(frozen=True, slots=True)
 class StaticAnswer:
-    """A request's tokens, and when its batch started and ended (everybody's answer comes at the end)."""
+    """A request's tokens, and when its batch started and ended (everybody's answer comes at the
+    end).
+    """
 
     tokens: tuple[int, ...]
     started: float
     finished: float
 
 
-def batch_start(arrivals: Sequence[float], free_from: float, max_batch_size: int, max_wait_ms: float) -> float:
-    """When the next batch starts: once it is full, or once its first request has waited long enough.
+def batch_start(
+    arrivals: Sequence[float], free_from: float, max_batch_size: int, max_wait_ms: float
+) -> float:
+    """When the next batch starts: once it is full, or once its first request has waited long
+    enough.
 
-    `arrivals` are those of the requests still waiting, in order; the machine is busy until `free_from`.
+    `arrivals` are those of the requests still waiting, in order; the machine is busy until
+    `free_from`.
     """
     give_up = arrivals[0] + max_wait_ms / 1000
     full = arrivals[max_batch_size - 1] if len(arrivals) >= max_batch_size else give_up
@@ -61,8 +69,9 @@ def serve_static_batches(
     max_wait_ms: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[StaticAnswer]:
-    """Serves requests, given in order of arrival, in static batches. Computing takes the time it takes; waiting for
-    arrivals is only added up, so nothing sleeps."""
+    """Serves requests, given in order of arrival, in static batches. Computing takes the time it
+    takes; waiting for arrivals is only added up, so nothing sleeps.
+    """
     answers: list[StaticAnswer] = []
     now = 0.0
     while (first := len(answers)) < len(prompts):

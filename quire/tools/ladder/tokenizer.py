@@ -1,6 +1,8 @@
-"""Byte-level BPE to read: from text to token ids and back, given a vocabulary and the merges it was trained with.
+"""Byte-level BPE to read: from text to token ids and back, given a vocabulary and the merges it was
+trained with.
 
-The engine uses the `tokenizers` library (`quire/frontend/tokenizer.py`); this one gives the same ids, slowly.
+The engine uses the `tokenizers` library (`quire/frontend/tokenizer.py`); this one gives the same
+ids, slowly.
 """
 
 from __future__ import annotations
@@ -15,16 +17,23 @@ _ENDINGS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")
 class BytePairTokenizer:
     """Text → words → bytes → merged pieces → ids."""
 
-    def __init__(self, vocabulary: Mapping[str, int], merges: Sequence[str], single_digits: bool = False) -> None:
-        """`merges` are lines of two pieces with a space between, the most frequent pair of the training first."""
+    def __init__(
+        self, vocabulary: Mapping[str, int], merges: Sequence[str], single_digits: bool = False
+    ) -> None:
+        """`merges` are lines of two pieces with a space between, the most frequent pair of the
+        training first.
+        """
         self._ids = vocabulary
         self._pieces = {token_id: piece for piece, token_id in vocabulary.items()}
         self._ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(merges)}
         self._single_digits = single_digits
-        # Vocabularies are text files, so bytes are written as characters: printable ones as themselves.
+        # Vocabularies are text files, so bytes are written as characters: printable ones as
+        # themselves.
         printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
         hidden = [byte for byte in range(256) if byte not in printable]
-        self._spelling = {byte: chr(byte) for byte in printable} | {b: chr(256 + i) for i, b in enumerate(hidden)}
+        self._spelling = {byte: chr(byte) for byte in printable} | {
+            b: chr(256 + i) for i, b in enumerate(hidden)
+        }
         self._bytes = {char: byte for byte, char in self._spelling.items()}
 
     def encode(self, text: str) -> list[int]:
@@ -41,9 +50,13 @@ class BytePairTokenizer:
         return bytes(self._bytes[char] for char in spelled).decode(errors="replace")
 
     def _merge(self, pieces: list[str]) -> list[str]:
-        """Joins the pair that was learnt first, everywhere, until no neighbours are a pair that was learnt."""
+        """Joins the pair that was learnt first, everywhere, until no neighbours are a pair that was
+        learnt.
+        """
         while len(pieces) > 1:
-            left, right = min(pairwise(pieces), key=lambda pair: self._ranks.get(pair, len(self._ranks)))
+            left, right = min(
+                pairwise(pieces), key=lambda pair: self._ranks.get(pair, len(self._ranks))
+            )
             if (left, right) not in self._ranks:
                 break
             merged: list[str] = []
@@ -57,8 +70,10 @@ class BytePairTokenizer:
 
 
 def split_words(text: str) -> Iterator[str]:
-    """GPT-2's words: an English ending, a run of letters, of numbers or of signs with one space before it, or spaces
-    (all of them at the end of the text, otherwise all but the last, which belongs to the next word)."""
+    """GPT-2's words: an English ending, a run of letters, of numbers or of signs with one space
+    before it, or spaces (all of them at the end of the text, otherwise all but the last, which
+    belongs to the next word).
+    """
     start = 0
     while start < len(text):
         ending = next((ending for ending in _ENDINGS if text.startswith(ending, start)), None)
@@ -75,7 +90,8 @@ def split_words(text: str) -> Iterator[str]:
 
 
 def _kind(char: str) -> str:
-    if char.isspace() and not "\x1c" <= char <= "\x1f":  # separators to Python, but not to Unicode's White_Space
+    # separators to Python, but not to Unicode's White_Space
+    if char.isspace() and not "\x1c" <= char <= "\x1f":
         return "space"
     return {"L": "letter", "N": "number"}.get(unicodedata.category(char)[0], "sign")
 

@@ -13,7 +13,9 @@ from quire.kernels.reference import ReferenceKernels
 
 
 class CardKernels(ReferenceKernels):
-    """Nothing is ever computed with these: they answer as those for a GPU of a compute capability would."""
+    """Nothing is ever computed with these: they answer as those for a GPU of a compute capability
+    would.
+    """
 
     name = "planned"
     keys_at_once = SPLIT

@@ -29,7 +29,9 @@ _TRIES = 12
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What our steps take beyond the bound, as measured on a card: seconds = bound / share + what each layer costs."""
+    """What our steps take beyond the bound, as measured on a card: seconds = bound / share + what
+    each layer costs.
+    """
 
     decode: float = 1.0
     prompt: float = 1.0
@@ -40,18 +42,24 @@ class Shares:
     token_seconds: tuple[float, float] = (0.0, 0.0)
     """Of each layer and token of a prompt; and of each 1024 of the hidden size besides."""
     input_seconds: float = 0.0
-    """Of each layer in a step of answers, and 1024 inputs of its matrices: codes that are expanded one after the
-    other."""
+    """Of each layer in a step of answers, and 1024 inputs of its matrices: codes that are expanded
+    one after the other.
+    """
 
 
 H200_SHARES = Shares(0.9, 0.85, 22e-6, 0.12e-6, (30e-9, 7e-9))
-"""Fitted to the decode and prompt lines of the table in docs/performance.md; its throughput lines were not used."""
+"""Fitted to the decode and prompt lines of the table in docs/performance.md; its throughput lines
+were not used.
+"""
 _FP8 = Shares(0.9, 1.43, 22e-6, 0.05e-6, (30e-9, 7e-9))
 _CODES = Shares(0.9, 0.82, 22e-6, 0.11e-6, (30e-9, 7e-9), 1.2e-6)
-"""Fitted to the decode and prefill lines of Qwen3-8B in FP8 and INT4 there. FP8 multiplies faster than bfloat16, whose
-products a share is one of."""
+"""Fitted to the decode and prefill lines of Qwen3-8B in FP8 and INT4 there. FP8 multiplies faster
+than bfloat16, whose products a share is one of.
+"""
 _INT8 = replace(_FP8, prompt=H200_SHARES.prompt)
-"""And of FP8 in groups: the same kernels for few rows, but prompts are not by cuBLAS and were not measured."""
+"""And of FP8 in groups: the same kernels for few rows, but prompts are not by cuBLAS and were not
+measured.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +110,9 @@ class PlannedDevice:
         return _CODES
 
     def rates_for(self, format: Format, dtype: torch.dtype) -> Rates:
-        """With weights in a format. On a CPU they are measured, with one of about that size that can be made here."""
+        """With weights in a format. On a CPU they are measured, with one of about that size that
+        can be made here.
+        """
         if self.rates is not None:
             return self.rates
         if format.dtype is None and format not in QUANTIZED.values():
@@ -120,8 +130,9 @@ _SHEETS: dict[str, tuple[str, float, float, float, Link, tuple[int, int]]] = {
     "rtx4090": ("NVIDIA RTX 4090", 24e9, 1.008e12, 165e12, PCIE, _ADA),
     "rtx3090": ("NVIDIA RTX 3090", 24e9, 0.936e12, 71e12, PCIE, (8, 6)),
 }
-"""Name, bytes, bytes read a second and bfloat16 products a second, as data sheets have them; how several are joined;
-compute capability."""
+"""Name, bytes, bytes read a second and bfloat16 products a second, as data sheets have them; how
+several are joined; compute capability.
+"""
 
 
 def named_device(name: str) -> PlannedDevice:
@@ -132,7 +143,9 @@ def named_device(name: str) -> PlannedDevice:
         rates = Rates(4.5e12, 790e12)
         return PlannedDevice("NVIDIA H200", memory, rates, H200_SHARES, "measured", NVLINK, _HOPPER)
     if key not in _SHEETS:
-        raise InvalidRequestError("--gpu", f"must be one of h200, {', '.join(_SHEETS)}, not {name!r}")
+        raise InvalidRequestError(
+            "--gpu", f"must be one of h200, {', '.join(_SHEETS)}, not {name!r}"
+        )
     title, size, read, multiply, link, capability = _SHEETS[key]
     rates = Rates(read * _READ_SHARE, multiply * _MULTIPLY_SHARE)
     origin = "data sheet, with the shares that were measured on an H200"
@@ -149,26 +162,34 @@ def this_device(name: str = "auto") -> PlannedDevice:
                 known = named_device(short)
                 origin = f"free memory now; {known.origin}"
                 return replace(known, name=title, memory=device.free_memory(), origin=origin)
-        raise InvalidRequestError("--gpu", f"{title} is not known here: name one that is like it, such as --gpu a100")
+        raise InvalidRequestError(
+            "--gpu", f"{title} is not known here: name one that is like it, such as --gpu a100"
+        )
     name = f"this CPU ({torch.get_num_threads()} threads)"
-    return PlannedDevice(name, device.free_memory(), None, Shares(), "our matrix products, measured just now")
+    return PlannedDevice(
+        name, device.free_memory(), None, Shares(), "our matrix products, measured just now"
+    )
 
 
 @cache
 def measure_cpu(format: Format, dtype: torch.dtype) -> Rates:
-    """What products of our own kernels reach here with weights in a format: one row reads them, many multiply. The best
-    of a few tries each; takes about a second."""
+    """What products of our own kernels reach here with weights in a format: one row reads them,
+    many multiply. The best of a few tries each; takes about a second.
+    """
     kernels = select_kernels(torch.device("cpu"), dtype)
     numbers = torch.randn(_OUT, _IN)
     stored = (numbers.to(format.dtype),) if format.dtype is not None else quantize(format, numbers)
     assert stored is not None
     # Several, so that they are read from memory and not from a cache.
     weights = [
-        kernels.pack(Weight.of(format, (_OUT, _IN), *(tensor.clone() for tensor in stored))) for _ in range(_COPIES)
+        kernels.pack(Weight.of(format, (_OUT, _IN), *(tensor.clone() for tensor in stored)))
+        for _ in range(_COPIES)
     ]
     size = format.nbytes((_OUT, _IN))
     row, rows = torch.randn(1, _IN).to(dtype), torch.randn(256, _IN).to(dtype)
-    reading = min(_seconds(lambda: [kernels.linear(row, weight) for weight in weights]) for _ in range(_TRIES))
+    reading = min(
+        _seconds(lambda: [kernels.linear(row, weight) for weight in weights]) for _ in range(_TRIES)
+    )
     multiplying = min(_seconds(lambda: kernels.linear(rows, weights[0])) for _ in range(_TRIES))
     return Rates(_COPIES * size / reading, 2.0 * len(rows) * _OUT * _IN / multiplying)
 

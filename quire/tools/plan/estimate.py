@@ -1,4 +1,6 @@
-"""Does it fit, how many at once, how fast: with the allocator's own rules and the bounds of bytes and products."""
+"""Does it fit, how many at once, how fast: with the allocator's own rules and the bounds of bytes
+and products.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,18 @@ class Load:
     """Requests that come all at once; their mean lengths are those above."""
 
     @classmethod
-    def of_jobs(cls, jobs: tuple[Job, ...], rate: float | None = None, ttft: float | None = None) -> Load:
+    def of_jobs(
+        cls, jobs: tuple[Job, ...], rate: float | None = None, ttft: float | None = None
+    ) -> Load:
         prompts, answers = sum(job.prompt for job in jobs), sum(job.answer for job in jobs)
         return cls(round(prompts / len(jobs)), max(1, round(answers / len(jobs))), rate, ttft, jobs)
 
     @property
     def longest(self) -> int:
-        return max((job.prompt + job.answer for job in self.jobs), default=self.input_tokens + self.output_tokens)
+        return max(
+            (job.prompt + job.answer for job in self.jobs),
+            default=self.input_tokens + self.output_tokens,
+        )
 
     @property
     def num_answer_tokens(self) -> int:
@@ -69,7 +76,9 @@ class Estimate:
     """Of the load's requests, all at once, over the engines there are."""
 
 
-def estimate(model: PlannedModel, device: PlannedDevice, form: Form, load: Load, num_engines: int = 1) -> Estimate:
+def estimate(
+    model: PlannedModel, device: PlannedDevice, form: Form, load: Load, num_engines: int = 1
+) -> Estimate:
     """One form, in an engine with the usual limits and sequences as long as the load's."""
     spec = Division(model.spec, 0, form.ranks).local_spec  # of the rank that has most
     length = load.input_tokens + load.output_tokens
@@ -81,7 +90,9 @@ def estimate(model: PlannedModel, device: PlannedDevice, form: Form, load: Load,
     weights = -(-form.weight_bytes // form.ranks)
     free = device.memory - weights
     if free <= 0:
-        return Estimate(form, False, f"weights of {format_bytes(weights)} in {format_bytes(device.memory)}")
+        return Estimate(
+            form, False, f"weights of {format_bytes(weights)} in {format_bytes(device.memory)}"
+        )
     needs = Needs(weights=weights)
     if device.is_gpu:
         item = form.dtype.itemsize
@@ -89,7 +100,9 @@ def estimate(model: PlannedModel, device: PlannedDevice, form: Form, load: Load,
         graphs = _activations(spec, limits.graph_tokens, limits.graph_tokens, item)
         needs = replace(needs, activations=activations, graphs=graphs)
     try:
-        groups = LayerGroups.of(spec, config.block_size, form.key_dtype, form.keys_at_once, config.max_model_len)
+        groups = LayerGroups.of(
+            spec, config.block_size, form.key_dtype, form.keys_at_once, config.max_model_len
+        )
         plan = plan_cache(spec, config, limits, form.key_dtype, free, needs, groups)
     except CapacityError as error:
         return Estimate(form, False, str(error).split(":")[0])
@@ -102,21 +115,35 @@ def estimate(model: PlannedModel, device: PlannedDevice, form: Form, load: Load,
     # The engine with the first request has most of them.
     played = workload_seconds(times, load.jobs[::num_engines], at_once) if load.jobs else 0.0
     return Estimate(
-        form, True, "", plan, at_once, step, times.step(1, context), prompt, load.output_tokens / per_request,
-        times.bound(at_once, context), played,
-    )  # fmt: skip
+        form,
+        True,
+        "",
+        plan,
+        at_once,
+        step,
+        times.step(1, context),
+        prompt,
+        load.output_tokens / per_request,
+        times.bound(at_once, context),
+        played,
+    )
 
 
 def _activations(spec: ModelSpec, num_tokens: int, num_scored: int, itemsize: int) -> int:
-    """About what `measure_needs` finds on a card: hidden states, the widest matrix's output, and three copies of the
-    scores in float32."""
+    """About what `measure_needs` finds on a card: hidden states, the widest matrix's output, and
+    three copies of the scores in float32.
+    """
     width = 0
     for layer in spec.layers:
         projected = (
-            2 * (one.num_heads + 2 * one.num_kv_heads) * one.head_dim for one in (m.heads for m in layer.mixers)
+            2 * (one.num_heads + 2 * one.num_kv_heads) * one.head_dim
+            for one in (m.heads for m in layer.mixers)
         )
         width = max(width, 3 * mlp_width(layer), *projected)
-    return num_tokens * (4 * spec.hidden_size + width) * itemsize + 3 * num_scored * spec.vocab_size * 4
+    return (
+        num_tokens * (4 * spec.hidden_size + width) * itemsize
+        + 3 * num_scored * spec.vocab_size * 4
+    )
 
 
 class StepTimes:
@@ -157,12 +184,16 @@ class StepTimes:
         return f"{what} ({share:.0%} of a step)"
 
     def _step_work(self, rows: int, context: int) -> Work:
-        work = decode_work(self._spec, [context] * rows, self._itemsize, self._form.key_dtype.itemsize)
+        work = decode_work(
+            self._spec, [context] * rows, self._itemsize, self._form.key_dtype.itemsize
+        )
         return work / self._form.ranks
 
     def _gathering(self, rows: int, num_scored: int) -> float:
         link = self._device.link
-        times, received = gathered(self._spec, rows, num_scored, self._form.ranks, self._form.dtype.itemsize)
+        times, received = gathered(
+            self._spec, rows, num_scored, self._form.ranks, self._form.dtype.itemsize
+        )
         return times * link.latency + received / link.bandwidth
 
 
@@ -182,8 +213,12 @@ class Serving:
     """Requests a second it could take."""
 
 
-def serve(model: PlannedModel, device: PlannedDevice, found: Estimate, load: Load, num_devices: int) -> Serving:
-    """With the rate spread over the devices, each with the whole model (or groups of them, each of which has it)."""
+def serve(
+    model: PlannedModel, device: PlannedDevice, found: Estimate, load: Load, num_devices: int
+) -> Serving:
+    """With the rate spread over the devices, each with the whole model (or groups of them, each of
+    which has it).
+    """
     assert load.rate is not None
     times = StepTimes(model.spec, device, found.form)
     rate = load.rate / num_devices

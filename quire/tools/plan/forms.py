@@ -1,4 +1,6 @@
-"""In which formats an engine can have a model's weights on a device, as the loader itself would choose them."""
+"""In which formats an engine can have a model's weights on a device, as the loader itself would
+choose them.
+"""
 
 from __future__ import annotations
 
@@ -46,21 +48,35 @@ class Form:
 
 
 def forms_of(model: PlannedModel, device: PlannedDevice, ranks: int = 1) -> Iterator[Form]:
-    """The formats that the engine offers on such a device, the usual one first; on a CPU they all fit one device."""
+    """The formats that the engine offers on such a device, the usual one first; on a CPU they all
+    fit one device.
+    """
     # Nothing is loaded: a planned card is a place where no memory is.
     place, capability = torch.device("meta" if device.is_gpu else "cpu"), device.capability
     keys = torch.float8_e4m3fn if _has_fp8_cache(model, capability) else None
     names = set()
     for dtype, quantization, option in _choices(model, device):
-        kernels = select_kernels(place, dtype) if capability is None else CardKernels(capability, dtype)
+        kernels = (
+            select_kernels(place, dtype) if capability is None else CardKernels(capability, dtype)
+        )
         try:
             plan = plan_weights(model.files, kernels, dtype, place, quantization)
         except DeviceError:  # no kernels for it
             continue
         name = _name(model, plan)
-        if name not in names:  # where nothing can stay as it is stored, all of it is expanded anyway
+        # where nothing can stay as it is stored, all of it is expanded anyway
+        if name not in names:
             names.add(name)
-            yield Form(name, option, plan.nbytes, _main_format(plan), dtype, keys or dtype, kernels.keys_at_once, ranks)
+            yield Form(
+                name,
+                option,
+                plan.nbytes,
+                _main_format(plan),
+                dtype,
+                keys or dtype,
+                kernels.keys_at_once,
+                ranks,
+            )
 
 
 def _choices(model: PlannedModel, device: PlannedDevice) -> Iterator[tuple[torch.dtype, str, str]]:
@@ -83,7 +99,11 @@ def _choices(model: PlannedModel, device: PlannedDevice) -> Iterator[tuple[torch
 
 def _has_fp8_cache(model: PlannedModel, capability: tuple[int, int] | None) -> bool:
     """As kv_cache_dtype="auto" decides it."""
-    return capability is not None and capability >= FP8_CACHE_FROM and model.spec.cache.format == FP8_CACHE
+    return (
+        capability is not None
+        and capability >= FP8_CACHE_FROM
+        and model.spec.cache.format == FP8_CACHE
+    )
 
 
 def _name(model: PlannedModel, plan: WeightPlan) -> str:
@@ -105,7 +125,9 @@ def _blocks(plan: WeightPlan) -> list[str]:
 
 
 def _main_format(plan: WeightPlan) -> Format:
-    """What takes most of the products' time: the format of most numbers that are not plain, if any are."""
+    """What takes most of the products' time: the format of most numbers that are not plain, if any
+    are.
+    """
     blocks = _blocks(plan)
     return FORMATS[blocks[0]] if blocks else PLAIN[plan.dtype]
 

@@ -29,8 +29,9 @@ _PLAIN = "BF16"
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """A model of which the names, shapes and formats of all tensors are known, though perhaps no byte of them is
-    here."""
+    """A model of which the names, shapes and formats of all tensors are known, though perhaps no
+    byte of them is here.
+    """
 
     name: str
     files: ModelFiles
@@ -46,7 +47,9 @@ class PlannedModel:
 
 
 def open_planned(model: str) -> PlannedModel:
-    """From a config.json, a folder that has one, a .gguf file, or whatever is on this machine under a name."""
+    """From a config.json, a folder that has one, a .gguf file, or whatever is on this machine under
+    a name.
+    """
     if not model:  # else it would be the current folder
         raise ModelNotFoundError(
             "'' is no model: give a config.json, a folder with one, a .gguf file or a model's name"
@@ -55,9 +58,13 @@ def open_planned(model: str) -> PlannedModel:
     if path.name.endswith(".json") and os.path.isfile(path):  # False, too, for what can't be a path
         return described_model(model, read_config(path), read_settings(path))
     is_folder = os.path.isdir(path)
-    has_weights = is_folder and any(any(path.glob(f"*.{kind}")) for kind in ("safetensors", "npy", "gguf"))
+    has_weights = is_folder and any(
+        any(path.glob(f"*.{kind}")) for kind in ("safetensors", "npy", "gguf")
+    )
     if is_folder and (path / "config.json").is_file() and not has_weights:
-        return described_model(model, read_config(path / "config.json"), read_settings(path / "config.json"))
+        return described_model(
+            model, read_config(path / "config.json"), read_settings(path / "config.json")
+        )
     files = open_model(resolve(model, offline=True).path)
     files.checkpoint.close()  # it stays known what there was to read
     return PlannedModel(model, files)
@@ -73,7 +80,9 @@ def described_model(name: str, spec: ModelSpec, settings: Fields | None = None) 
     for piece in pieces:
         shape = piece.shape(parameters[piece.parameter])
         format = stored.of_piece(piece, shape)
-        tensors[piece.name] = TensorInfo(piece.name, shape, format, Path(name), FORMATS[format].nbytes(shape), 0)
+        tensors[piece.name] = TensorInfo(
+            piece.name, shape, format, Path(name), FORMATS[format].nbytes(shape), 0
+        )
     spec = replace(spec, cache=StoredCache(read_cache_format(settings)))
     return PlannedModel(name, ModelFiles(spec, Checkpoint("safetensors", tensors, {}), pieces))
 
@@ -96,8 +105,13 @@ class _StoredFormats:
         layout, found = read_layout(settings), settings.part("quantization_config")
         if layout is None or layout.name == "plain":
             return cls(None)
-        listed = [found.raw(key) for key in ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers")]
-        left_out = tuple(str(one) for names in listed if isinstance(names, list | tuple) for one in names)
+        listed = [
+            found.raw(key)
+            for key in ("ignore", "modules_to_not_convert", "exclude_modules", "ignored_layers")
+        ]
+        left_out = tuple(
+            str(one) for names in listed if isinstance(names, list | tuple) for one in names
+        )
         groups = found.part("config_groups")
         parts = [groups.part(name) for name in groups.names()]
         in_blocks = "weight_block_size" in found or any(
@@ -113,7 +127,11 @@ class _StoredFormats:
         """The name of a tensor's format."""
         is_end = piece.parameter in ENDS
         is_plain = self.format is None or quantized_format(piece.parameter, shape, "int8") is None
-        if is_plain or (is_end and piece.parameter not in self.ends) or (self.only_stacks and len(shape) < 3):
+        if (
+            is_plain
+            or (is_end and piece.parameter not in self.ends)
+            or (self.only_stacks and len(shape) < 3)
+        ):
             return _PLAIN
         assert self.format is not None
         group = FORMATS[self.format].group
@@ -122,10 +140,15 @@ class _StoredFormats:
 
 
 def _is_named(module: str, patterns: Sequence[str]) -> bool:
-    """Whether a list of modules has one, or what it is in: by name, by the end of it, with `*`, or as `re:`."""
+    """Whether a list of modules has one, or what it is in: by name, by the end of it, with `*`, or
+    as `re:`.
+    """
     return any(
         re.match(pattern[3:], module) is not None
         if pattern.startswith("re:")
-        else any(fnmatchcase(module, form) for form in (pattern, f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*"))
+        else any(
+            fnmatchcase(module, form)
+            for form in (pattern, f"{pattern}.*", f"*.{pattern}", f"*.{pattern}.*")
+        )
         for pattern in patterns
     )

@@ -45,10 +45,17 @@ def print_plan(findings: Findings) -> None:
         markup=False,
         soft_wrap=True,
     )
-    what = f"{len(load.jobs):,} requests, all at once, in the mean of" if load.jobs else "requests of"
-    console.print(f"{what} {load.input_tokens:,} prompt and {load.output_tokens:,} answer tokens", markup=False)
+    what = (
+        f"{len(load.jobs):,} requests, all at once, in the mean of" if load.jobs else "requests of"
+    )
+    console.print(
+        f"{what} {load.input_tokens:,} prompt and {load.output_tokens:,} answer tokens",
+        markup=False,
+    )
     console.print(f"{_division(device, num_engines, found[0].form.ranks)}", markup=False)
-    table = Table("weights in", "take", "cache, tokens", "at once", "prompt, ms", box=None, pad_edge=False)
+    table = Table(
+        "weights in", "take", "cache, tokens", "at once", "prompt, ms", box=None, pad_edge=False
+    )
     at_most = "" if device.is_measured else " at most"
     for column in (f"alone, tokens/s{at_most}", f"all, tokens/s{at_most}"):
         table.add_column(column, justify="right")
@@ -107,7 +114,9 @@ def advice(findings: Findings) -> Iterator[str]:
         speed = _speed(load.num_answer_tokens / first.workload_seconds)
         yield f"The {len(load.jobs):,} requests take {_duration(first.workload_seconds)}: {speed} tokens a second."
     if num_engines > 1:
-        whose = f"Each of the {num_engines} devices" if ranks == 1 else f"Each group of {ranks} devices"
+        whose = (
+            f"Each of the {num_engines} devices" if ranks == 1 else f"Each group of {ranks} devices"
+        )
         yield f"({whose} holds the whole model and a share of the requests.)"
     assert first.plan is not None
     limit = first.plan.num_tokens // (load.input_tokens + load.output_tokens)
@@ -142,7 +151,9 @@ def _asked(form: Form) -> str:
     """How to ask for a form, and what that is where the words don't say it."""
     if form.option.endswith(f"={form.name}"):
         return form.option
-    return f"{form.option}, {form.name}" if form.name.endswith(")") else f"{form.option} ({form.name})"
+    return (
+        f"{form.option}, {form.name}" if form.name.endswith(")") else f"{form.option} ({form.name})"
+    )
 
 
 def _devices_needed(rate: float, most: float, ranks: int) -> str:
@@ -156,7 +167,9 @@ def _what_would_fit(findings: Findings) -> str:
     model, device, _, load, found, _ = findings
     smallest = min(found, key=lambda one: one.form.weight_bytes)
     ranks = smallest.form.ranks
-    what = f"{format_bytes(smallest.form.weight_bytes)}" + (f" on {ranks} devices" if ranks > 1 else "")
+    what = f"{format_bytes(smallest.form.weight_bytes)}" + (
+        f" on {ranks} devices" if ranks > 1 else ""
+    )
     text = f"It does not fit: the smallest form takes {what} and one device has {format_bytes(device.memory)}. "
     for more in _MORE_RANKS if device.is_gpu else ():
         if more > ranks and _fits(model, device, load, more):
@@ -166,7 +179,9 @@ def _what_would_fit(findings: Findings) -> str:
 
 def _fits(model: PlannedModel, device: PlannedDevice, load: Load, ranks: int) -> bool:
     try:
-        return any(estimate(model, device, form, load).fits for form in forms_of(model, device, ranks))
+        return any(
+            estimate(model, device, form, load).fits for form in forms_of(model, device, ranks)
+        )
     except InvalidRequestError:  # it has fewer heads
         return False
 
@@ -190,13 +205,19 @@ def as_json(findings: Findings) -> Mapping[str, Any]:
         "output_tokens": load.output_tokens,
         "requests": len(load.jobs) or None,
         "forms": [_form_json(one, num_engines, load) for one in found],
-        "serving": None if serving is None else {name: getattr(serving, name) for name in serving.__slots__},
+        "serving": None
+        if serving is None
+        else {name: getattr(serving, name) for name in serving.__slots__},
         "advice": list(advice(findings)),
     }
 
 
 def _form_json(one: Estimate, num_engines: int, load: Load) -> dict[str, Any]:
-    base = {"weights": one.form.name, "option": one.form.option, "weight_bytes": one.form.weight_bytes}
+    base = {
+        "weights": one.form.name,
+        "option": one.form.option,
+        "weight_bytes": one.form.weight_bytes,
+    }
     if one.plan is None:
         return {**base, "fits": False, "why_not": one.why_not}
     return {
@@ -210,5 +231,7 @@ def _form_json(one: Estimate, num_engines: int, load: Load) -> dict[str, Any]:
         "tokens_per_second": one.tokens_per_second * num_engines,
         "bound": one.bound,
         "workload_seconds": one.workload_seconds if load.jobs else None,
-        "workload_tokens_per_second": load.num_answer_tokens / one.workload_seconds if load.jobs else None,
+        "workload_tokens_per_second": load.num_answer_tokens / one.workload_seconds
+        if load.jobs
+        else None,
     }

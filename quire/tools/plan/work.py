@@ -61,11 +61,15 @@ def mlp_width(layer: LayerSpec) -> int:
 
 
 def decode_work(
-    spec: ModelSpec, contexts: Sequence[int], itemsize: float | Itemsizes, key_itemsize: float | None = None
+    spec: ModelSpec,
+    contexts: Sequence[int],
+    itemsize: float | Itemsizes,
+    key_itemsize: float | None = None,
 ) -> Work:
-    """One step in which sequences of these lengths (the new token included) compute one token each. `itemsize` is what
-    a weight takes, on average or by kind; a key or value takes what plain weights do, unless `key_itemsize` says
-    otherwise."""
+    """One step in which sequences of these lengths (the new token included) compute one token each.
+    `itemsize` is what a weight takes, on average or by kind; a key or value takes what plain
+    weights do, unless `key_itemsize` says otherwise.
+    """
     rows = len(contexts)
     keys = _keys_seen(spec, contexts)
     key_bytes = sum(2 * count * _kv_width(heads) for heads, count in keys.items()) * (
@@ -73,12 +77,15 @@ def decode_work(
     )
     return Work(
         bytes_read=_weight_bytes(spec, rows, itemsize) + key_bytes,
-        flops=2.0 * rows * (_layer_parameters(spec) + spec.vocab_size * spec.hidden_size) + _key_flops(keys),
+        flops=2.0 * rows * (_layer_parameters(spec) + spec.vocab_size * spec.hidden_size)
+        + _key_flops(keys),
     )
 
 
 def prompt_work(spec: ModelSpec, lengths: Sequence[int], itemsize: float | Itemsizes) -> Work:
-    """Prompts computed in one step, each with one token sampled. Their own keys need not leave the cache."""
+    """Prompts computed in one step, each with one token sampled. Their own keys need not leave the
+    cache.
+    """
     rows = sum(lengths)
     keys: Counter[HeadShape] = Counter()
     for length in lengths:
@@ -90,23 +97,32 @@ def prompt_work(spec: ModelSpec, lengths: Sequence[int], itemsize: float | Items
     )
 
 
-def workload_work(spec: ModelSpec, jobs: Sequence[tuple[int, int]], itemsize: float | Itemsizes) -> Work:
-    """Requests of (prompt length, new tokens), all at once: prompts in the first step, then one token each."""
+def workload_work(
+    spec: ModelSpec, jobs: Sequence[tuple[int, int]], itemsize: float | Itemsizes
+) -> Work:
+    """Requests of (prompt length, new tokens), all at once: prompts in the first step, then one
+    token each.
+    """
     total = prompt_work(spec, [prompt for prompt, _ in jobs], itemsize)
     for step in range(1, max(new for _, new in jobs)):
         total += decode_work(spec, [prompt + step for prompt, new in jobs if new > step], itemsize)
     return total
 
 
-def gathered(spec: ModelSpec, rows: int, num_scored: int, ranks: int, itemsize: float) -> tuple[int, float]:
-    """What a model that is divided by output rows (docs/tensor_parallel.md) gathers in a step of so many tokens: how
-    often, and the bytes that each rank receives."""
+def gathered(
+    spec: ModelSpec, rows: int, num_scored: int, ranks: int, itemsize: float
+) -> tuple[int, float]:
+    """What a model that is divided by output rows (docs/tensor_parallel.md) gathers in a step of so
+    many tokens: how often, and the bytes that each rank receives.
+    """
     if ranks == 1:
         return 0, 0.0
     hidden = spec.hidden_size
     numbers = 0
     for layer in spec.layers:
-        numbers += sum(_query_width(mixer.heads) for mixer in layer.mixers) + mlp_width(layer) + 2 * hidden
+        numbers += (
+            sum(_query_width(mixer.heads) for mixer in layer.mixers) + mlp_width(layer) + 2 * hidden
+        )
     total = rows * (numbers + ranks * hidden) + num_scored * spec.vocab_size
     return 4 * len(spec.layers) + 2, total * itemsize * (ranks - 1) / ranks
 
@@ -123,12 +139,18 @@ def _by_kind(itemsize: float | Itemsizes) -> Itemsizes:
 
 
 def _weight_bytes(spec: ModelSpec, rows: int, itemsize: float | Itemsizes) -> float:
-    """All layers and the head, and of an embedding that is not the head the rows that are looked up."""
+    """All layers and the head, and of an embedding that is not the head the rows that are looked
+    up.
+    """
     looked_up = 0 if spec.tie_embeddings else rows * spec.hidden_size
     head = spec.vocab_size * spec.hidden_size
     matrices, routers, experts = _parameters_by_kind(spec, rows)
     each = _by_kind(itemsize)
-    return each.plain * (head + looked_up + routers) + each.matrices * matrices + each.experts * experts
+    return (
+        each.plain * (head + looked_up + routers)
+        + each.matrices * matrices
+        + each.experts * experts
+    )
 
 
 def _layer_parameters(spec: ModelSpec) -> float:
@@ -137,10 +159,11 @@ def _layer_parameters(spec: ModelSpec) -> float:
 
 
 def _parameters_by_kind(spec: ModelSpec, rows: int | None = None) -> tuple[float, float, float]:
-    """Of matrices, routers and experts of all layers: those that one row is multiplied with, or that any of so many
-    rows is.
+    """Of matrices, routers and experts of all layers: those that one row is multiplied with, or
+    that any of so many rows is.
 
-    Rows choose experts evenly: of E experts, n rows that take k each leave out E * (1 - k / E) ** n on average.
+    Rows choose experts evenly: of E experts, n rows that take k each leave out E * (1 - k / E) ** n
+    on average.
     """
     matrices = routers = experts = 0.0
     for layer in spec.layers:
@@ -153,7 +176,11 @@ def _parameters_by_kind(spec: ModelSpec, rows: int | None = None) -> tuple[float
         if isinstance(moe, MlpSpec):
             matrices += 3 * moe.intermediate_size * spec.hidden_size
             continue
-        read = moe.top_k if rows is None else moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** rows)
+        read = (
+            moe.top_k
+            if rows is None
+            else moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** rows)
+        )
         routers += (moe.num_experts + bool(moe.shared_intermediate_size)) * spec.hidden_size
         experts += 3 * moe.intermediate_size * read * spec.hidden_size
         matrices += 3 * moe.shared_intermediate_size * spec.hidden_size
@@ -170,7 +197,9 @@ def _kv_width(heads: HeadShape) -> int:
 
 def _attentions(spec: ModelSpec) -> Counter[tuple[HeadShape, int | None]]:
     """How many there are, by their heads and windows."""
-    return Counter((mixer.heads, mixer.sliding_window) for layer in spec.layers for mixer in layer.mixers)
+    return Counter(
+        (mixer.heads, mixer.sliding_window) for layer in spec.layers for mixer in layer.mixers
+    )
 
 
 def _keys_seen(spec: ModelSpec, contexts: Sequence[int]) -> Counter[HeadShape]:
@@ -178,12 +207,16 @@ def _keys_seen(spec: ModelSpec, contexts: Sequence[int]) -> Counter[HeadShape]:
     lengths = Counter(contexts)
     seen: Counter[HeadShape] = Counter()
     for (heads, window), count in _attentions(spec).items():
-        seen[heads] += count * sum(times * min(context, window or context) for context, times in lengths.items())
+        seen[heads] += count * sum(
+            times * min(context, window or context) for context, times in lengths.items()
+        )
     return seen
 
 
 def _keys_seen_by_all(spec: ModelSpec, length: int) -> Counter[HeadShape]:
-    """By all tokens of a sequence, over all layers with such heads: token i sees i keys, up to the window."""
+    """By all tokens of a sequence, over all layers with such heads: token i sees i keys, up to the
+    window.
+    """
     seen: Counter[HeadShape] = Counter()
     for (heads, window), count in _attentions(spec).items():
         growing = min(length, window or length)

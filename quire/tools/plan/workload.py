@@ -43,10 +43,14 @@ class Lengths(NamedTuple):
         """A number, or two with a dash between them."""
         found = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", text, re.ASCII)
         if found is None:
-            raise InvalidRequestError(option, f"must be a number of tokens or a range such as 100-1024, not {text!r}")
+            raise InvalidRequestError(
+                option, f"must be a number of tokens or a range such as 100-1024, not {text!r}"
+            )
         low, high = int(found[1]), int(found[2] or found[1])
         if not 1 <= low <= high:
-            raise InvalidRequestError(option, f"must be at least 1, the lower number first, not {text!r}")
+            raise InvalidRequestError(
+                option, f"must be at least 1, the lower number first, not {text!r}"
+            )
         return cls(low, high)
 
     @property
@@ -64,7 +68,9 @@ def draw_jobs(count: int, prompts: Lengths, answers: Lengths) -> tuple[Job, ...]
 
 
 def read_jobs(path: Path) -> tuple[Job, ...]:
-    """A request a line: two numbers (prompt and answer), or JSON with `input_tokens` and `output_tokens`."""
+    """A request a line: two numbers (prompt and answer), or JSON with `input_tokens` and
+    `output_tokens`.
+    """
     jobs: list[Job] = []
     try:
         with path.open(encoding="utf-8") as file:
@@ -74,9 +80,13 @@ def read_jobs(path: Path) -> tuple[Job, ...]:
                 try:
                     jobs.append(_read_job(line))
                 except (ValueError, RecursionError) as error:
-                    raise InvalidRequestError("--workload", f"{path}, line {number}: {error}") from None
+                    raise InvalidRequestError(
+                        "--workload", f"{path}, line {number}: {error}"
+                    ) from None
                 if len(jobs) > _MOST_REQUESTS:
-                    raise InvalidRequestError("--workload", f"{path} has more than {_MOST_REQUESTS:,} requests")
+                    raise InvalidRequestError(
+                        "--workload", f"{path} has more than {_MOST_REQUESTS:,} requests"
+                    )
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequestError("--workload", f"{path} can't be read: {error}") from error
     if not jobs:
@@ -90,7 +100,9 @@ def _read_job(line: str) -> Job:
         numbers = [data.get("input_tokens"), data.get("output_tokens")]
     else:
         words = re.split(r"[\s,;]+", line.strip())
-        numbers = [int(word) if re.fullmatch(r"\d{1,10}", word, re.ASCII) else word for word in words]
+        numbers = [
+            int(word) if re.fullmatch(r"\d{1,10}", word, re.ASCII) else word for word in words
+        ]
     if len(numbers) != 2 or not all(type(one) is int and 1 <= one < _LONGEST for one in numbers):
         raise ValueError(
             f"expected the tokens of a prompt and of its answer, such as 500 100, got {line.strip()[:60]!r}"
@@ -98,9 +110,12 @@ def _read_job(line: str) -> Job:
     return Job(*numbers)
 
 
-def workload_seconds(times: StepSeconds, jobs: Sequence[tuple[int, int]], at_once: int | None = None) -> float:
-    """Of requests that come all at once: each prompt is computed as soon as there is a place (`at_once` in all; None:
-    one for each), then every step gives each answer a token."""
+def workload_seconds(
+    times: StepSeconds, jobs: Sequence[tuple[int, int]], at_once: int | None = None
+) -> float:
+    """Of requests that come all at once: each prompt is computed as soon as there is a place
+    (`at_once` in all; None: one for each), then every step gives each answer a token.
+    """
     waiting = deque(Job(*job) for job in jobs)
     running: list[list[int]] = []
     """Of each request its context and the tokens that it still wants."""
@@ -113,7 +128,8 @@ def workload_seconds(times: StepSeconds, jobs: Sequence[tuple[int, int]], at_onc
             total += times.prompt(*[job.prompt for job in admitted])
             running += [[job.prompt, job.answer - 1] for job in admitted if job.answer > 1]
         if running:
-            # Until the next answer ends every step has the same requests: the one in the middle stands for all.
+            # Until the next answer ends every step has the same requests: the one in the middle
+            # stands for all.
             steps = min(left for _, left in running) if not waiting or at_once is None else 1
             context = sum(context for context, _ in running) // len(running) + (steps + 1) // 2
             total += steps * times.step(len(running), context)

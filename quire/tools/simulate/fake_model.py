@@ -1,7 +1,8 @@
 """A model made of hashes: what a request's answer is all by itself, without any engine.
 
-A token's state is the hash of its position, its value and the states of the tokens before it that the groups of layers
-can see: all of them, those in a window or in the present chunk, and what recurrent layers carry from chunk to chunk.
+A token's state is the hash of its position, its value and the states of the tokens before it that
+the groups of layers can see: all of them, those in a window or in the present chunk, and what
+recurrent layers carry from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -16,26 +17,34 @@ from quire.step import TokenScore
 
 
 def token_state(position: int, token_id: int, context: Sequence[int], salt: int) -> int:
-    """The fake model's keys and values of one token. They depend on the salt, as they would on an adapter, so
-    sharing across salts shows."""
+    """The fake model's keys and values of one token. They depend on the salt, as they would on an
+    adapter, so sharing across salts shows.
+    """
     return hash((position, token_id, salt, tuple(context)))
 
 
 def state_after(before: int, records: Sequence[Sequence[int]]) -> int:
-    """What the fake model's recurrent layers carry on from a chunk: from what was before it, and from its records."""
+    """What the fake model's recurrent layers carry on from a chunk: from what was before it, and
+    from its records.
+    """
     return hash((before, tuple(map(tuple, records))))
 
 
 class Memory:
-    """What the fake model remembers of a sequence: by group of layers the states of its tokens, and what its recurrent
-    layers carry."""
+    """What the fake model remembers of a sequence: by group of layers the states of its tokens, and
+    what its recurrent layers carry.
+    """
 
     def __init__(self, config: SchedulerConfig, states: list[list[int]], carried: int = 0) -> None:
         """`carried`: at the begin of the chunk in which `states` end."""
         self.states = states
         self._groups = config.groups
         self._chunk = None if config.state is None else config.state.chunk
-        self._records = [own for own, group in zip(states, config.groups, strict=True) if group.keeps == "records"]
+        self._records = [
+            own
+            for own, group in zip(states, config.groups, strict=True)
+            if group.keeps == "records"
+        ]
         self._carried = carried
         self.made: dict[int, int] = {}
         """What is carried at the begin of chunks that began since, by their index."""
@@ -67,16 +76,25 @@ def salts_of(params: SamplingParams, parts: Sequence[KeyPart], num_tokens: int) 
     plain = salt_number(params)
     if not parts:
         return [plain] * num_tokens
-    names = ([part.name for part in parts if part.start <= at and (part.end is None or at < part.end)]
-             for at in range(num_tokens))  # fmt: skip
+    names = (
+        [part.name for part in parts if part.start <= at and (part.end is None or at < part.end)]
+        for at in range(num_tokens)
+    )
     return [zlib.crc32(" ".join([str(plain), *own]).encode()) if own else plain for own in names]
 
 
 def choose_token(
-    state: int, seed: int, position: int, vocab_size: int, params: SamplingParams, eos: Sequence[int], num_output: int
+    state: int,
+    seed: int,
+    position: int,
+    vocab_size: int,
+    params: SamplingParams,
+    eos: Sequence[int],
+    num_output: int,
 ) -> int:
-    """The token that follows, as a sampler would: a function of state, seed and position, with end and stop
-    tokens masked below `min_tokens`."""
+    """The token that follows, as a sampler would: a function of state, seed and position, with end
+    and stop tokens masked below `min_tokens`.
+    """
     allowed: Sequence[int] = range(vocab_size)
     if num_output < params.min_tokens:
         stops = params.end_token_ids(tuple(eos))
@@ -96,7 +114,10 @@ def fake_vector(state: int) -> bytes:
 
 
 def solo_states(
-    prompt: Sequence[int], params: SamplingParams, config: SchedulerConfig, parts: Sequence[KeyPart] = ()
+    prompt: Sequence[int],
+    params: SamplingParams,
+    config: SchedulerConfig,
+    parts: Sequence[KeyPart] = (),
 ) -> list[int]:
     """The states of a prompt's tokens, without any engine."""
     memory = Memory(config, [[] for _ in config.groups])
@@ -107,11 +128,16 @@ def solo_states(
 
 
 def solo_prompt_scores(
-    prompt: Sequence[int], params: SamplingParams, config: SchedulerConfig, parts: Sequence[KeyPart] = ()
+    prompt: Sequence[int],
+    params: SamplingParams,
+    config: SchedulerConfig,
+    parts: Sequence[KeyPart] = (),
 ) -> list[TokenScore]:
     """The scores of a prompt's tokens from the second on, without any engine."""
     states = solo_states(prompt, params, config, parts)
-    return [fake_score(state, token_id) for state, token_id in zip(states, prompt[1:], strict=False)]
+    return [
+        fake_score(state, token_id) for state, token_id in zip(states, prompt[1:], strict=False)
+    ]
 
 
 def solo_run(
@@ -123,8 +149,9 @@ def solo_run(
     config: SchedulerConfig,
     parts: Sequence[KeyPart] = (),
 ) -> tuple[list[int], str]:
-    """A request all by itself, without any engine: its answer and why it ended. Of the engine's settings only the
-    longest sequence matters, and what the model's layers keep."""
+    """A request all by itself, without any engine: its answer and why it ended. Of the engine's
+    settings only the longest sequence matters, and what the model's layers keep.
+    """
     limit = config.max_model_len
     if params.max_tokens is not None:
         limit = min(limit, len(prompt) + params.max_tokens)
@@ -134,9 +161,13 @@ def solo_run(
     tokens = list(prompt)
     while True:
         for position in range(len(memory.states[0]), len(tokens)):
-            memory.add(token_state(position, tokens[position], memory.visible(position), salts[position]))
+            memory.add(
+                token_state(position, tokens[position], memory.visible(position), salts[position])
+            )
         num_output = len(tokens) - len(prompt)
-        token = choose_token(memory.states[0][-1], seed, len(tokens), vocab_size, params, eos, num_output)
+        token = choose_token(
+            memory.states[0][-1], seed, len(tokens), vocab_size, params, eos, num_output
+        )
         tokens.append(token)
         if token in stops and num_output >= params.min_tokens:
             return tokens[len(prompt) :], "stop"

@@ -1,7 +1,7 @@
 """A runner for the fake model that keeps its states in blocks as a real one does.
 
-They are read from wherever the row's block table says they lie. So a wrong block, a missed copy or a block reused too
-early changes the answer, and `solo_run`, which knows no blocks, tells.
+They are read from wherever the row's block table says they lie. So a wrong block, a missed copy or
+a block reused too early changes the answer, and `solo_run`, which knows no blocks, tells.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from quire.engine.block_key import KeyPart
 from quire.engine.config import SchedulerConfig
 from quire.errors import EngineError
 from quire.step import Admission, PromptScores, ScheduledRequest, Step, StepResult
-from quire.tools.simulate.fake_model import Memory, choose_token, fake_score, fake_vector, salts_of, token_state
+from quire.tools.simulate.fake_model import (
+    Memory,
+    choose_token,
+    fake_score,
+    fake_vector,
+    salts_of,
+    token_state,
+)
 
 StepFault = Literal["submit", "result"]
 
@@ -62,7 +69,9 @@ class FakeRunner:
     right_chance: float = 0.5
     """Of a token it drafts, to be the one that will be drawn."""
     violations: list[str] = field(default_factory=list)
-    """What no step should have asked for. Kept here, since an exception would be an ordinary step failure."""
+    """What no step should have asked for. Kept here, since an exception would be an ordinary step
+    failure.
+    """
     num_computed_tokens: int = 0
     key_parts: dict[str, tuple[KeyPart, ...]] = field(default_factory=dict)
     """What requests depend on besides their tokens, by name: as a real runner knows their adapters."""
@@ -70,8 +79,13 @@ class FakeRunner:
     def __post_init__(self) -> None:
         size = self.config.block_size
         # What a slot holds before anything is written to it: different everywhere.
-        self._device = [[-(1 + block * size + i) for i in range(size)] for block in range(self.config.num_blocks)]
-        self._host: list[list[int]] = [[-(10**6)] * size for _ in range(self.config.num_host_blocks)]
+        self._device = [
+            [-(1 + block * size + i) for i in range(size)]
+            for block in range(self.config.num_blocks)
+        ]
+        self._host: list[list[int]] = [
+            [-(10**6)] * size for _ in range(self.config.num_host_blocks)
+        ]
         self._rows: dict[int, _Row] = {}
         self._has_failed = False
         self._num_restoring_steps = 0
@@ -120,20 +134,28 @@ class FakeRunner:
                 drafts[entry.request_id] = tuple(self._draft(row, entry.num_drafts))
             if index == failing:
                 tokens.pop(entry.request_id, None)
-                errors[entry.request_id] = f"injected: {entry.request_id} failed in step {step.step_id}"
+                errors[entry.request_id] = (
+                    f"injected: {entry.request_id} failed in step {step.step_id}"
+                )
         if fault is not None:
             return FakePending(EngineError(f"injected: step {step.step_id} failed"))
-        return FakePending(StepResult(step.step_id, tokens, errors, {}, scores, frozenset(), pooled, drafts))
+        return FakePending(
+            StepResult(step.step_id, tokens, errors, {}, scores, frozenset(), pooled, drafts)
+        )
 
     def _change_rows(self, step: Step) -> None:
         given_up = [(notice.request_id, notice.row) for notice in step.preempted]
-        given_up += [(notice.request_id, notice.row) for notice in step.finished if notice.row is not None]
+        given_up += [
+            (notice.request_id, notice.row) for notice in step.finished if notice.row is not None
+        ]
         for request_id, number in given_up:
             row = self._rows.get(number)
             if row is not None and row.admission.request_id == request_id:
                 del self._rows[number]
             elif not self._has_failed:
-                self.violations.append(f"step {step.step_id}: {request_id} gives up a row it hasn't got")
+                self.violations.append(
+                    f"step {step.step_id}: {request_id} gives up a row it hasn't got"
+                )
         for admission in step.admitted:
             if admission.row in self._rows and not self._has_failed:
                 self.violations.append(f"step {step.step_id}: row {admission.row} is given twice")
@@ -154,7 +176,10 @@ class FakeRunner:
             problems.append(f"computes {step.num_tokens} tokens")
         if len({entry.row for entry in step.scheduled}) != len(step.scheduled):
             problems.append("schedules a row twice")
-        if any((e.num_tokens, e.samples, e.guesses) != (1, True, ()) for e in step.scheduled[: step.num_decodes]):
+        if any(
+            (e.num_tokens, e.samples, e.guesses) != (1, True, ())
+            for e in step.scheduled[: step.num_decodes]
+        ):
             problems.append(f"has fewer than {step.num_decodes} decodes")
         written: set[int] = set()
         for entry in step.scheduled:
@@ -162,7 +187,11 @@ class FakeRunner:
             if row.admission.request_id != entry.request_id:
                 problems.append(f"row {entry.row} belongs to {row.admission.request_id}")
             late = entry.start - row.num_computed
-            if late < 0 or (late and not entry.runs_ahead) or entry.num_tokens <= len(entry.guesses):
+            if (
+                late < 0
+                or (late and not entry.runs_ahead)
+                or entry.num_tokens <= len(entry.guesses)
+            ):
                 problems.append(f"{entry} does not continue at {row.num_computed}")
             known = row.num_computed + entry.num_tokens - len(entry.guesses)
             if known > len(row.token_ids) or entry.samples != (known == len(row.token_ids)):
@@ -183,14 +212,19 @@ class FakeRunner:
                 problems.append(f"{entry} lacks blocks that it looks at: {held}")
             written.update(blocks)
             owned = [block for state in row.admission.state_ids for block in state]
-            if 0 in owned or written & set(owned) or len(set(owned)) != self.config.num_state_blocks:
+            if (
+                0 in owned
+                or written & set(owned)
+                or len(set(owned)) != self.config.num_state_blocks
+            ):
                 problems.append(f"{entry} has the states {owned}, which are not its own")
             written.update(owned)
         self.violations.extend(f"step {step.step_id}: {problem}" for problem in problems)
 
     def _compute(self, row: _Row, entry: ScheduledRequest, broken: bool) -> list[int]:
-        """Computes an entry's tokens from where the row stands; returns those drawn after the last real one and after
-        every guess that was right."""
+        """Computes an entry's tokens from where the row stands; returns those drawn after the last
+        real one and after every guess that was right.
+        """
         start = row.num_computed
         memory = self._memory(row)
         context = memory.states[0]
@@ -215,14 +249,21 @@ class FakeRunner:
         return drawn
 
     def _memory(self, row: _Row) -> Memory:
-        """What the row's blocks hold of the tokens computed so far; whatever lies there where one was given up."""
+        """What the row's blocks hold of the tokens computed so far; whatever lies there where one
+        was given up.
+        """
         groups, spec = self.config.num_groups, self.config.state
         lanes = (row.block_ids[group::groups] for group in range(groups))
-        states = [[state for block in lane for state in self._device[block]][: row.num_computed] for lane in lanes]
+        states = [
+            [state for block in lane for state in self._device[block]][: row.num_computed]
+            for lane in lanes
+        ]
         if spec is None or row.num_computed < spec.chunk:
             return Memory(self.config, states)
         return Memory(
-            self.config, states, self._read_state(row.admission.state_ids[row.num_computed // spec.chunk % 2])
+            self.config,
+            states,
+            self._read_state(row.admission.state_ids[row.num_computed // spec.chunk % 2]),
         )
 
     def _write_state(self, blocks: Sequence[int], state: int) -> None:
@@ -240,15 +281,22 @@ class FakeRunner:
             self._device[block][position % size] = state
 
     def _draft(self, row: _Row, count: int) -> list[int]:
-        """Tokens that may follow, some of them wrong. As a model that drafts on the same cache does, it writes what is
-        no good to the places of the drawn token and of all drafts but the last."""
+        """Tokens that may follow, some of them wrong. As a model that drafts on the same cache
+        does, it writes what is no good to the places of the drawn token and of all drafts but the
+        last.
+        """
         memory = self._memory(row)
         context, token_id = memory.states[0], row.token_ids[-1]
-        if self.config.state is not None:  # the state of a chunk that begins with drafts has no place
-            count = min(count, self.config.state.chunk - 1 - row.num_computed % self.config.state.chunk)
+        # the state of a chunk that begins with drafts has no place
+        if self.config.state is not None:
+            count = min(
+                count, self.config.state.chunk - 1 - row.num_computed % self.config.state.chunk
+            )
         drafts = []
         for position in range(row.num_computed, row.num_computed + count):
-            memory.add(token_state(position, token_id, memory.visible(position), row.salts[position]))
+            memory.add(
+                token_state(position, token_id, memory.visible(position), row.salts[position])
+            )
             self._write(row, position, -(10**7) - position)
             token_id = self._draw(row, context, position + 1)
             if hash((context[-1], 2)) % 1000 >= 1000 * self.right_chance:
@@ -270,7 +318,9 @@ class FakeRunner:
         )
 
     def _score_prompt(self, row: _Row, start: int, num_tokens: int) -> PromptScores | None:
-        """The positions that the tokens just computed predict, as far as they are in the prompt and wanted."""
+        """The positions that the tokens just computed predict, as far as they are in the prompt and
+        wanted.
+        """
         admission = row.admission
         if admission.score_prompt_from is None:
             return None
@@ -279,6 +329,9 @@ class FakeRunner:
         if first >= end:
             return None
         size, groups = self.config.block_size, self.config.num_groups
-        states = [self._device[row.block_ids[p // size * groups]][p % size] for p in range(first - 1, end - 1)]
+        states = [
+            self._device[row.block_ids[p // size * groups]][p % size]
+            for p in range(first - 1, end - 1)
+        ]
         tokens = admission.token_ids[first:end]
         return PromptScores(first, tuple(map(fake_score, states, tokens)))

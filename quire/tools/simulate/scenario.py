@@ -46,13 +46,17 @@ class Scenario:
     preempt_chance: float
     reprioritize_chance: float
     follow_chance: float
-    """Per turn, that a request comes whose prompt begins with another's tokens, as beams and conversations do."""
+    """Per turn, that a request comes whose prompt begins with another's tokens, as beams and
+    conversations do.
+    """
     guess_chance: float = 0.0
     """Of a request that samples, to have some of its next tokens guessed."""
     right_chance: float = 0.5
     """Of a guessed token, to be right."""
     drafter: Drafter = "answers"
-    """Where guesses come from: the answers, known in advance, or what an engine has: n-grams, the runner's drafts."""
+    """Where guesses come from: the answers, known in advance, or what an engine has: n-grams, the
+    runner's drafts.
+    """
     adapts: bool = True
     step_faults: dict[int, StepFault] = field(default_factory=dict)
     copy_faults: frozenset[int] = frozenset()
@@ -62,7 +66,9 @@ class Scenario:
 
     @property
     def has_faults(self) -> bool:
-        return bool(self.step_faults or self.copy_faults or self.request_faults or self.broken_takes)
+        return bool(
+            self.step_faults or self.copy_faults or self.request_faults or self.broken_takes
+        )
 
 
 class FaultyPool(BlockPool):
@@ -86,7 +92,10 @@ def make_scenario(seed: int) -> Scenario:
     rng = random.Random(seed)
     config = _make_config(rng)
     vocab_size = rng.randint(2, 12)
-    prefixes = [tuple(rng.choices(range(vocab_size), k=rng.randint(1, 24))) for _ in range(rng.randint(1, 3))]
+    prefixes = [
+        tuple(rng.choices(range(vocab_size), k=rng.randint(1, 24)))
+        for _ in range(rng.randint(1, 3))
+    ]
     eos = tuple(rng.sample(range(vocab_size), k=rng.choice([0, 1, 1, 2])))
     arrivals = []
     turn = 0
@@ -100,14 +109,18 @@ def make_scenario(seed: int) -> Scenario:
     if seed % 7 in (1, 4):
         arrivals = _with_parts(random.Random(-13 - seed), arrivals)
     if seed % 5 == 2:
-        config = replace(config, max_checked_tokens=random.Random(-9 - seed).choice([1, 2, 5, 12, 30]))
+        config = replace(
+            config, max_checked_tokens=random.Random(-9 - seed).choice([1, 2, 5, 12, 30])
+        )
     if seed % 4 == 3:
         arrivals = _pool_some(random.Random(-1 - seed), arrivals)
     with_faults = rng.random() < 0.4
     faults = rng.choice(["steps", "copies", "requests", "broken", "all"]) if with_faults else ""
     step_faults: dict[int, StepFault] = {}
     if faults in ("steps", "all"):
-        step_faults = {rng.randint(0, 40): rng.choice(["submit", "result"]) for _ in range(rng.randint(1, 3))}
+        step_faults = {
+            rng.randint(0, 40): rng.choice(["submit", "result"]) for _ in range(rng.randint(1, 3))
+        }
     request_faults: dict[int, int] = {}
     if faults in ("requests", "all"):
         request_faults = {rng.randint(0, 40): rng.randint(0, 5) for _ in range(rng.randint(1, 4))}
@@ -122,7 +135,9 @@ def make_scenario(seed: int) -> Scenario:
         preempt_chance=rng.choice([0.0, 0.0, 0.05, 0.2]),
         reprioritize_chance=rng.choice([0.0, 0.1]) if config.policy == "priority" else 0.0,
         step_faults=step_faults,
-        copy_faults=frozenset(rng.sample(range(1, 8), k=2)) if faults in ("copies", "all") else frozenset(),
+        copy_faults=frozenset(rng.sample(range(1, 8), k=2))
+        if faults in ("copies", "all")
+        else frozenset(),
         request_faults=request_faults,
         refused_takes=_some_takes(rng) if rng.random() < 0.3 else frozenset(),
         broken_takes=_some_takes(rng) if faults in ("broken", "all") else frozenset(),
@@ -139,15 +154,23 @@ def make_follower(rng: random.Random, scenario: Scenario, leader: Request) -> Ar
     tokens = leader.token_ids
     position = rng.choice([len(tokens), max(1, len(tokens) - 1), rng.randint(1, len(tokens))])
     own = rng.choices(range(scenario.vocab_size), k=rng.choice([0, 1, 1, 2, 5]))
-    arrival = _arrival_of(rng, scenario.config, scenario.vocab_size, (*tokens[:position], *own), turn=0)
+    arrival = _arrival_of(
+        rng, scenario.config, scenario.vocab_size, (*tokens[:position], *own), turn=0
+    )
     parts = leader.key_parts if rng.random() < 0.9 or not leader.key_parts else draw_parts(rng)
-    return replace(arrival, params=replace(arrival.params, cache_salt=leader.params.cache_salt), key_parts=parts)
+    return replace(
+        arrival,
+        params=replace(arrival.params, cache_salt=leader.params.cache_salt),
+        key_parts=parts,
+    )
 
 
 def _pool_some(rng: random.Random, arrivals: list[Arrival]) -> list[Arrival]:
     """Some of the callers want hidden states instead of an answer."""
     kinds: list[Pooling | None] = [None, "mean", "last"]
-    return [replace(one, pooling=rng.choice(kinds)) if one.params.n == 1 else one for one in arrivals]
+    return [
+        replace(one, pooling=rng.choice(kinds)) if one.params.n == 1 else one for one in arrivals
+    ]
 
 
 def _some_takes(rng: random.Random) -> frozenset[int]:
@@ -172,7 +195,11 @@ def _make_config(rng: random.Random) -> SchedulerConfig:
 def _with_groups(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig:
     """Layers in groups, with windows or chunks on some of them or on all."""
     groups = rng.randint(1, 3)
-    kinds = [BlockGroup(), BlockGroup("window", rng.choice([1, 2, 5, 9])), BlockGroup("window", rng.choice([1, 4, 12]))]
+    kinds = [
+        BlockGroup(),
+        BlockGroup("window", rng.choice([1, 2, 5, 9])),
+        BlockGroup("window", rng.choice([1, 4, 12])),
+    ]
     kinds.append(BlockGroup("chunk", rng.choice([1, 3, 8])))
     return replace(
         config,
@@ -186,7 +213,10 @@ def _with_states(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig
     """Recurrent layers beside others, or alone."""
     chunk = config.block_size * rng.choice([1, 1, 2, 3])
     state = StateSpec(chunk, num_blocks=rng.randint(1, 3), interval=chunk * rng.choice([1, 2, 5]))
-    groups = [*rng.choice([(), (BlockGroup(),), (BlockGroup(), BlockGroup("window", 5))]), BlockGroup("records", chunk)]
+    groups = [
+        *rng.choice([(), (BlockGroup(),), (BlockGroup(), BlockGroup("window", 5))]),
+        BlockGroup("records", chunk),
+    ]
     groups += [BlockGroup("records", chunk)] * rng.choice([0, 0, 1])
     rng.shuffle(groups)
     # Room for the states of one request at least, or of nearly all.
@@ -201,18 +231,26 @@ def _with_states(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig
 
 
 def _with_parts(rng: random.Random, arrivals: list[Arrival]) -> list[Arrival]:
-    """Some answers depend on more than tokens, from the start on or on a stretch, as with adapters and images."""
+    """Some answers depend on more than tokens, from the start on or on a stretch, as with adapters
+    and images.
+    """
     return [replace(one, key_parts=draw_parts(rng)) for one in arrivals]
 
 
 def draw_parts(rng: random.Random) -> tuple[KeyPart, ...]:
     starts = rng.choices([0, 0, 1, 4, 9], k=rng.choice([0, 1, 1, 2]))
     ends = [rng.choice([None, start + 1, start + 6]) for start in starts]
-    return tuple(KeyPart(rng.choice("xy"), start, end) for start, end in zip(starts, ends, strict=True))
+    return tuple(
+        KeyPart(rng.choice("xy"), start, end) for start, end in zip(starts, ends, strict=True)
+    )
 
 
 def _make_arrival(
-    rng: random.Random, config: SchedulerConfig, vocab_size: int, prefixes: list[tuple[int, ...]], turn: int
+    rng: random.Random,
+    config: SchedulerConfig,
+    vocab_size: int,
+    prefixes: list[tuple[int, ...]],
+    turn: int,
 ) -> Arrival:
     prefix = rng.choice(prefixes)
     prompt = prefix[: rng.randint(0, len(prefix))]
@@ -244,4 +282,6 @@ def _arrival_of(
         prompt_logprobs=rng.choice([None, None, 0]),
     )
     # Few names, so that they are used again while results of their last owner are still in flight.
-    return Arrival(turn, f"r{rng.randint(0, 5)}", prompt, params, rng.choice([rng.randint(0, 3), 2**64 - 1]))
+    return Arrival(
+        turn, f"r{rng.randint(0, 5)}", prompt, params, rng.choice([rng.randint(0, 3), 2**64 - 1])
+    )

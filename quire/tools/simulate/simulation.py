@@ -1,10 +1,12 @@
-"""The engine under a virtual clock, a fake model and a random workload: thousands of seeds a minute.
+"""The engine under a virtual clock, a fake model and a random workload: thousands of seeds a
+minute.
 
     python -m quire.tools.simulate --seeds 100000
     python -m quire.tools.simulate --seed 4711      # replays one, step by step
 
-Every finished request, guessed or not, must equal its solo run, every cut one a beginning of it; nothing may
-leak, the invariants hold after every step, and nobody waits forever. What a seed does is fixed by the seed.
+Every finished request, guessed or not, must equal its solo run, every cut one a beginning of it;
+nothing may leak, the invariants hold after every step, and nobody waits forever. What a seed does
+is fixed by the seed.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ from quire.speculate.speculator import Speculator
 from quire.step import RequestMetrics, RequestUpdate, StepLogEntry, TokenScore
 from quire.tools.simulate.fake_model import fake_vector, solo_prompt_scores, solo_run, solo_states
 from quire.tools.simulate.fake_runner import FakeRunner
-from quire.tools.simulate.scenario import Arrival, FaultyPool, Scenario, make_follower, make_scenario
+from quire.tools.simulate.scenario import (
+    Arrival,
+    FaultyPool,
+    Scenario,
+    make_follower,
+    make_scenario,
+)
 
 MAX_FOLLOWERS = 12
 MAX_GUESSES = 6
@@ -78,7 +86,9 @@ class Simulation:
         drafts = self.speculator.num_drafts if scenario.drafter in ("runner", "both") else None
         blocks = BlockManager(config, pool=pool)
         self.scheduler = (
-            Scheduler(config, blocks, guess, drafts) if scenario.guess_chance else Scheduler(config, blocks)
+            Scheduler(config, blocks, guess, drafts)
+            if scenario.guess_chance
+            else Scheduler(config, blocks)
         )
         self.runner = FakeRunner(
             config,
@@ -89,7 +99,9 @@ class Simulation:
             right_chance=scenario.right_chance,
         )
         self.metrics = EngineMetrics()
-        log = StepLog(capacity=16, listeners=(self.metrics.observe, self.speculator.observe, self._show))
+        log = StepLog(
+            capacity=16, listeners=(self.metrics.observe, self.speculator.observe, self._show)
+        )
         self.core = EngineCore(self.scheduler, self.runner, scenario.max_depth, log.append)
 
     def run(self) -> int:
@@ -110,7 +122,9 @@ class Simulation:
             check_invariants(self.scheduler)
             self._require(not self.runner.violations, "; ".join(self.runner.violations))
             turn += 1
-            self._require(turn < 200 + 20 * self.work, f"no end after {turn} turns: {sorted(self.live)} wait")
+            self._require(
+                turn < 200 + 20 * self.work, f"no end after {turn} turns: {sorted(self.live)} wait"
+            )
         self._check_end()
         return self.metrics.counters.steps
 
@@ -130,7 +144,10 @@ class Simulation:
             key_parts=arrival.key_parts,
         ):
             num_prompt = len(arrival.prompt)
-            total = min(config.max_model_len, num_prompt + (arrival.params.max_tokens or config.max_model_len))
+            total = min(
+                config.max_model_len,
+                num_prompt + (arrival.params.max_tokens or config.max_model_len),
+            )
             fits = 0 < num_prompt < config.max_model_len
             fits = fits and total - 1 <= config.num_tokens
             if (
@@ -155,15 +172,25 @@ class Simulation:
         """Aborts, preemptions, changes of priority and followers, at any moment."""
         scenario, rng = self.scenario, self.rng
         for chance, act in (
-            (scenario.abort_chance, lambda name: self.core.abort([rng.choice([name, name.split("/")[0]])], self.now)),
+            (
+                scenario.abort_chance,
+                lambda name: self.core.abort([rng.choice([name, name.split("/")[0]])], self.now),
+            ),
             (scenario.preempt_chance, self.scheduler.preempt),
-            (scenario.reprioritize_chance, lambda name: self.scheduler.set_priority(name, rng.randint(-2, 2))),
+            (
+                scenario.reprioritize_chance,
+                lambda name: self.scheduler.set_priority(name, rng.randint(-2, 2)),
+            ),
         ):
             names = sorted(self.scheduler.table.requests)
             if names and rng.random() < chance:
                 act(rng.choice(names))
                 check_invariants(self.scheduler)
-        if self.everyone and self.num_followers < MAX_FOLLOWERS and rng.random() < scenario.follow_chance:
+        if (
+            self.everyone
+            and self.num_followers < MAX_FOLLOWERS
+            and rng.random() < scenario.follow_chance
+        ):
             self.num_followers += 1
             leader = rng.choice(self.everyone)
             self._arrive(make_follower(rng, scenario, leader))
@@ -181,7 +208,9 @@ class Simulation:
         ]
 
     def _receive(self, update: RequestUpdate) -> None:
-        self._require(update.request_id in self.live, f"{update.request_id} was updated after its end")
+        self._require(
+            update.request_id in self.live, f"{update.request_id} was updated after its end"
+        )
         request, tokens = self.live[update.request_id]
         tokens.extend(update.new_token_ids)
         if update.prompt_scores is not None:
@@ -194,9 +223,14 @@ class Simulation:
         scenario = self.scenario
         expected, reason = self._solo(request)
         complete = update.finish_reason in ("stop", "length")
-        right = (tokens, update.finish_reason) == (expected, reason) if complete else tokens == expected[: len(tokens)]
+        right = (
+            (tokens, update.finish_reason) == (expected, reason)
+            if complete
+            else tokens == expected[: len(tokens)]
+        )
         self._require(
-            right, f"{update.request_id} ended by {update.finish_reason} with {tokens}, alone {reason} {expected}"
+            right,
+            f"{update.request_id} ended by {update.finish_reason} with {tokens}, alone {reason} {expected}",
         )
         if complete:
             self._check_prompt_scores(request)
@@ -228,9 +262,13 @@ class Simulation:
     def _check_pooled(self, request: Request, found: bytes | None) -> None:
         expected = None
         if request.pooling is not None:
-            states = solo_states(request.prompt_token_ids, request.params, self.scenario.config, request.key_parts)
+            states = solo_states(
+                request.prompt_token_ids, request.params, self.scenario.config, request.key_parts
+            )
             expected = fake_vector(sum(states) if request.pooling == "mean" else states[-1])
-        self._require(found == expected, f"{request.request_id}: pooled {found!r}, alone {expected!r}")
+        self._require(
+            found == expected, f"{request.request_id}: pooled {found!r}, alone {expected!r}"
+        )
 
     def _check_prompt_scores(self, request: Request) -> None:
         """Once one answer is complete, its prompt is scored, whoever computed it."""
@@ -241,13 +279,18 @@ class Simulation:
                 request.prompt_token_ids, request.params, self.scenario.config, request.key_parts
             )
             expected = dict(enumerate(scores, start=1))
-        self._require(found == expected, f"{request.request_id}: the prompt's scores are {found}, alone {expected}")
+        self._require(
+            found == expected,
+            f"{request.request_id}: the prompt's scores are {found}, alone {expected}",
+        )
 
     def _check_end(self) -> None:
         self._require(not self.live, f"{sorted(self.live)} never ended")
         check_invariants(self.scheduler)
         pool = self.scheduler.blocks.pool
-        self._require(pool.num_free == len(pool.blocks) - 1, f"{pool.num_free} blocks are free at the end")
+        self._require(
+            pool.num_free == len(pool.blocks) - 1, f"{pool.num_free} blocks are free at the end"
+        )
         told = sorted(self.ended, key=str)
         logged = sorted(self.metrics.finished, key=str)
         only_logged = [item for item in logged if item not in told]
@@ -255,16 +298,25 @@ class Simulation:
         self._require(told == logged, f"the log says {only_logged}, the updates say {only_told}")
         computed = self.metrics.counters.computed_tokens
         self._require(
-            computed == self.runner.num_computed_tokens or "submit" in self.scenario.step_faults.values(),
+            computed == self.runner.num_computed_tokens
+            or "submit" in self.scenario.step_faults.values(),
             f"the log counts {computed} computed tokens, the runner {self.runner.num_computed_tokens}",
         )
 
     def _show(self, entry: StepLogEntry) -> None:
         if self.verbose:
             step = entry.step
-            print(f"step {step.step_id} at {step.now:g}: {step.num_free_blocks} blocks free, ", end="")
+            print(
+                f"step {step.step_id} at {step.now:g}: {step.num_free_blocks} blocks free, ", end=""
+            )
             print(f"{step.num_running} running, {step.num_waiting} waiting")
-            for items in (step.preempted, step.finished, step.admitted, step.copies, step.scheduled):
+            for items in (
+                step.preempted,
+                step.finished,
+                step.admitted,
+                step.copies,
+                step.scheduled,
+            ):
                 for item in items:
                     print(f"    {item}")
             print(f"  -> {entry.result.tokens if entry.result else entry.error}")
@@ -281,12 +333,16 @@ def run_seed(seed: int, verbose: bool = False) -> int:
         return simulation.run()
     except Exception as error:
         replay = f"python -m quire.tools.simulate --seed {seed}"
-        raise SimulationError(f"seed {seed}: {type(error).__name__}: {error}\nreplay: {replay}") from error
+        raise SimulationError(
+            f"seed {seed}: {type(error).__name__}: {error}\nreplay: {replay}"
+        ) from error
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m quire.tools.simulate", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m quire.tools.simulate", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to play")
     parser.add_argument("--start", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="play this one alone and show every step")
@@ -313,5 +369,8 @@ def _play(seeds: Sequence[int], verbose: bool) -> int:
             return 1
         if time.monotonic() - shown > 5 or count == len(seeds):
             shown = time.monotonic()
-            print(f"{count} of {len(seeds)} seeds, {steps} steps, {count / (shown - began):.0f} seeds/s", flush=True)
+            print(
+                f"{count} of {len(seeds)} seeds, {steps} steps, {count / (shown - began):.0f} seeds/s",
+                flush=True,
+            )
     return 0

@@ -1,4 +1,6 @@
-"""An answer as the numbers it consists of, and where two of them differ: bit for bit, nothing is rounded."""
+"""An answer as the numbers it consists of, and where two of them differ: bit for bit, nothing is
+rounded.
+"""
 
 from __future__ import annotations
 
@@ -96,9 +98,16 @@ def _differences(pair: Pair) -> Iterator[Difference]:
 
 def _same_bits(one: Value | None, other: Value | None) -> bool:
     if isinstance(one, float) and isinstance(other, float):
-        return struct.pack("<d", one) == struct.pack("<d", other)  # 0.0 is not -0.0, and a NaN is itself
+        # 0.0 is not -0.0, and a NaN is itself
+        return struct.pack("<d", one) == struct.pack("<d", other)
     return one == other
 
 
 def _exactly(value: Value | None) -> str:
-    return f"{value!r} ({value.hex()})" if isinstance(value, float) else "nothing" if value is None else repr(value)
+    return (
+        f"{value!r} ({value.hex()})"
+        if isinstance(value, float)
+        else "nothing"
+        if value is None
+        else repr(value)
+    )

@@ -1,7 +1,8 @@
-"""What must not matter: each axis runs the same requests under another condition and compares them with each alone.
+"""What must not matter: each axis runs the same requests under another condition and compares them
+with each alone.
 
-An axis changes one thing. The reference, and every axis that is not about the prefix cache, runs without it: so a
-fault shows where it is.
+An axis changes one thing. The reference, and every axis that is not about the prefix cache, runs
+without it: so a fault shows where it is.
 """
 
 from __future__ import annotations
@@ -40,7 +41,14 @@ class LoadedModel:
         load = model.load_seconds
         start_seconds = {"devices": 2 * load + _PROCESS_SECONDS, "restarted": load}
         return [
-            Axis(name, about, partial(compare, model), missing(model), passes, start_seconds.get(name, 0.0))
+            Axis(
+                name,
+                about,
+                partial(compare, model),
+                missing(model),
+                passes,
+                start_seconds.get(name, 0.0),
+            )
             for name, about, compare, missing, passes in _AXES
         ]
 
@@ -58,7 +66,9 @@ class LoadedModel:
             self._model.forget()  # caches lie there whether they are used or not
 
 
-_NO_GRAMMARS = "no request with a grammar: llguidance is not installed (pip install 'quire[structured]')"
+_NO_GRAMMARS = (
+    "no request with a grammar: llguidance is not installed (pip install 'quire[structured]')"
+)
 
 
 def _reference(model: Model, cases: Sequence[Case]) -> Answers:
@@ -78,12 +88,17 @@ def _repeated(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison
 
 
 def _seeds(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
-    """Answer i of n is the request with seed + i; and a seed that is ignored gives one answer, always."""
+    """Answer i of n is the request with seed + i; and a seed that is ignored gives one answer,
+    always.
+    """
     pairs = []
     for number, case in enumerate(cases):
         if case.params.n > 1:
             seed = case.params.seed or 0
-            singles = [replace(case, params=replace(case.params, n=1, seed=seed + i)) for i in range(case.params.n)]
+            singles = [
+                replace(case, params=replace(case.params, n=1, seed=seed + i))
+                for i in range(case.params.n)
+            ]
             answers = run_alone(model.engine(singles), singles)
             pairs += [
                 Pair(number, index, expected, got)
@@ -91,7 +106,9 @@ def _seeds(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
             ]
     params = SamplingParams(temperature=2.0, max_tokens=6, ignore_eos=True)
     # A long prompt says so much that little is left to chance.
-    some = [Case("seeds", cases[0].prompt[:4], replace(params, seed=seed)) for seed in range(_NUM_SEEDS)]
+    some = [
+        Case("seeds", cases[0].prompt[:4], replace(params, seed=seed)) for seed in range(_NUM_SEEDS)
+    ]
     found = [answer for (answer,) in run_alone(model.engine(some), some)]
     num_distinct = len({tuple(answer.tokens) for answer in found})
     if num_distinct == 1:
@@ -102,7 +119,9 @@ def _seeds(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
 
 def _together(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
     engine = model.engine(cases, max_num_seqs=_num_rows(cases), max_batched_tokens=2048)
-    return Comparison(pairs_of(alone, run_cases(engine, cases).answers), f"up to {_num_rows(cases)} at once")
+    return Comparison(
+        pairs_of(alone, run_cases(engine, cases).answers), f"up to {_num_rows(cases)} at once"
+    )
 
 
 def _orders(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
@@ -138,11 +157,15 @@ def _block_sizes(model: Model, cases: Sequence[Case], alone: Answers) -> Compari
 def _preempted(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
     engine = model.engine(cases, max_num_seqs=_num_rows(cases), spare_tokens=32)
     run = run_cases(engine, cases, preempt_every=5)
-    return Comparison(pairs_of(alone, run.answers), f"{run.preemptions} preemptions", run.preemptions > 0)
+    return Comparison(
+        pairs_of(alone, run.answers), f"{run.preemptions} preemptions", run.preemptions > 0
+    )
 
 
 def _swapped(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
-    """Whenever requests are preempted, a more important one takes all blocks: theirs are then on the host alone."""
+    """Whenever requests are preempted, a more important one takes all blocks: theirs are then on
+    the host alone.
+    """
     room = sum(case.num_tokens * case.params.n for case in cases)
     engine = model.engine(
         cases,
@@ -169,7 +192,9 @@ def _prefix_cache(model: Model, cases: Sequence[Case], alone: Answers) -> Compar
 def _depths(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
     depth = 2 if model.first_engine.core.depth == 1 else 1
     run = run_cases(model.engine(cases, max_num_seqs=4, depth=depth), cases)
-    return Comparison(pairs_of(alone, run.answers), f"{depth} instead of {model.first_engine.core.depth}")
+    return Comparison(
+        pairs_of(alone, run.answers), f"{depth} instead of {model.first_engine.core.depth}"
+    )
 
 
 def _without_graphs(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
@@ -191,13 +216,14 @@ def _recorded(model: Model) -> str | None:
 def _drafted(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
     """N-grams, and predictions that are right but for every fifth token."""
     engine = model.engine(cases, max_num_seqs=_num_rows(cases), speculation="ngram")
-    # All steps take as long by this clock: on a busy machine the true one would have nothing guessed. In an engine that
-    # has been used before it goes on from where it was.
+    # All steps take as long by this clock: on a busy machine the true one would have nothing
+    # guessed. In an engine that has been used before it goes on from where it was.
     began = engine.core.clock() if engine.core.clock is not None else 0.0
     engine.core.clock = partial(next, itertools.count(began, 1e-3))
     vocab_size = model.spec.vocab_size
     predictions = [
-        [(token + (place % 5 == 4)) % vocab_size for place, token in enumerate(answers[0].tokens)] for answers in alone
+        [(token + (place % 5 == 4)) % vocab_size for place, token in enumerate(answers[0].tokens)]
+        for answers in alone
     ]
     first, then = run_cases(engine, cases), run_cases(engine, cases, predictions=predictions)
     drafted = first.drafted_tokens + then.drafted_tokens
@@ -210,7 +236,9 @@ def _devices(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
     """Each process has a part of the weights, and they gather what the others have computed."""
     with model.divided(cases, model.num_devices, _num_rows(cases)) as engine:
         told = engine.description.rpartition("rank 0 of ")[2]
-        return Comparison(pairs_of(alone, run_cases(engine, cases).answers), f"divided among {told}")
+        return Comparison(
+            pairs_of(alone, run_cases(engine, cases).answers), f"divided among {told}"
+        )
 
 
 def _no_devices(model: Model) -> str | None:
@@ -219,7 +247,9 @@ def _no_devices(model: Model) -> str | None:
 
 def _restarted(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
     model.reload()
-    return Comparison(pairs_of(alone, _reference(model, cases)), f"loaded again in {model.load_seconds:.1f} s")
+    return Comparison(
+        pairs_of(alone, _reference(model, cases)), f"loaded again in {model.load_seconds:.1f} s"
+    )
 
 
 def _no_reload(model: Model) -> str | None:
@@ -227,16 +257,22 @@ def _no_reload(model: Model) -> str | None:
 
 
 def _scored_again(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
-    """The logprobs that an answer's tokens had when they were drawn are those they have as a part of a prompt."""
+    """The logprobs that an answer's tokens had when they were drawn are those they have as a part
+    of a prompt.
+    """
     whole: list[Case] = []
     expected: list[tuple[int, int, Answer]] = []
     for number, (case, answers) in enumerate(zip(cases, alone, strict=True)):
         for index, answer in enumerate(answers):
             if "logprobs" not in answer.values or not answer.tokens:
                 continue
-            params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=case.params.logprobs)
+            params = SamplingParams(
+                temperature=0.0, max_tokens=1, prompt_logprobs=case.params.logprobs
+            )
             whole.append(Case("scored", (*case.prompt, *answer.tokens), params))
-            kept = {name: list(values) for name, values in answer.values.items() if name != "tokens"}
+            kept = {
+                name: list(values) for name, values in answer.values.items() if name != "tokens"
+            }
             kept = {name: values for name, values in kept.items() if not name.startswith("prompt ")}
             expected.append((number, index, Answer(kept)))
     if not whole:
@@ -245,7 +281,8 @@ def _scored_again(model: Model, cases: Sequence[Case], alone: Answers) -> Compar
     pairs = []
     for (number, index, answer), (scored,) in zip(expected, run.answers, strict=True):
         tails = {
-            name: scored.values.get(f"prompt {name}", [])[-len(values) :] for name, values in answer.values.items()
+            name: scored.values.get(f"prompt {name}", [])[-len(values) :]
+            for name, values in answer.values.items()
         }
         pairs.append(Pair(number, index, answer, Answer(tails)))
     return Comparison(pairs, f"{len(whole)} answers as prompts", bool(whole))

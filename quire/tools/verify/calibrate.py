@@ -1,4 +1,6 @@
-"""Opens the model of a log, if it is on this machine, and measures steps of sizes that the log does not have."""
+"""Opens the model of a log, if it is on this machine, and measures steps of sizes that the log does
+not have.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,12 @@ SHARES = (0.6, 0.4)
 """Of them, the first time and the second: what was measured may lead to other sizes again."""
 
 
-def model_of(logged: LoggedEngine, model: str | None, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The log's model, or `model` where it has another name here, and how it was opened. Raises QuireError where that
-    can't be known, or not be done again."""
+def model_of(
+    logged: LoggedEngine, model: str | None, options: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """The log's model, or `model` where it has another name here, and how it was opened. Raises
+    QuireError where that can't be known, or not be done again.
+    """
     named = logged.model
     if named is None:
         if model is None:
@@ -31,7 +36,9 @@ def model_of(logged: LoggedEngine, model: str | None, options: Mapping[str, Any]
     if named.tensor_parallel_size > 1:
         raise QuireError(f"its model was divided among {named.tensor_parallel_size} devices")
     asked = {name: value for name, value in options.items() if value != "auto"}
-    known = {name: getattr(named, name) for name in ("device", "dtype", "quantization", "kv_cache_dtype")}
+    known = {
+        name: getattr(named, name) for name in ("device", "dtype", "quantization", "kv_cache_dtype")
+    }
     return model or named.name, known | asked
 
 
@@ -42,8 +49,9 @@ def open_calibrator(
     settings: Sequence[SchedulerConfig],
     options: Mapping[str, Any],
 ) -> Calibrator:
-    """For steps of these settings. Raises QuireError where that can't be done. A `model` that was named may be
-    downloaded, the log's own must be here."""
+    """For steps of these settings. Raises QuireError where that can't be done. A `model` that was
+    named may be downloaded, the log's own must be here.
+    """
     name, chosen = model_of(logged, model, options)
     heard: list[StepLogEntry] = []
     logged = logged._replace(config=config_for(settings))

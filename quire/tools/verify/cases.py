@@ -22,7 +22,10 @@ TEXT = (
 )
 _SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "country": {"enum": ["France", "Italy", "Spain"]}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "country": {"enum": ["France", "Italy", "Spain"]},
+    },
     "required": ["name", "country"],
 }
 KINDS: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -32,18 +35,38 @@ KINDS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("top-k, top-p", {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "logprobs": 3}),
     (
         "penalties",
-        {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.2, "logprobs": 1},
+        {
+            "repetition_penalty": 1.2,
+            "presence_penalty": 0.4,
+            "frequency_penalty": 0.2,
+            "logprobs": 1,
+        },
     ),
     ("prompt logprobs", {"temperature": 0.0, "prompt_logprobs": 2, "logprobs": 1}),
     ("regex", {"structured": {"regex": "[a-z]{4,12}, [0-9]{2,6}"}, "logprobs": 1}),
     ("greedy, tokens only", {"temperature": 0.0}),
-    ("min-p, typical, XTC", {"min_p": 0.02, "typical_p": 0.9, "xtc_probability": 0.5, "xtc_threshold": 0.05}),
-    ("DRY, n-grams", {"temperature": 0.0, "dry_multiplier": 0.8, "no_repeat_ngram_size": 3, "logprobs": 0}),
-    ("bias, bad words", {"logit_bias": {5: 4.0, 9: -4.0}, "bad_words": ("harbour",), "min_tokens": 2, "logprobs": 2}),
+    (
+        "min-p, typical, XTC",
+        {"min_p": 0.02, "typical_p": 0.9, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+    ),
+    (
+        "DRY, n-grams",
+        {"temperature": 0.0, "dry_multiplier": 0.8, "no_repeat_ngram_size": 3, "logprobs": 0},
+    ),
+    (
+        "bias, bad words",
+        {
+            "logit_bias": {5: 4.0, 9: -4.0},
+            "bad_words": ("harbour",),
+            "min_tokens": 2,
+            "logprobs": 2,
+        },
+    ),
     ("JSON schema", {"structured": {"json_schema": _SCHEMA}, "temperature": 0.7}),
 )
-"""What requests ask for: every path through the sampler, and those around it. What an axis can't do without is among
-the first three."""
+"""What requests ask for: every path through the sampler, and those around it. What an axis can't do
+without is among the first three.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +84,11 @@ class Case:
         return len(self.prompt) + (self.params.max_tokens or 1)
 
     def as_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "prompt": list(self.prompt), "params": encode_params(self.params)}
+        return {
+            "kind": self.kind,
+            "prompt": list(self.prompt),
+            "params": encode_params(self.params),
+        }
 
 
 def structured_is_there() -> bool:
@@ -69,32 +96,51 @@ def structured_is_there() -> bool:
 
 
 def draw_cases(
-    count: int, seed: int, tokenizer: Tokenizer, vocab_size: int, longest: int = 96, structured: bool = True
+    count: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    longest: int = 96,
+    structured: bool = True,
 ) -> list[Case]:
-    """That many requests; every second one begins as the first one does. Lengths lie around the borders of blocks."""
+    """That many requests; every second one begins as the first one does. Lengths lie around the
+    borders of blocks.
+    """
     source = random.Random(seed)
     # A tokenizer may know more tokens than the model.
-    text = [token for token in tokenizer.encode(TEXT, add_special_tokens=False) if token < vocab_size] or [0]
+    text = [
+        token for token in tokenizer.encode(TEXT, add_special_tokens=False) if token < vocab_size
+    ] or [0]
     shared = _cut(text, source, longest)
     kinds = [kind for kind in KINDS if structured or "structured" not in kind[1]]
     cases = []
     for number in range(count):
         name, asked = kinds[number % len(kinds)]
         length = source.choice((1, 2, 15, 16, 17, 31, 33, 48, 49, longest - 1, longest))
-        length = longest if number == 1 else min(length, longest)  # one at least that is computed in chunks
+        # one at least that is computed in chunks
+        length = longest if number == 1 else min(length, longest)
         if number % 2:
-            own = [source.randrange(vocab_size) for _ in range(length)] if number % 4 == 3 else shared[::-1]
+            own = (
+                [source.randrange(vocab_size) for _ in range(length)]
+                if number % 4 == 3
+                else shared[::-1]
+            )
             common = source.choice((0, 16, 32)) % (length + 1)
             prompt = (shared[:common] + own)[:length]
         else:
             prompt = shared[:length]
-        given: dict[str, Any] = {"seed": source.randrange(2**63), "max_tokens": source.choice((3, 6, 9, 14))}
+        given: dict[str, Any] = {
+            "seed": source.randrange(2**63),
+            "max_tokens": source.choice((3, 6, 9, 14)),
+        }
         # Answers are to be of some length; a grammar ends by itself.
         given |= {"ignore_eos": "structured" not in asked, **asked}
         if "structured" in asked:
             given["max_tokens"] = 16
         if "logit_bias" in given:
-            given["logit_bias"] = {token % vocab_size: bias for token, bias in given["logit_bias"].items()}
+            given["logit_bias"] = {
+                token % vocab_size: bias for token, bias in given["logit_bias"].items()
+            }
         cases.append(Case(name, tuple(prompt), SamplingParams(**given)))
     return cases
 

@@ -68,8 +68,9 @@ Report = Callable[[str, float], None]
 
 @dataclass(slots=True)
 class _Pace:
-    """How long a request takes here, by all that was computed so far: so an axis can be given as many as leave those
-    after it their time. A twentieth is kept for what takes longer than that."""
+    """How long a request takes here, by all that was computed so far: so an axis can be given as
+    many as leave those after it their time. A twentieth is kept for what takes longer than that.
+    """
 
     seconds: float = 0.0
     passes: float = 0.0
@@ -93,8 +94,9 @@ def verify(
     max_rounds: int | None = None,
     shrink_seconds: float | None = None,
 ) -> Verdict:
-    """Round after round over all axes, as many requests in each as the time allows; then, where something differs, half
-    as long again for the smallest case of it."""
+    """Round after round over all axes, as many requests in each as the time allows; then, where
+    something differs, half as long again for the smallest case of it.
+    """
     started = time.monotonic()
 
     def spent() -> float:
@@ -109,7 +111,9 @@ def verify(
     report("one request alone", 0.0)
     pace = _measure_pace(subject, seed)
     sizes, axes = subject.sizes, [axis for axis in subject.axes() if axis.missing is None]
-    size = int(min(max(sizes.fewest, pace.fits(axes, seconds - spent(), more_passes=1)), sizes.first))
+    size = int(
+        min(max(sizes.fewest, pace.fits(axes, seconds - spent(), more_passes=1)), sizes.first)
+    )
     while True:
         began = spent()
         cases = subject.draw(size, seed + verdict.rounds, is_first=verdict.rounds == 0)
@@ -132,7 +136,12 @@ def verify(
         room = seconds - spent()
         # Later requests are longer, so a guess must leave some room.
         growth = min(2.0, room / max(spent() - began, 1e-3) * 0.5)
-        if failed is not None or room <= 0 or growth * size < sizes.fewest or verdict.rounds == max_rounds:
+        if (
+            failed is not None
+            or room <= 0
+            or growth * size < sizes.fewest
+            or verdict.rounds == max_rounds
+        ):
             break
         size = int(min(growth * size, sizes.most))
     if failed is not None:
@@ -157,12 +166,16 @@ def _measure_pace(subject: Subject, seed: int) -> _Pace:
     return pace
 
 
-def _try(axis: Axis, cases: Sequence[Case], alone: Answers, result: AxisResult) -> Difference | None:
+def _try(
+    axis: Axis, cases: Sequence[Case], alone: Answers, result: AxisResult
+) -> Difference | None:
     """One axis with one round's requests; the first difference."""
     try:
         comparison = axis.compare(cases, alone)
     except Exception as error:  # whatever breaks here does not break alone
-        comparison = Comparison([Pair(0, 0, Answer(end="an answer"), Answer(end=f"{type(error).__name__}: {error}"))])
+        comparison = Comparison(
+            [Pair(0, 0, Answer(end="an answer"), Answer(end=f"{type(error).__name__}: {error}"))]
+        )
     found = differences(comparison.pairs)
     result.take(comparison.pairs, found)
     if comparison.happened or not result.note:

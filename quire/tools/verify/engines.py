@@ -53,7 +53,9 @@ class Run:
 
 
 class Model:
-    """Weights, tokenizer, and whatever engine is wanted around them. Nothing else holds their memory twice."""
+    """Weights, tokenizer, and whatever engine is wanted around them. Nothing else holds their
+    memory twice.
+    """
 
     num_devices = 2
     """Among which the model is divided, where that is tried."""
@@ -121,8 +123,10 @@ class Model:
         max_num_seqs: int = 1,
         **options: Any,
     ) -> Engine:
-        """An engine with room for these requests: for all of them at once, or for the longest one and `spare_tokens`
-        more. A new one; on a GPU, where making one takes seconds, perhaps one that has done its work."""
+        """An engine with room for these requests: for all of them at once, or for the longest one
+        and `spare_tokens` more. A new one; on a GPU, where making one takes seconds, perhaps one
+        that has done its work.
+        """
         config = self._config(cases, spare_tokens, host_tokens, block_size, max_num_seqs, options)
         keeps = self.keeps_engines
         if keeps and (config, depth) in self._kept:
@@ -210,8 +214,9 @@ class Model:
 
     @contextmanager
     def divided(self, cases: Sequence[Case], size: int, max_num_seqs: int) -> Iterator[Engine]:
-        """An engine whose model is divided among so many processes: on GPUs of their own where there are as many, else
-        on the same device."""
+        """An engine whose model is divided among so many processes: on GPUs of their own where
+        there are as many, else on the same device.
+        """
         assert self._source is not None
         kind, asked = self.device.kind, self._options.get("device", "auto")
         has_more = self.device.is_gpu and self.device.count() >= size
@@ -260,7 +265,9 @@ class Model:
 
     def _load(self, report: Callable[[int, int], None]) -> Engine:
         # Its own cache is never used: what one request could ever need, of a little of the memory.
-        config = EngineConfig(max_num_seqs=1, max_batched_tokens=64, kv_cache_memory=0.1, **self._options)
+        config = EngineConfig(
+            max_num_seqs=1, max_batched_tokens=64, kv_cache_memory=0.1, **self._options
+        )
         assert self._source is not None
         return build_engine(self._source, config, report)
 
@@ -285,9 +292,11 @@ def run_cases(
     predictions: Sequence[Sequence[int]] = (),
     seed: int = 0,
 ) -> Run:
-    """Puts the requests into an engine, all at once or a few before each step, and drives it until they are done.
-    Every so many steps a running request, drawn from `seed`, is preempted, or all of them, and a request that takes all
-    blocks goes first (`displace`); `predictions` are guesses at the answers, one for each."""
+    """Puts the requests into an engine, all at once or a few before each step, and drives it until
+    they are done. Every so many steps a running request, drawn from `seed`, is preempted, or all of
+    them, and a request that takes all blocks goes first (`displace`); `predictions` are guesses at
+    the answers, one for each.
+    """
     core, source = engine.core, random.Random(seed)
     run = Run([[] for _ in cases])
     live: dict[str, tuple[Request, Answer]] = {}
@@ -306,7 +315,12 @@ def run_cases(
             if predictions:
                 resolved = replace(resolved, prediction_ids=tuple(predictions[number]))
             for request in make_requests(
-                str(number), case.prompt, case.params, case.params.seed or 0, engine.eos_token_ids, resolved
+                str(number),
+                case.prompt,
+                case.params,
+                case.params.seed or 0,
+                engine.eos_token_ids,
+                resolved,
             ):
                 answer = Answer({"tokens": []})
                 run.answers[number].append(answer)
@@ -325,10 +339,14 @@ def run_cases(
             answer.values["tokens"].extend(update.new_token_ids)
             answer.add_scores("", update.scores)
             if update.finish_reason is not None:
-                answer.end = update.finish_reason if update.error is None else f"error: {update.error}"
+                answer.end = (
+                    update.finish_reason if update.error is None else f"error: {update.error}"
+                )
             if update.prompt_scores is not None:
                 known = prompts.setdefault(update.request_id.split("/")[0], {})
-                known.update(enumerate(update.prompt_scores.scores, start=update.prompt_scores.start))
+                known.update(
+                    enumerate(update.prompt_scores.scores, start=update.prompt_scores.start)
+                )
     check_invariants(core.scheduler)
     for name, scores in prompts.items():
         run.answers[int(name)][0].add_scores("prompt ", [scores[place] for place in sorted(scores)])
@@ -343,7 +361,10 @@ def run_cases(
 
 def _filler(engine: Engine, name: str, source: random.Random) -> Request:
     """A request that nobody has seen before and that takes as many blocks as there may be for one."""
-    prompt = [source.randrange(engine.decoder.spec.vocab_size) for _ in range(engine.plan.max_model_len - 1)]
+    prompt = [
+        source.randrange(engine.decoder.spec.vocab_size)
+        for _ in range(engine.plan.max_model_len - 1)
+    ]
     (request,) = make_requests(name, prompt, SamplingParams(max_tokens=1, priority=-1), 0)
     return request
 
@@ -355,6 +376,8 @@ def run_alone(engine: Engine, cases: Sequence[Case]) -> list[list[Answer]]:
         (own,) = run_cases(engine, [case]).answers
         for answer in own:
             if answer.end is not None and answer.end.startswith("error"):
-                raise EngineError(f"request {number} ({case.kind}) failed when it was alone: {answer.end}")
+                raise EngineError(
+                    f"request {number} ({case.kind}) failed when it was alone: {answer.end}"
+                )
         answers.append(own)
     return answers

@@ -1,4 +1,6 @@
-"""The requests of a step log again, on the real engine and at the same times: are the tokens the same?"""
+"""The requests of a step log again, on the real engine and at the same times: are the tokens the
+same?
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,15 @@ class Replayed:
 
 
 def open_engine(
-    model: str, logged: LoggedEngine | None, listener: Listener, offline: bool = False, **options: Any
+    model: str,
+    logged: LoggedEngine | None,
+    listener: Listener,
+    offline: bool = False,
+    **options: Any,
 ) -> Engine:
-    """An engine with the settings of the one that wrote the log, where it says them; `listener` hears of its steps.
-    `offline`: with a model that is here."""
+    """An engine with the settings of the one that wrote the log, where it says them; `listener`
+    hears of its steps. `offline`: with a model that is here.
+    """
     with ModelBars(model) as bars:
         source = resolve(model, offline=offline, progress=bars("download"))
         if logged is not None:
@@ -76,8 +83,9 @@ def replay(
     wait: bool = True,
     report: Callable[[int, int], None] = lambda requests, tokens: None,
 ) -> Replayed:
-    """Sends the requests again, each when it came then (or all at once), and compares their tokens. `report` hears how
-    many have been answered, or left out, and how many tokens there were."""
+    """Sends the requests again, each when it came then (or all at once), and compares their tokens.
+    `report` hears how many have been answered, or left out, and how many tokens there were.
+    """
     core, done = engine.core, Replayed(metrics)
     started = time.monotonic()
     first = requests[0].admission.arrival if requests else 0.0
@@ -95,7 +103,9 @@ def replay(
                 done.skipped += 1
                 continue
             if max(one.prompt) >= engine.decoder.spec.vocab_size:
-                raise InvalidRequestError("--model", f"has too few tokens for {one.name}: is it the same model?")
+                raise InvalidRequestError(
+                    "--model", f"has too few tokens for {one.name}: is it the same model?"
+                )
             if params.structured is not None:
                 held.append(engine.grammars.compile(params.structured))
             request = one.request(params, f"{number}:{one.name}", None)
@@ -103,14 +113,18 @@ def replay(
             core.add_request(request, now)
         if not core.has_work:
             if waiting:
-                time.sleep(min(0.05, max(0.0, waiting[-1][1].admission.arrival - first - (now - started))))
+                time.sleep(
+                    min(0.05, max(0.0, waiting[-1][1].admission.arrival - first - (now - started)))
+                )
             continue
         for update in core.step(now):
             tokens[update.request_id].extend(update.new_token_ids)
             num_tokens += len(update.new_token_ids)
             one = owners[update.request_id]
             # A stop string, a deadline or a client ended it then: the engine alone would go on.
-            is_cut = update.finish_reason is None and len(tokens[update.request_id]) >= len(one.tokens)
+            is_cut = update.finish_reason is None and len(tokens[update.request_id]) >= len(
+                one.tokens
+            )
             if is_cut:
                 core.end(update.request_id, "stop", time.monotonic())
             num_answered += is_cut or update.finish_reason is not None

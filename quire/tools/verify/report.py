@@ -46,7 +46,9 @@ def summary(verdict: Verdict, what: str = "alone") -> str:
     values = sum(axis.values for axis in tried)
     if different:
         return f"NOT EXACT: answers differ from those {what} on {', '.join(different)} ({verdict.seconds:.1f} s)."
-    open_axes = [axis.name for axis in verdict.axes if axis.state in ("not reached", "did not happen")]
+    open_axes = [
+        axis.name for axis in verdict.axes if axis.state in ("not reached", "did not happen")
+    ]
     if open_axes:
         return (
             f"No difference in {values:,} numbers on {len(tried)} axes, but {', '.join(open_axes)} could not be tried "
@@ -84,10 +86,14 @@ def as_json(verdict: Verdict, facts: Mapping[str, str]) -> str:
 
 def _cells(axis: AxisResult) -> tuple[str, str, str, str]:
     if axis.state in ("not applicable", "not reached"):
-        note = f"not applicable: {axis.note}" if axis.state == "not applicable" else "no time was left"
+        note = (
+            f"not applicable: {axis.note}" if axis.state == "not applicable" else "no time was left"
+        )
         return "–", "–", "–", note
     note = axis.note if axis.state != "did not happen" else f"did not happen ({axis.note})"
-    found = f"{axis.differences:,} in {axis.different_requests} requests" if axis.differences else "0"
+    found = (
+        f"{axis.differences:,} in {axis.different_requests} requests" if axis.differences else "0"
+    )
     return str(axis.requests), f"{axis.values:,}", found, note
 
 
@@ -95,7 +101,9 @@ def _smallest_lines(verdict: Verdict) -> list[str]:
     smallest = verdict.smallest
     assert smallest is not None
     if smallest.is_reproduced:
-        lines = [f"The smallest case found ({smallest.num_tries} tries), on {verdict.smallest_axis}:"]
+        lines = [
+            f"The smallest case found ({smallest.num_tries} tries), on {verdict.smallest_axis}:"
+        ]
     else:
         lines = [f"It did not show again; these were the requests on {verdict.smallest_axis}:"]
     for number, case in enumerate(smallest.cases):

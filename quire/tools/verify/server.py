@@ -1,4 +1,6 @@
-"""A server with OpenAI's API, tried from outside: what a client can change must not change an answer."""
+"""A server with OpenAI's API, tried from outside: what a client can change must not change an
+answer.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ class _Dialect:
     def body(self, case: Case, stream: bool) -> dict[str, Any]:
         params = case.params
         text = " ".join(case.prompt)
-        body: dict[str, Any] = {"model": self.model, "temperature": params.temperature, "seed": params.seed}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "temperature": params.temperature,
+            "seed": params.seed,
+        }
         body |= {"max_tokens": params.max_tokens, "stream": stream}
         if self.route == "chat":
             body["messages"] = [{"role": "user", "content": text}]
@@ -46,7 +52,9 @@ class _Dialect:
 class Server:
     """What can be tried of it."""
 
-    def __init__(self, runner: asyncio.Runner, client: HttpClient, dialect: _Dialect, concurrency: int) -> None:
+    def __init__(
+        self, runner: asyncio.Runner, client: HttpClient, dialect: _Dialect, concurrency: int
+    ) -> None:
         self._runner = runner
         self._client = client
         self._dialect = dialect
@@ -56,7 +64,11 @@ class Server:
 
     @property
     def notes(self) -> Sequence[str]:
-        return () if self._dialect.logprobs else ("the server gives no logprobs: only text was compared",)
+        return (
+            ()
+            if self._dialect.logprobs
+            else ("the server gives no logprobs: only text was compared",)
+        )
 
     def draw(self, count: int, seed: int, is_first: bool) -> list[Case]:
         source = random.Random(seed)
@@ -66,7 +78,9 @@ class Server:
             words = [_WORDS[(start + place) % len(_WORDS)] for place in range(length)]
             temperature = _TEMPERATURES[number % len(_TEMPERATURES)]
             params = SamplingParams(
-                temperature=temperature, seed=source.randrange(2**31), max_tokens=source.choice((8, 16, 24))
+                temperature=temperature,
+                seed=source.randrange(2**31),
+                max_tokens=source.choice((8, 16, 24)),
             )
             cases.append(Case("sampled" if temperature else "greedy", tuple(words), params))
         return cases
@@ -75,15 +89,29 @@ class Server:
         answers = self._run(self._one_by_one(cases, stream=False))
         for number, answer in enumerate(answers):
             if answer is None:
-                raise HttpError(f"request {number} was refused though it was alone: the server is busy with others")
+                raise HttpError(
+                    f"request {number} was refused though it was alone: the server is busy with others"
+                )
         return [[answer] for answer in answers if answer is not None]
 
     def axes(self) -> list[Axis]:
         return [
-            Axis("repeated", "alone, a second time", self._axis(lambda cases: self._one_by_one(cases, stream=False))),
-            Axis("streamed", "alone, as a stream", self._axis(lambda cases: self._one_by_one(cases, stream=True))),
+            Axis(
+                "repeated",
+                "alone, a second time",
+                self._axis(lambda cases: self._one_by_one(cases, stream=False)),
+            ),
+            Axis(
+                "streamed",
+                "alone, as a stream",
+                self._axis(lambda cases: self._one_by_one(cases, stream=True)),
+            ),
             Axis("in a crowd", f"up to {self._concurrency} at once", self._axis(self._crowd)),
-            Axis("streamed in a crowd", "as streams, in another order", self._axis(self._streamed_crowd)),
+            Axis(
+                "streamed in a crowd",
+                "as streams, in another order",
+                self._axis(self._streamed_crowd),
+            ),
             Axis("beside others", "among long prompts that come and go", self._axis(self._beside)),
         ]
 
@@ -101,7 +129,9 @@ class Server:
                 if answer is not None
             ]
             refused = len(cases) - len(pairs)
-            return Comparison(pairs, f"{refused} refused, not counted" if refused else "", bool(pairs))
+            return Comparison(
+                pairs, f"{refused} refused, not counted" if refused else "", bool(pairs)
+            )
 
         return compare
 
@@ -119,7 +149,9 @@ class Server:
 
     async def _beside(self, cases: Sequence[Case]) -> list[Answer | None]:
         """Others ask long questions while these are answered."""
-        long = replace(cases[0], prompt=tuple(_WORDS), params=replace(cases[0].params, max_tokens=4))
+        long = replace(
+            cases[0], prompt=tuple(_WORDS), params=replace(cases[0].params, max_tokens=4)
+        )
 
         async def disturb() -> None:
             while True:
@@ -133,7 +165,9 @@ class Server:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
-    async def _at_once(self, cases: Sequence[Case], order: Sequence[int], stream: bool) -> list[Answer | None]:
+    async def _at_once(
+        self, cases: Sequence[Case], order: Sequence[int], stream: bool
+    ) -> list[Answer | None]:
         slots = asyncio.Semaphore(self._concurrency)
         answers: list[Answer | None] = [None] * len(cases)
 
@@ -152,7 +186,13 @@ class Server:
         try:
             if not stream:
                 return _read([await self._client.post_json(path, body)])
-            return _read([json.loads(data) async for data in self._client.events(path, body) if data != b"[DONE]"])
+            return _read(
+                [
+                    json.loads(data)
+                    async for data in self._client.events(path, body)
+                    if data != b"[DONE]"
+                ]
+            )
         except HttpError as error:
             if error.status in _TRY_AGAIN:
                 return None
@@ -174,7 +214,9 @@ def verify_server(
         client = HttpClient(url.removesuffix("/").removesuffix("/v1"), api_key)
         try:
             dialect = runner.run(_find_dialect(client, model))
-            verdict = verify(Server(runner, client, dialect, concurrency), seconds, seed, report, **limits)
+            verdict = verify(
+                Server(runner, client, dialect, concurrency), seconds, seed, report, **limits
+            )
         finally:
             client.close()
     facts = {"server": f"{url}, model {dialect.model}, {_ROUTES[dialect.route]}"}
@@ -188,14 +230,18 @@ async def _find_dialect(client: HttpClient, model: str | None) -> _Dialect:
         try:
             model = str(listed["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
-            raise HttpError("/v1/models: the server names no model; say which with --model") from None
+            raise HttpError(
+                "/v1/models: the server names no model; say which with --model"
+            ) from None
     case = Case("probe", ("Hello",), SamplingParams(max_tokens=2, temperature=0.0, seed=1))
     first: HttpError | None = None
     for route in _ROUTES:
         for logprobs in (True, False):
             dialect = _Dialect(model, route, logprobs)
             try:
-                answer = _read([await client.post_json(_ROUTES[route], dialect.body(case, stream=False))])
+                answer = _read(
+                    [await client.post_json(_ROUTES[route], dialect.body(case, stream=False))]
+                )
             except HttpError as error:
                 if error.status is None or error.status in (401, 403):
                     raise
@@ -221,11 +267,16 @@ def _read(events: Sequence[Any]) -> Answer:
             end = choice.get("finish_reason") or end
             found = choice.get("logprobs") or {}
             tokens += found.get("tokens") or [one["token"] for one in found.get("content") or ()]
-            logprobs += found.get("token_logprobs") or [one["logprob"] for one in found.get("content") or ()]
+            logprobs += found.get("token_logprobs") or [
+                one["logprob"] for one in found.get("content") or ()
+            ]
             for one in found.get("top_logprobs") or ():
                 top += (one or {}).values()
             for one in found.get("content") or ():
                 top += [other["logprob"] for other in one.get("top_logprobs") or ()]
     if not tokens:
         return Answer({"characters": list(text)}, end)
-    return Answer({"tokens": [*tokens], "logprobs": [*logprobs], "likely logprobs": [*top], "text": [text]}, end)
+    return Answer(
+        {"tokens": [*tokens], "logprobs": [*logprobs], "likely logprobs": [*top], "text": [text]},
+        end,
+    )

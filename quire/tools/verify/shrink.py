@@ -29,7 +29,9 @@ class Smallest:
     num_tries: int
 
 
-def shrink(cases: Sequence[Case], seen: Difference, first_difference: FirstDifference, seconds: float) -> Smallest:
+def shrink(
+    cases: Sequence[Case], seen: Difference, first_difference: FirstDifference, seconds: float
+) -> Smallest:
     """Tries ever smaller sets of requests for `seconds`, keeping what still differs."""
     deadline = time.monotonic() + seconds
     tries = 0
@@ -92,7 +94,9 @@ def _smaller(case: Case) -> Iterator[Case]:
     if case.params.n > 1:
         yield replace(case, params=replace(case.params, n=1))
     asked = [field.name for field in fields(SamplingParams) if field.name not in _KEEP]
-    plain = {name: getattr(_NEUTRAL, name) for name in asked if name not in ("n", "cache_salt", "stop")}
+    plain = {
+        name: getattr(_NEUTRAL, name) for name in asked if name not in ("n", "cache_salt", "stop")
+    }
     if any(getattr(case.params, name) != value for name, value in plain.items()):
         yield replace(case, kind="plain", params=replace(case.params, **plain))
     if case.params.temperature:

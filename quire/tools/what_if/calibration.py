@@ -1,4 +1,6 @@
-"""Steps that a log does not have, measured: a real engine computes some of each size, with made-up prompts."""
+"""Steps that a log does not have, measured: a real engine computes some of each size, with made-up
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ _STARTING = 8
 _LASTING = 24
 """Tokens an answer may take: more than there are steps of one size."""
 _SPEEDS = (0.5, 2.0)
-"""How long steps may take that the log has, over what it says: beyond, this is another kind of machine."""
+"""How long steps may take that the log has, over what it says: beyond, this is another kind of
+machine.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +52,34 @@ class Calibration:
     speed: float
     """How long steps of the log's sizes took, over what the log says."""
     error: float
-    """By how much the others may be off: what the fit differs from them by, in the median, and how far apart the
-    log's sizes are in `speed`."""
+    """By how much the others may be off: what the fit differs from them by, in the median, and how
+    far apart the log's sizes are in `speed`.
+    """
 
 
 def config_for(settings: Sequence[SchedulerConfig]) -> SchedulerConfig:
-    """The settings of an engine that can compute any step of these, with little memory for keys and values."""
+    """The settings of an engine that can compute any step of these, with little memory for keys and
+    values.
+    """
     rows, tokens, longest = (
-        max(getattr(one, name) for one in settings) for name in ("max_num_seqs", "max_batched_tokens", "max_model_len")
+        max(getattr(one, name) for one in settings)
+        for name in ("max_num_seqs", "max_batched_tokens", "max_model_len")
     )
     base, longest = settings[0], min(longest, tokens + 2 * _LASTING)
     # All rows with short answers, and prompts of two steps: one may be in flight.
-    blocks = base.blocks_for(longest) + rows * base.blocks_for(_LASTING) + 2 * base.blocks_for(tokens)
-    config = replace(base, num_blocks=1 + blocks, policy="fcfs", num_host_blocks=0, prefix_caching=False)
+    blocks = (
+        base.blocks_for(longest) + rows * base.blocks_for(_LASTING) + 2 * base.blocks_for(tokens)
+    )
+    config = replace(
+        base, num_blocks=1 + blocks, policy="fcfs", num_host_blocks=0, prefix_caching=False
+    )
     return replace(config, max_num_seqs=rows, max_batched_tokens=tokens, max_model_len=longest)
 
 
 class Calibrator:
-    """Measures steps on an engine made for it (`config_for`), and fits the log's step times to them, too."""
+    """Measures steps on an engine made for it (`config_for`), and fits the log's step times to
+    them, too.
+    """
 
     def __init__(
         self,
@@ -76,7 +90,9 @@ class Calibrator:
         logged: LoggedEngine,
         entries: Sequence[StepLogEntry],
     ) -> None:
-        """`heard` gets the entries of the engine's steps; `entries` are the log's, and `logged` its engine."""
+        """`heard` gets the entries of the engine's steps; `entries` are the log's, and `logged` its
+        engine.
+        """
         self._maker = _StepMaker(core, heard, vocab_size)
         self._heard, self._model, self._costs, self._entries = heard, model, logged.costs, entries
         self._graph_tokens = logged.config.max_checked_tokens
@@ -88,25 +104,39 @@ class Calibrator:
         self._spent = 0.0
 
     def calibrate(
-        self, outside: Mapping[StepShape, float], seconds: float, report: Callable[[float], None] = lambda done: None
+        self,
+        outside: Mapping[StepShape, float],
+        seconds: float,
+        report: Callable[[float], None] = lambda done: None,
     ) -> Calibration:
-        """Measures the sizes that what-ifs spend the seconds `outside` in, in at most so many `seconds` by the engine's
-        clock. What was measured before counts, too. Raises QuireError where that can't be done, or says nothing of the
-        log."""
-        chosen = {*shapes_to_measure(outside, _SIZES), *shapes_to_measure(self._known, _KNOWN_SIZES)}
+        """Measures the sizes that what-ifs spend the seconds `outside` in, in at most so many
+        `seconds` by the engine's clock. What was measured before counts, too. Raises QuireError
+        where that can't be done, or says nothing of the log.
+        """
+        chosen = {
+            *shapes_to_measure(outside, _SIZES),
+            *shapes_to_measure(self._known, _KNOWN_SIZES),
+        }
         began = self._maker.now()
-        self._measure(sorted(chosen, key=lambda shape: (shape.tokens, shape)), began + seconds, report)
+        self._measure(
+            sorted(chosen, key=lambda shape: (shape.tokens, shape)), began + seconds, report
+        )
         self._spent += self._maker.now() - began
         return self._fit()
 
-    def _measure(self, shapes: Sequence[StepShape], end: float, report: Callable[[float], None]) -> None:
+    def _measure(
+        self, shapes: Sequence[StepShape], end: float, report: Callable[[float], None]
+    ) -> None:
         """The smallest first; those that would take too long are left out."""
         took = dict.fromkeys(shapes, 0.0)
         for number in range(_ROUNDS):
             for place, shape in enumerate(shapes):
                 before = shapes[place - 1] if place else shape
                 # What a few tokens take says nothing of many.
-                expected = took[shape] or (before.tokens >= _SOME) * took[before] * shape.tokens / before.tokens
+                expected = (
+                    took[shape]
+                    or (before.tokens >= _SOME) * took[before] * shape.tokens / before.tokens
+                )
                 started = self._maker.now()
                 if started + expected > end:
                     continue
@@ -115,14 +145,17 @@ class Calibrator:
                 report((number * len(shapes) + place + 1) / (_ROUNDS * len(shapes)))
 
     def _fit(self) -> Calibration:
-        """Each size, divided by how long steps that the log has take now, over what they took then: the machine may be
-        busier, or another one."""
+        """Each size, divided by how long steps that the log has take now, over what they took then:
+        the machine may be busier, or another one.
+        """
         times = self._times
         measured = _counted(self._heard, self._graph_tokens, times.host is not None)
         by_shape: dict[StepShape, list[TimedStep]] = {}
         for one in measured:
             by_shape.setdefault(StepShape.of(one.step), []).append(one)
-        typical = {shape: _typical(found, times.host is not None) for shape, found in by_shape.items()}
+        typical = {
+            shape: _typical(found, times.host is not None) for shape, found in by_shape.items()
+        }
         outside = {shape: one for shape, one in typical.items() if times.seen.distance(shape)}
         inside = {shape: one for shape, one in typical.items() if shape not in outside}
         speeds = {shape: _over(one, times) for shape, one in inside.items()}
@@ -141,7 +174,9 @@ class Calibrator:
             )
             for shape, one in outside.items()
         ]
-        fitted = fit_step_times(self._entries, self._costs, others=others, graph_tokens=self._graph_tokens)
+        fitted = fit_step_times(
+            self._entries, self._costs, others=others, graph_tokens=self._graph_tokens
+        )
         error = median(abs(1 / _over(one, fitted) - 1) for one in others)
         error += (max(speeds.values()) / min(speeds.values()) - 1) / 2
         fitted.outside_of(times, error)
@@ -184,11 +219,17 @@ class _StepMaker:
         return request.request_id
 
 
-def _counted(entries: Sequence[StepLogEntry], graph_tokens: int, has_parts: bool) -> list[TimedStep]:
-    """All but the first of each size, which may have been recorded or compiled; by the rule of the log's steps."""
+def _counted(
+    entries: Sequence[StepLogEntry], graph_tokens: int, has_parts: bool
+) -> list[TimedStep]:
+    """All but the first of each size, which may have been recorded or compiled; by the rule of the
+    log's steps.
+    """
     known: set[StepShape] = set()
     counted: list[TimedStep] = []
-    for one in (timed_steps(entries, graph_tokens) if has_parts else timed_as_a_whole(entries)).steps:
+    for one in (
+        timed_steps(entries, graph_tokens) if has_parts else timed_as_a_whole(entries)
+    ).steps:
         shape = StepShape.of(one.step)
         if shape in known:
             counted.append(one)
@@ -197,18 +238,23 @@ def _counted(entries: Sequence[StepLogEntry], graph_tokens: int, has_parts: bool
 
 
 def _typical(steps: Sequence[TimedStep], has_parts: bool) -> TimedStep:
-    """Of steps of one size the fastest: what disturbs makes it longer, never shorter. With parts, whose noise is larger
-    than that, the median of each; the device's where the host waited for it, else the shortest that it can be."""
+    """Of steps of one size the fastest: what disturbs makes it longer, never shorter. With parts,
+    whose noise is larger than that, the median of each; the device's where the host waited for it,
+    else the shortest that it can be.
+    """
     fastest = min(steps, key=lambda one: (one.is_bound, one.seconds))
     if not has_parts:
         return fastest
-    middle = sorted(steps, key=lambda one: one.host)[len(steps) // 2]  # with its own step: some set up requests
+    # with its own step: some set up requests
+    middle = sorted(steps, key=lambda one: one.host)[len(steps) // 2]
     known = [one.seconds for one in steps if not one.is_bound]
     return middle._replace(seconds=median(known) if known else fastest.seconds, is_bound=not known)
 
 
 def _over(one: TimedStep, times: StepTimes) -> float:
-    """How long a step took, over what is expected; the host's part of it where the device's is not known."""
+    """How long a step took, over what is expected; the host's part of it where the device's is not
+    known.
+    """
     host, device = times.expected(one.step)
     return one.host / host if one.is_bound else (one.host + one.seconds) / (host + device)
 
@@ -216,18 +262,28 @@ def _over(one: TimedStep, times: StepTimes) -> float:
 def _part_speeds(
     inside: Mapping[StepShape, TimedStep], times: StepTimes
 ) -> tuple[dict[StepShape, float], dict[StepShape, float]]:
-    """How long the device and the host take for steps that the log has, over what it says. Where the host never waits
-    for the device, nobody knows how fast that is, and it does not matter."""
+    """How long the device and the host take for steps that the log has, over what it says. Where
+    the host never waits for the device, nobody knows how fast that is, and it does not matter.
+    """
     expected = {shape: times.expected(one.step) for shape, one in inside.items()}
-    known = {shape: one.seconds / expected[shape].device for shape, one in inside.items() if not one.is_bound}
+    known = {
+        shape: one.seconds / expected[shape].device
+        for shape, one in inside.items()
+        if not one.is_bound
+    }
     return known or dict.fromkeys(inside, 1.0), {
         shape: one.host / expected[shape].host for shape, one in inside.items()
     }
 
 
 def _nearest(shape: StepShape, known: Iterable[StepShape]) -> StepShape:
-    """The one of about the same size, and of the same kind if there is one: what slows a machine down may do so more
-    where weights are read than where many rows are multiplied."""
+    """The one of about the same size, and of the same kind if there is one: what slows a machine
+    down may do so more where weights are read than where many rows are multiplied.
+    """
     return min(
-        known, key=lambda one: ((one.prompts > 0) is not (shape.prompts > 0), abs(math.log2(one.tokens / shape.tokens)))
+        known,
+        key=lambda one: (
+            (one.prompts > 0) is not (shape.prompts > 0),
+            abs(math.log2(one.tokens / shape.tokens)),
+        ),
     )

@@ -1,4 +1,6 @@
-"""How long the host has to do with a step before the device can begin: deciding what is in it, and launching it."""
+"""How long the host has to do with a step before the device can begin: deciding what is in it, and
+launching it.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,23 @@ _ALIKE = 1.2
 
 
 class HostTimes:
-    """Seconds of a step's launching, and of what the host does between two turns. A host is slower for a while (of
-    other programs, of a lower clock rate), and what it does in that while is slower together: requests wait for many
-    slow steps in a row, not for one. So noise is that of a moment of the log."""
+    """Seconds of a step's launching, and of what the host does between two turns. A host is slower
+    for a while (of other programs, of a lower clock rate), and what it does in that while is slower
+    together: requests wait for many slow steps in a row, not for one. So noise is that of a moment
+    of the log.
+    """
 
-    def __init__(self, timeline: Timeline, graph_tokens: int, others: Sequence[TimedStep] = ()) -> None:
+    def __init__(
+        self, timeline: Timeline, graph_tokens: int, others: Sequence[TimedStep] = ()
+    ) -> None:
         """`others`: of sizes that the log does not have."""
         self._graph_tokens = graph_tokens
         own = [one for one in (*timeline.steps, *timeline.told) if one.host > 0]
         steps = [*own, *(one for one in others if one.host > 0)]
-        inputs, times = np.array([self._features(one.step) for one in steps]), np.array([one.host for one in steps])
+        inputs, times = (
+            np.array([self._features(one.step) for one in steps]),
+            np.array([one.host for one in steps]),
+        )
         scale = np.maximum(inputs.max(0), 1e-12)
         self._weights: Array = fit_weights(inputs / scale, times, np.ones(len(times))) / scale
         ratios = times / np.maximum(inputs @ self._weights, 1e-12)
@@ -80,8 +89,9 @@ class HostTimes:
         return float(np.dot(self._weights, self._features(step)))
 
     def _features(self, step: Step) -> list[float]:
-        """That it computes something; more than answers; more than a graph can; for an engine that was idle. Requests,
-        those that are set up, their tokens, those that ended, copies."""
+        """That it computes something; more than answers; more than a graph can; for an engine that
+        was idle. Requests, those that are set up, their tokens, those that ended, copies.
+        """
         computes = bool(step.scheduled)
         is_more = len(step.scheduled) > step.num_decodes
         return [

@@ -10,8 +10,9 @@ _ROUNDS = 20
 
 
 def fit_weights(inputs: Array, times: Array, counts: Array, equal: Array | None = None) -> Array:
-    """Those with the least relative errors, each time counting for as long as it is, `counts` times, and single
-    outliers little; `equal` has more rows, which should come to 0."""
+    """Those with the least relative errors, each time counting for as long as it is, `counts`
+    times, and single outliers little; `equal` has more rows, which should come to 0.
+    """
     if equal is None:
         equal = np.zeros((0, inputs.shape[1]))
     weight = np.sqrt(counts * times / np.average(times, weights=counts))
@@ -27,7 +28,9 @@ def fit_weights(inputs: Array, times: Array, counts: Array, equal: Array | None 
 
 
 def _least_squares(rows: Array, wanted: Array) -> Array:
-    """The weights of at least 0 with the least squares: those that come out negative are left out, the worst first."""
+    """The weights of at least 0 with the least squares: those that come out negative are left out,
+    the worst first.
+    """
     active = list(range(rows.shape[1]))
     weights = np.zeros(rows.shape[1])
     for _ in range(_ROUNDS):

@@ -1,4 +1,6 @@
-"""Plays of a what-if on all cores, each in a process of its own, where one core alone would take long."""
+"""Plays of a what-if on all cores, each in a process of its own, where one core alone would take
+long.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ _given: list[tuple[Sequence[RecordedRequest], StepTimes]] = []
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Processes that are started here don't hear of Ctrl-C before they have begun: halfway through their imports they
-    would show where they were."""
+    """Processes that are started here don't hear of Ctrl-C before they have begun: halfway through
+    their imports they would show where they were.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -61,7 +64,11 @@ class Players:
         """`expected`: how many plays there will be in all, about."""
         self._requests, self._times = requests, times
         self._expected, self._show = expected, show
-        known = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        known = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         self._cores = min(known, granted_cores(Path("/")), expected) if cores is None else cores
         self._pool: ProcessPoolExecutor | None = None
         self._done = 0
@@ -81,9 +88,13 @@ class Players:
             self._note()
             left = (perf_counter() - began) * (self._expected - self._done)
             if self._cores > 1 and left > _WORTH:
-                # Not forked: what this process has besides, threads and open engines, is nothing for them.
+                # Not forked: what this process has besides, threads and open engines, is nothing
+                # for them.
                 self._pool = ProcessPoolExecutor(
-                    self._cores, multiprocessing.get_context("spawn"), _begin, (self._requests, self._times)
+                    self._cores,
+                    multiprocessing.get_context("spawn"),
+                    _begin,
+                    (self._requests, self._times),
                 )
         if self._pool is not None:
             with _uninterrupted():

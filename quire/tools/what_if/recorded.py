@@ -23,8 +23,9 @@ class RecordedRequest:
     finish_reason: str | None = None
     """None where the log has no end of it."""
     noticed: float | None = None
-    """When an engine that was idle began with it, if it was: what is sent at once is all there before its first
-    step."""
+    """When an engine that was idle began with it, if it was: what is sent at once is all there
+    before its first step.
+    """
 
     @property
     def name(self) -> str:
@@ -58,24 +59,36 @@ class RecordedRequest:
     def fixed(self, name: str) -> Request:
         """One that takes as many tokens as this one got, whatever they are."""
         params = replace(
-            self.admission.params, max_tokens=max(1, len(self.tokens)), min_tokens=0, ignore_eos=True, stop=(),
-            stop_token_ids=(), deadline=None, structured=None,
-        )  # fmt: skip
+            self.admission.params,
+            max_tokens=max(1, len(self.tokens)),
+            min_tokens=0,
+            ignore_eos=True,
+            stop=(),
+            stop_token_ids=(),
+            deadline=None,
+            structured=None,
+        )
         return self.request(params, name, self.group_id)
 
 
 def recorded_requests(entries: Sequence[StepLogEntry]) -> list[RecordedRequest]:
-    """All answers whose beginning the log has, by arrival. A name that is used again is another request."""
+    """All answers whose beginning the log has, by arrival. A name that is used again is another
+    request.
+    """
     live: dict[str, RecordedRequest] = {}
     everyone: list[RecordedRequest] = []
     for entry in entries:
         for finished in entry.step.finished:
             ended = live.pop(finished.request_id, None)
             if ended is not None:
-                del ended.tokens[finished.num_output_tokens :]  # what came after its end was dropped
+                # what came after its end was dropped
+                del ended.tokens[finished.num_output_tokens :]
                 ended.finish_reason = finished.reason
         for admission in entry.step.admitted:
-            if admission.request_id not in live and len(admission.token_ids) == admission.num_prompt_tokens:
+            if (
+                admission.request_id not in live
+                and len(admission.token_ids) == admission.num_prompt_tokens
+            ):
                 live[admission.request_id] = RecordedRequest(admission)
                 everyone.append(live[admission.request_id])
         if entry.result is not None:

@@ -1,4 +1,6 @@
-"""The steps of a log as times: what the host does, what the device does, and what is between two turns."""
+"""The steps of a log as times: what the host does, what the device does, and what is between two
+turns.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ import numpy as np
 from quire.step import Step, StepLogEntry
 
 _WAITED = 0.1
-"""Of a device's time for a step: if the host came for the result by less earlier than it was there, nobody knows since
-when it was there."""
+"""Of a device's time for a step: if the host came for the result by less earlier than it was there,
+nobody knows since when it was there.
+"""
 
 
 class TimedStep(NamedTuple):
@@ -20,7 +23,9 @@ class TimedStep(NamedTuple):
 
     step: Step
     seconds: float
-    """Of the device, from when it could begin; of all, where one step ends before the next is decided."""
+    """Of the device, from when it could begin; of all, where one step ends before the next is
+    decided.
+    """
     host: float = 0.0
     """Before that: deciding and launching, in which the host does nothing else."""
     is_bound: bool = False
@@ -36,7 +41,9 @@ class Timeline(NamedTuple):
     pause: float
     """From a result to the next turn, usually."""
     told: list[TimedStep]
-    """Steps in which nothing was computed: somebody had ended. Only the host's time counts; with parts only."""
+    """Steps in which nothing was computed: somebody had ended. Only the host's time counts; with
+    parts only.
+    """
     pauses: list[tuple[float, float]]
     """When, and how long: from a result to the next turn; with parts only."""
     turn: float = 0.0
@@ -46,7 +53,9 @@ class Timeline(NamedTuple):
 
 
 def is_split(step: Step, graph_tokens: int) -> bool:
-    """Whether a step is too large for a graph: its kernels are launched one by one, and the first run meanwhile."""
+    """Whether a step is too large for a graph: its kernels are launched one by one, and the first
+    run meanwhile.
+    """
     return step.num_tokens > graph_tokens
 
 
@@ -58,7 +67,9 @@ def was_idle(step: Step) -> bool:
 def timed_steps(entries: Sequence[StepLogEntry], graph_tokens: int = 0) -> Timeline:
     """`graph_tokens`: of the largest step that is launched as a whole."""
     has_parts = any(
-        one.submitted is not None and other.submitted is not None and other.submitted < one.committed
+        one.submitted is not None
+        and other.submitted is not None
+        and other.submitted < one.committed
         for one, other in pairwise(entries)
     )
     if not has_parts:
@@ -68,7 +79,9 @@ def timed_steps(entries: Sequence[StepLogEntry], graph_tokens: int = 0) -> Timel
     for one in found.steps:
         if not one.is_bound and not is_split(one.step, graph_tokens):
             known.setdefault(one.step.num_tokens, []).append(one.seconds)
-    return _with_parts(entries, graph_tokens, {tokens: _median(seconds) for tokens, seconds in known.items()})
+    return _with_parts(
+        entries, graph_tokens, {tokens: _median(seconds) for tokens, seconds in known.items()}
+    )
 
 
 def timed_as_a_whole(entries: Sequence[StepLogEntry]) -> Timeline:
@@ -87,11 +100,14 @@ def timed_as_a_whole(entries: Sequence[StepLogEntry]) -> Timeline:
     return Timeline(steps, False, _median(pauses), [], [])
 
 
-def _with_parts(entries: Sequence[StepLogEntry], graph_tokens: int, usual: Mapping[int, float]) -> Timeline:
-    """The host decides and launches a step, then waits for the one before it, whose result may have been there for
-    long. The device begins once it has the step (of a large one: its first kernels) and is done with the one before.
-    `usual`: what steps of so many tokens take that are launched as a whole, to know when one was done that nobody
-    waited for."""
+def _with_parts(
+    entries: Sequence[StepLogEntry], graph_tokens: int, usual: Mapping[int, float]
+) -> Timeline:
+    """The host decides and launches a step, then waits for the one before it, whose result may have
+    been there for long. The device begins once it has the step (of a large one: its first kernels)
+    and is done with the one before. `usual`: what steps of so many tokens take that are launched as
+    a whole, to know when one was done that nobody waited for.
+    """
     steps: list[TimedStep] = []
     told: list[TimedStep] = []
     pauses: list[tuple[float, float]] = []
@@ -123,21 +139,35 @@ def _with_parts(entries: Sequence[StepLogEntry], graph_tokens: int, usual: Mappi
         # Since when the host waited for it: since it launched the last step behind it.
         asked = max(submitted, before)
         behind = place + 1
-        while behind < len(entries) and (moment := entries[behind].submitted) is not None and moment <= entry.committed:
+        while (
+            behind < len(entries)
+            and (moment := entries[behind].submitted) is not None
+            and moment <= entry.committed
+        ):
             asked = max(asked, moment)
             behind += 1
         waited = entry.committed - asked
         if seconds <= 0:
             continue
         if waited >= _WAITED * seconds:
-            steps.append(TimedStep(step, seconds, host, is_bound=not is_sure and done > could_begin))
+            steps.append(
+                TimedStep(step, seconds, host, is_bound=not is_sure and done > could_begin)
+            )
             done, is_sure = entry.committed, True
         else:
             fetches.append(waited)
             steps.append(TimedStep(step, seconds, host, is_bound=True))
             takes = None if is_split(step, graph_tokens) else usual.get(step.num_tokens)
             done, is_sure = min(asked, begun + (takes or asked)), takes is not None
-    return Timeline(steps, True, _median([one[1] for one in pauses]), told, pauses, _median(turns), _median(fetches))
+    return Timeline(
+        steps,
+        True,
+        _median([one[1] for one in pauses]),
+        told,
+        pauses,
+        _median(turns),
+        _median(fetches),
+    )
 
 
 def _median(values: Sequence[float]) -> float:

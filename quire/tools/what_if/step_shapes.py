@@ -1,4 +1,6 @@
-"""Steps by their size: which ones were measured, how far another is from those, and which are worth a measurement."""
+"""Steps by their size: which ones were measured, how far another is from those, and which are worth
+a measurement.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,16 @@ class StepShape(NamedTuple):
 
     def kind(self, graph_tokens: int | None) -> StepKind:
         """Whether there are prompts in it, and whether it is too large for a graph."""
-        return self.prompts > 0, graph_tokens is not None and self.prompts > 0 and self.tokens > graph_tokens
+        return (
+            self.prompts > 0,
+            graph_tokens is not None and self.prompts > 0 and self.tokens > graph_tokens,
+        )
 
 
 class SeenSteps:
-    """The sizes that were measured: of steps of answers alone, which are computed in a way of their own (graphs,
-    recorded calls), of others, and of those that are too large for a graph."""
+    """The sizes that were measured: of steps of answers alone, which are computed in a way of their
+    own (graphs, recorded calls), of others, and of those that are too large for a graph.
+    """
 
     def __init__(self, shapes: Iterable[StepShape], graph_tokens: int | None = None) -> None:
         """`graph_tokens`: of the largest with a graph; None where nobody knows, or none has."""
@@ -67,7 +73,9 @@ class SeenSteps:
             self.most_requests = max(self.most_requests, shape.requests)
 
     def distance(self, shape: StepShape) -> float:
-        """How often the size of a step was doubled, or halved, beyond any that was measured; 0 within them."""
+        """How often the size of a step was doubled, or halved, beyond any that was measured; 0
+        within them.
+        """
         ends = self._ends.get(shape.kind(self._graph_tokens))
         if ends is None:
             return max(1.0, math.log2(max(1.0, shape.tokens / self.most_tokens)))
@@ -76,14 +84,21 @@ class SeenSteps:
         return math.log2(far) if far > _TOLERANCE else 0.0
 
 
-def add_seconds(some: Mapping[StepShape, float], more: Mapping[StepShape, float]) -> dict[StepShape, float]:
+def add_seconds(
+    some: Mapping[StepShape, float], more: Mapping[StepShape, float]
+) -> dict[StepShape, float]:
     """Of both, by shape."""
-    return {shape: some.get(shape, 0.0) + more.get(shape, 0.0) for shape in [*some, *(set(more) - set(some))]}
+    return {
+        shape: some.get(shape, 0.0) + more.get(shape, 0.0)
+        for shape in [*some, *(set(more) - set(some))]
+    }
 
 
 def shapes_to_measure(seconds: Mapping[StepShape, float], limit: int) -> list[StepShape]:
-    """At most so many for each kind of step, out of those that take `seconds` in all: the largest and some about half,
-    a quarter and so on as large, each the one of its size that takes the most time. The smallest first."""
+    """At most so many for each kind of step, out of those that take `seconds` in all: the largest
+    and some about half, a quarter and so on as large, each the one of its size that takes the most
+    time. The smallest first.
+    """
     chosen: list[StepShape] = []
     least = _WORTH * sum(seconds.values())
     for kind in (False, True):
@@ -93,7 +108,9 @@ def shapes_to_measure(seconds: Mapping[StepShape, float], limit: int) -> list[St
         for shape in own:
             groups.setdefault(math.floor(math.log2(largest / shape.tokens) + 0.5), []).append(shape)
         sums = {group: sum(seconds[shape] for shape in found) for group, found in groups.items()}
-        worth = sorted((group for group in groups if sums[group] >= least), key=lambda group: -sums[group])[:limit]
+        worth = sorted(
+            (group for group in groups if sums[group] >= least), key=lambda group: -sums[group]
+        )[:limit]
         for group in worth:
             # So that the largest is within what was measured, and not beyond it.
             found = [one for one in groups[group] if group or one.tokens == largest]

@@ -1,4 +1,6 @@
-"""How long a step takes, by what is in it: fitted to the steps of a log, and tried on those the fit has not seen."""
+"""How long a step takes, by what is in it: fitted to the steps of a log, and tried on those the fit
+has not seen.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,16 @@ from quire.tools.what_if.step_shapes import SeenSteps, StepShape
 _FEWEST = 30
 """Steps, below which there is nothing to fit."""
 _KNEES = (0.0, *(2.0**power for power in range(13)))
-"""Rows from which on one more may cost more or less: a GPU multiplies for nothing while it reads weights, and many rows
-take a CPU less time each than few."""
+"""Rows from which on one more may cost more or less: a GPU multiplies for nothing while it reads
+weights, and many rows take a CPU less time each than few.
+"""
 _SPANS = tuple(zip(_KNEES, (*_KNEES[1:], math.inf), strict=True))
 _SMOOTH = (0.3, 0.1, 0.03, 0.01, 0.003)
 """How much it may count that one more row costs as much above a knee as below it, the most first."""
 _AS_GOOD = 0.005
-"""Of all time: of two fits whose errors differ by less, the smoother one knows more of steps the log does not have."""
+"""Of all time: of two fits whose errors differ by less, the smoother one knows more of steps the
+log does not have.
+"""
 _SLOPES = slice(2, 3 + len(_KNEES))
 """Among the features, those of the knees, and of pairs of queries and keys: all count rows."""
 _PLAIN = 6 + len(_KNEES)
@@ -41,7 +46,9 @@ _HELD_OUT = 0.2
 _NEAR = 25
 """Steps whose noise a step may have, or more."""
 _ALIKE = 0.1
-"""Of a device, which computes many steps of the same size: those that differ by less have the same noise."""
+"""Of a device, which computes many steps of the same size: those that differ by less have the same
+noise.
+"""
 _MATTER = 0.5
 """Steps that were measured beside the log count as so much of its time."""
 _FAR_ERROR = 0.3
@@ -49,13 +56,19 @@ _FAR_ERROR = 0.3
 
 
 def features(step: Step, costs: StepCosts, graph_tokens: int | None = None) -> list[float]:
-    """What a step's time depends on: whether it is more than answers, which are computed by graphs or recorded calls;
-    the work of rows and of their scores, between each two knees; pairs of queries and keys in prompts, as rows;
-    requests; keys that are read; blocks that are copied. With `graph_tokens`, where the device has a time of its own:
-    whether it is answers alone, and whether it is more than a graph can."""
+    """What a step's time depends on: whether it is more than answers, which are computed by graphs
+    or recorded calls; the work of rows and of their scores, between each two knees; pairs of
+    queries and keys in prompts, as rows; requests; keys that are read; blocks that are copied. With
+    `graph_tokens`, where the device has a time of its own: whether it is answers alone, and whether
+    it is more than a graph can.
+    """
     tokens, drawn = _sizes(step)
     rows = costs.work(tokens, drawn)
-    pairs = sum(one.num_tokens * (one.start + one.num_tokens / 2) for one in step.scheduled if one.num_tokens > 1)
+    pairs = sum(
+        one.num_tokens * (one.start + one.num_tokens / 2)
+        for one in step.scheduled
+        if one.num_tokens > 1
+    )
     others = len(step.scheduled) - 1
     keys = sum(one.start + one.num_tokens for one in step.scheduled)
     is_more = tokens > drawn
@@ -93,8 +106,9 @@ class FitQuality:
     total_error: float
     """Of their times' sum; negative: predicted too short."""
     beyond_error: float | None = None
-    """In the median, of steps about twice as large as any that a fit was made of: what larger steps than the log's are
-    off by, as far as that can be told. None where the log has too few."""
+    """In the median, of steps about twice as large as any that a fit was made of: what larger steps
+    than the log's are off by, as far as that can be told. None where the log has too few.
+    """
 
 
 class Noise:
@@ -149,7 +163,9 @@ class StepTimes:
         host: HostTimes | None = None,
         graph_tokens: int | None = None,
     ) -> None:
-        """`seen`: the sizes of the steps that were measured. With `host`, the others are the device's times."""
+        """`seen`: the sizes of the steps that were measured. With `host`, the others are the
+        device's times.
+        """
         self._inner: tuple[StepTimes, float] | None = None
         self._weights = weights
         self._costs, self._graph_tokens = costs, graph_tokens
@@ -176,8 +192,9 @@ class StepTimes:
         return _FAR_ERROR if known is None else known
 
     def outside_of(self, log: StepTimes, error: float) -> StepTimes:
-        """These for steps of sizes that the log does not have, off by about `error`, and the log's own for all others:
-        a measurement beside other work must not make those worse."""
+        """These for steps of sizes that the log does not have, off by about `error`, and the log's
+        own for all others: a measurement beside other work must not make those worse.
+        """
         self._inner = log, error
         return self
 
@@ -202,11 +219,18 @@ class StepTimes:
             error = (1 + self.far_error) ** distance - 1
         elif self._inner is not None:
             log, known = self._inner
-            fit, error = (self, known) if step.scheduled and log.seen.distance(shape) else (log, 0.0)
+            fit, error = (
+                (self, known) if step.scheduled and log.seen.distance(shape) else (log, 0.0)
+            )
         host = device = 0.0
         if step.scheduled:
             fitted = float(np.dot(fit._weights, self._features(step)))
-            device = fitted * self._scale * fit._noise.draw(fitted, self._source) * math.pow(1 + error, self._far)
+            device = (
+                fitted
+                * self._scale
+                * fit._noise.draw(fitted, self._source)
+                * math.pow(1 + error, self._far)
+            )
         if fit.host is not None:
             host = fit.host.draw(step) * self._scale * math.pow(1 + error, self._far)
         if distance:
@@ -225,8 +249,10 @@ class StepTimes:
         return self._graph_tokens is not None and is_split(step, self._graph_tokens)
 
     def restart(self, seed: int = 0, scale: float = 1.0, far: float = 0.0) -> None:
-        """Noise from the beginning; with a `scale` all steps are so many times as long. Those of sizes that the log
-        does not have are as much longer (`far` 1) or shorter (-1) as they may be off."""
+        """Noise from the beginning; with a `scale` all steps are so many times as long. Those of
+        sizes that the log does not have are as much longer (`far` 1) or shorter (-1) as they may be
+        off.
+        """
         self._source, self._scale, self._far = random.Random(seed), scale, far
         for one in (self,) if self._inner is None else (self, self._inner[0]):
             if one.host is not None:
@@ -248,8 +274,10 @@ def fit_step_times(
     others: Sequence[TimedStep] = (),
     graph_tokens: int = 0,
 ) -> StepTimes:
-    """From the steps of a log that succeeded and computed something, and `others`, of sizes that it does not have;
-    `costs` as the log says them, `graph_tokens` those of the largest step that is launched as a whole."""
+    """From the steps of a log that succeeded and computed something, and `others`, of sizes that it
+    does not have; `costs` as the log says them, `graph_tokens` those of the largest step that is
+    launched as a whole.
+    """
     timeline = timed_steps(entries, graph_tokens)
     if len(timeline.steps) < _FEWEST:
         raise InvalidRequestError(
@@ -268,7 +296,9 @@ def fit_step_times(
     most = _arrays(bounds, costs, limit) if bounds else None
     counts = np.ones(len(times))
     if others:
-        counts[len(measured) :] = _MATTER * times[: len(measured)].sum() / times[len(measured) :].sum()
+        counts[len(measured) :] = (
+            _MATTER * times[: len(measured)].sum() / times[len(measured) :].sum()
+        )
     smooth = _choose_smooth(inputs[cut:], times[cut:], counts[cut:])
     weights = _fit(inputs[cut:], times[cut:], smooth, counts[cut:], most)
     known = StepTimes(weights, inputs[cut:], times[cut:], seen, costs, graph_tokens=limit)
@@ -286,22 +316,27 @@ def fit_step_times(
         float(np.median(errors)),
         float(np.quantile(errors, 0.95)),
         float(predicted.sum() / held.sum() - 1),
-        _beyond_error(inputs, times, np.array([_sizes(one.step) for one in [*measured, *others]]), smooth),
+        _beyond_error(
+            inputs, times, np.array([_sizes(one.step) for one in [*measured, *others]]), smooth
+        ),
     )
     weights = _fit(inputs, times, smooth, counts, most)
     return StepTimes(weights, inputs, times, seen, costs, timeline.pause, quality, host, limit)
 
 
 def _known(timeline: Timeline) -> tuple[list[TimedStep], list[TimedStep]]:
-    """Those whose times are known, and those that took at most as long as they say. Where the host hardly ever waits
-    for the device, what a step takes at most is what it takes."""
+    """Those whose times are known, and those that took at most as long as they say. Where the host
+    hardly ever waits for the device, what a step takes at most is what it takes.
+    """
     known = [one for one in timeline.steps if not one.is_bound]
     if len(known) < _FEWEST:
         return list(timeline.steps), []
     return known, [one for one in timeline.steps if one.is_bound]
 
 
-def _arrays(steps: Sequence[TimedStep], costs: StepCosts, graph_tokens: int | None) -> tuple[Array, Array]:
+def _arrays(
+    steps: Sequence[TimedStep], costs: StepCosts, graph_tokens: int | None
+) -> tuple[Array, Array]:
     inputs = np.array([features(one.step, costs, graph_tokens) for one in steps])
     return inputs, np.array([one.seconds for one in steps])
 
@@ -311,9 +346,12 @@ def _sizes(step: Step) -> tuple[int, int]:
     return step.num_tokens, sum(1 + len(one.guesses) for one in step.scheduled if one.samples)
 
 
-def _beyond_error(inputs: Array, times: Array, sizes: npt.NDArray[np.int64], smooth: float) -> float | None:
-    """The larger half of the steps as a fit to the smaller one has them: by tokens, and by those behind which one is
-    drawn, whichever is worse."""
+def _beyond_error(
+    inputs: Array, times: Array, sizes: npt.NDArray[np.int64], smooth: float
+) -> float | None:
+    """The larger half of the steps as a fit to the smaller one has them: by tokens, and by those
+    behind which one is drawn, whichever is worse.
+    """
     found = []
     for size in sizes.T:
         is_small = size <= size.max() / 2
@@ -325,20 +363,36 @@ def _beyond_error(inputs: Array, times: Array, sizes: npt.NDArray[np.int64], smo
 
 
 def _choose_smooth(inputs: Array, times: Array, counts: Array) -> float:
-    """The most of it with which the fit is as good as any on steps it has not seen, and on those that were measured
-    because the log does not have them: there are too few of these to hold some out."""
+    """The most of it with which the fit is as good as any on steps it has not seen, and on those
+    that were measured because the log does not have them: there are too few of these to hold some
+    out.
+    """
     cut = max(1, int(len(times) * _HELD_OUT))
     fits = [_fit(inputs[cut:], times[cut:], smooth, counts[cut:]) for smooth in _SMOOTH]
     tried = (np.arange(len(times)) < cut) | (counts != 1.0)
     matter = counts[tried]
     total = float((times[tried] * matter).sum())
-    errors = [float((np.abs(inputs[tried] @ weights - times[tried]) * matter).sum() / total) for weights in fits]
-    return next(smooth for smooth, error in zip(_SMOOTH, errors, strict=True) if error <= min(errors) + _AS_GOOD)
+    errors = [
+        float((np.abs(inputs[tried] @ weights - times[tried]) * matter).sum() / total)
+        for weights in fits
+    ]
+    return next(
+        smooth
+        for smooth, error in zip(_SMOOTH, errors, strict=True)
+        if error <= min(errors) + _AS_GOOD
+    )
 
 
-def _fit(inputs: Array, times: Array, smooth: float, counts: Array, most: tuple[Array, Array] | None = None) -> Array:
-    """Weights of at least 0 with the least relative errors; `most`: steps that took at most so long, which count where
-    the fit has them longer."""
+def _fit(
+    inputs: Array,
+    times: Array,
+    smooth: float,
+    counts: Array,
+    most: tuple[Array, Array] | None = None,
+) -> Array:
+    """Weights of at least 0 with the least relative errors; `most`: steps that took at most so
+    long, which count where the fit has them longer.
+    """
     fitted = _fit_known(inputs, times, smooth, counts)
     for _ in range(_TIMES_BOUND if most is not None else 0):
         assert most is not None

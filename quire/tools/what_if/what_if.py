@@ -1,4 +1,6 @@
-"""The requests of a log again, on a virtual clock: the real scheduler with other settings, steps as long as fitted."""
+"""The requests of a log again, on a virtual clock: the real scheduler with other settings, steps as
+long as fitted.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,21 @@ from quire.tools.what_if.step_times import StepTimes
 _CHANGES = ("max_num_seqs", "max_batched_tokens", "max_model_len", "num_blocks", "num_host_blocks")
 _MOST_STEPS = 5_000_000
 _SCALES = (1.0, 1.02, 0.98, 1.01, 0.99)
-"""Of step times, in turn: by so much a fit is off, and near an engine's limit it becomes much more in the queue."""
+"""Of step times, in turn: by so much a fit is off, and near an engine's limit it becomes much more
+in the queue.
+"""
 _ENDS = ((1.03, 1.0), (0.97, -1.0))
-"""Of two more plays for the range of each figure: what all are multiplied with, and by which part of what they may be
-off those are longer whose sizes the log does not have."""
+"""Of two more plays for the range of each figure: what all are multiplied with, and by which part
+of what they may be off those are longer whose sizes the log does not have.
+"""
 PLAYS = len(_SCALES) + len(_ENDS)
 """Of a setting, at most."""
 _STEPS_PLAYED = 200_000
 """Fewer plays of a log that long: they take 0.1 s per thousand steps."""
 _OUTSIDE = 0.01
-"""Of a setting's time or tokens: less in steps of sizes that the log does not have is nothing to measure or say."""
+"""Of a setting's time or tokens: less in steps of sizes that the log does not have is nothing to
+measure or say.
+"""
 _UNCERTAIN = 0.15
 """Between the lowest and the highest of a figure: then they are said."""
 
@@ -66,14 +73,19 @@ def parse_changes(text: str, base: Setting) -> Setting:
                 raise ValueError
         except ValueError:
             known = ", ".join((*_CHANGES, "policy", "prefix_caching=true|false", "depth", "rate"))
-            raise InvalidRequestError("--what-if", f"{part!r}: give NAME=VALUE with one of {known}") from None
+            raise InvalidRequestError(
+                "--what-if", f"{part!r}: give NAME=VALUE with one of {known}"
+            ) from None
     if not 0 < rate < float("inf") or depth < 1:
         raise InvalidRequestError("--what-if", "rate must be above 0 and depth at least 1")
     old = base.config
     is_full = old.num_usable_blocks == old.max_num_seqs * old.blocks_for(old.max_model_len)
     if is_full and "num_blocks" not in config:
         # The cache had all that its rows could use, and would have more for more of them.
-        rows, length = config.get("max_num_seqs", old.max_num_seqs), config.get("max_model_len", old.max_model_len)
+        rows, length = (
+            config.get("max_num_seqs", old.max_num_seqs),
+            config.get("max_model_len", old.max_model_len),
+        )
         config["num_blocks"] = 1 + rows * old.blocks_for(length)
     return Setting(replace(old, **config), depth, rate)
 
@@ -96,8 +108,9 @@ class _Pending:
 
 
 class _TimedRunner:
-    """Computes nothing: tokens are any tokens, and a step takes its time: the host's, then the device's, which computes
-    one after the other."""
+    """Computes nothing: tokens are any tokens, and a step takes its time: the host's, then the
+    device's, which computes one after the other.
+    """
 
     def __init__(self, clock: _Clock, times: StepTimes) -> None:
         self._clock, self._times = clock, times
@@ -111,18 +124,24 @@ class _TimedRunner:
         self._free_at = max(max(self._free_at, begin) + takes.device, launched)
         tokens = {one.request_id: (0,) for one in step.scheduled if one.samples}
         pooled = {one.request_id: b"" for one in step.scheduled if one.samples}
-        return _Pending(self._clock, self._free_at, self._fetch, StepResult(step.step_id, tokens, pooled=pooled))
+        return _Pending(
+            self._clock, self._free_at, self._fetch, StepResult(step.step_id, tokens, pooled=pooled)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Several plays of the same requests, with other noise and steps that are a bit longer or shorter."""
+    """Several plays of the same requests, with other noise and steps that are a bit longer or
+    shorter.
+    """
 
     run: Summary
     """The median of each figure."""
     low: Summary
     high: Summary
-    """Those of all plays, and of two more in which steps are as much longer and shorter as they may be off."""
+    """Those of all plays, and of two more in which steps are as much longer and shorter as they may
+    be off.
+    """
     refused: int
     """Requests that could never have run with these settings."""
     outside: Mapping[StepShape, float]
@@ -172,7 +191,9 @@ PlayAll = Callable[[Sequence[Play]], Sequence[Found]]
 
 def predict(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes) -> Prediction:
     """What would have been with a setting."""
-    return predict_all([setting], lambda plays: [play_once(requests, times, one) for one in plays])[0]
+    return predict_all([setting], lambda plays: [play_once(requests, times, one) for one in plays])[
+        0
+    ]
 
 
 def predict_all(settings: Sequence[Setting], play_all: PlayAll) -> list[Prediction]:
@@ -200,13 +221,23 @@ def play_once(requests: Sequence[RecordedRequest], times: StepTimes, one: Play) 
     played, refused = play(requests, one.setting, times)
     share = sum(times.outside.values()) / max(times.seconds, 1e-9)
     # Of those whose end the log has: the others are there, but were not counted in it either.
-    ended = {_played_name(number, request) for number, request in enumerate(requests) if request.finish_reason}
+    ended = {
+        _played_name(number, request)
+        for number, request in enumerate(requests)
+        if request.finish_reason
+    }
     return Found(
-        Summary.of(played, ended or None), refused, times.outside, share, times.tokens_outside / max(times.tokens, 1)
+        Summary.of(played, ended or None),
+        refused,
+        times.outside,
+        share,
+        times.tokens_outside / max(times.tokens, 1),
     )
 
 
-def play(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes) -> tuple[EngineMetrics, int]:
+def play(
+    requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes
+) -> tuple[EngineMetrics, int]:
     """What would have happened; and how many requests could never have run with these settings."""
     clock = _Clock()
     metrics = EngineMetrics(keep=10**9)
@@ -229,7 +260,9 @@ def play(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes
             arrival = (one.admission.arrival - start) / setting.rate
             # Names are used again, and may still be in use when things take longer.
             request = one.fixed(_played_name(number, one))
-            request.group_id = None if request.group_id is None else f"{request.group_id}@{one.admission.arrival}"
+            request.group_id = (
+                None if request.group_id is None else f"{request.group_id}@{one.admission.arrival}"
+            )
             try:
                 core.add_request(request, arrival)
             except (CapacityError, InvalidRequestError):
@@ -288,7 +321,11 @@ class Summary:
         for name in cls.__slots__:
             values = [getattr(run, name) for run in runs]
             is_pair = isinstance(values[0], tuple)
-            fields[name] = tuple(choose(list(one)) for one in zip(*values, strict=True)) if is_pair else choose(values)
+            fields[name] = (
+                tuple(choose(list(one)) for one in zip(*values, strict=True))
+                if is_pair
+                else choose(values)
+            )
         return cls(**fields)
 
     def as_json(self) -> Mapping[str, Any]:

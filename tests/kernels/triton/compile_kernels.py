@@ -12,4 +12,6 @@ from tests.kernels.triton.compile_attention import attention_kernels
 from tests.kernels.triton.compile_small_batches import small_batch_kernels
 
 if __name__ == "__main__":
-    json.dump({"small batches": small_batch_kernels(), "attention": attention_kernels()}, sys.stdout)
+    json.dump(
+        {"small batches": small_batch_kernels(), "attention": attention_kernels()}, sys.stdout
+    )

@@ -1,4 +1,6 @@
-"""Compiles the kernels for small batches and prompts for an H200, which needs no GPU. Called by `compile_kernels`."""
+"""Compiles the kernels for small batches and prompts for an H200, which needs no GPU. Called by
+`compile_kernels`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ ATTENTION_TYPES = {
 }
 BOX = f"tensordesc<bf16[16, 64],{gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)!r}>"
 PROMPT_TYPES = ATTENTION_TYPES | {"keys": BOX, "values": BOX}
-FOUR_BITS_TYPES = {**dict.fromkeys(("x", "bias", "out"), "*bf16"), **dict.fromkeys(("codes", "scales"), "*i32")}
+FOUR_BITS_TYPES = {
+    **dict.fromkeys(("x", "bias", "out"), "*bf16"),
+    **dict.fromkeys(("codes", "scales"), "*i32"),
+}
 EXPERTS_TYPES = {
     **dict.fromkeys(("x", "bias", "out"), "*bf16"),
     **dict.fromkeys(("codes", "tile_experts", "tile_counts", "order"), "*i32"),
@@ -42,8 +47,14 @@ def resources(
 ) -> dict[str, int]:
     """Bytes of shared memory, and of registers that did not fit, of a kernel compiled so."""
     names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name.endswith("stride")]
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
+    }
+    aligned = [
+        i
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or name.endswith("stride")
+    ]
     source = GluonASTSource(
         kernel,
         signature,
@@ -63,7 +74,9 @@ def stack_size(binary: bytes) -> int:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        report = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     return int(re.findall(r"STACK:(\d+)", report)[0])
 
 
@@ -74,27 +87,65 @@ def small_batch_kernels() -> dict[str, dict[str, int]]:
     for head_dim, group, window, wide in ((128, 2, False, False), (64, 16, True, True))[first:]:
         constants = {"GROUP": group, "D": head_dim, "BLOCK_SIZE": 16, "KEYS": 64, "SPLIT": 512}
         constants |= {"WINDOW": window, "SINKS": window, "WIDE": wide, "PDL": True}
-        found[f"attention {head_dim}"] = resources(_small_batch_kernel, ATTENTION_TYPES, constants, 8)
+        found[f"attention {head_dim}"] = resources(
+            _small_batch_kernel, ATTENTION_TYPES, constants, 8
+        )
     for window in (False, True)[first:]:
         keys = 128 if window else 64  # two tiles at once, or one
-        constants = {"GROUP": 4, "D": 128, "BLOCK_SIZE": 16, "ROWS": 128, "KEYS": keys, "TILES": 512 // keys}
+        constants = {
+            "GROUP": 4,
+            "D": 128,
+            "BLOCK_SIZE": 16,
+            "ROWS": 128,
+            "KEYS": keys,
+            "TILES": 512 // keys,
+        }
         constants |= {"STAGES": 2, "WINDOW": window, "PDL": True}
-        found[f"prompt {window}"] = resources(_prompt_kernel, PROMPT_TYPES, constants, 4, maxnreg=_REGISTERS)
+        found[f"prompt {window}"] = resources(
+            _prompt_kernel, PROMPT_TYPES, constants, 4, maxnreg=_REGISTERS
+        )
     for inner, silu_mul, number in ((3072, False, "bf16"), (12288, True, "fp8e4nv"))[first:]:
-        constants = {"K": inner, "HAS_BIAS": True, "SILU_MUL": silu_mul, "OUT": 32, "STAGES": 8 if silu_mul else 6}
+        constants = {
+            "K": inner,
+            "HAS_BIAS": True,
+            "SILU_MUL": silu_mul,
+            "OUT": 32,
+            "STAGES": 8 if silu_mul else 6,
+        }
         constants |= {"TILE": 512 if number != "bf16" else 256, "PDL": True}
         types = PRODUCT_TYPES | {"weight": f"*{number}", "scales": "*fp32"}
         found[f"product {inner}"] = resources(_single_row_kernel, types, constants, 4)
     low, high = (_asm(torch.bfloat16, shift, has_minimum=True) for shift in (0, 4))
     for group, rows, ahead, warps in ((128, 8, 8, 4), (32, 128, 4, 8))[first:]:
-        constants = {"K": 4096, "GROUP": group, "HAS_BIAS": True, "LOW": low, "HIGH": high, "BLOCK_M": rows}
+        constants = {
+            "K": 4096,
+            "GROUP": group,
+            "HAS_BIAS": True,
+            "LOW": low,
+            "HIGH": high,
+            "BLOCK_M": rows,
+        }
         constants |= {"AHEAD": ahead, "STAGES": 4, "WARPS": warps, "PDL": True}
         found[f"four bits {group}"] = resources(_int4_kernel, FOUR_BITS_TYPES, constants, warps)
     for width in BLOCKS if IS_LONG else (128,):
         blocks = BLOCKS[width]
-        constants = {"INNER": 2880, "OUTER": 2880, "TOP_K": 4, "GATED": True, "ACTIVATION": 2, "BIAS": True}
+        constants = {
+            "INNER": 2880,
+            "OUTER": 2880,
+            "TOP_K": 4,
+            "GATED": True,
+            "ACTIVATION": 2,
+            "BIAS": True,
+        }
         constants |= {"LISTED": 1, "BLOCK_M": width, "EACH": blocks.each, "STAGES": blocks.stages}
-        constants |= {"IN_REGISTERS": blocks.in_registers, "ASYNC": blocks.is_async, "WARPS": blocks.warps, "PDL": True}
+        constants |= {
+            "IN_REGISTERS": blocks.in_registers,
+            "ASYNC": blocks.is_async,
+            "WARPS": blocks.warps,
+            "PDL": True,
+        }
         limit = {} if blocks.registers is None else {"maxnreg": blocks.registers}
-        found[f"experts {width}"] = resources(_experts_kernel, EXPERTS_TYPES, constants, blocks.warps, **limit)
+        found[f"experts {width}"] = resources(
+            _experts_kernel, EXPERTS_TYPES, constants, blocks.warps, **limit
+        )
     return found

@@ -10,7 +10,9 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _poisoned_outputs() -> Iterator[None]:
-    """Fresh memory is full of NaN (or the largest integer), so that what a kernel forgets to write is seen."""
+    """Fresh memory is full of NaN (or the largest integer), so that what a kernel forgets to write
+    is seen.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

@@ -1,4 +1,6 @@
-"""What the tests of the Triton kernels share: they run on the GPU if there is one, else in the interpreter."""
+"""What the tests of the Triton kernels share: they run on the GPU if there is one, else in the
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ MARKS = [pytest.mark.gpu] if ON_GPU else []
 """For `pytestmark`, so that `pytest -m gpu` takes these tests along."""
 
 # The interpreter cuts numbers off where the GPU rounds them to bfloat16.
-DTYPES = [torch.float32, torch.float16, torch.bfloat16] if ON_GPU else [torch.float32, torch.float16]
+DTYPES = (
+    [torch.float32, torch.float16, torch.bfloat16] if ON_GPU else [torch.float32, torch.float16]
+)
 ROW_COUNTS = (1, 2, 3, 8, 16, 17, 64, 255, 256, 1000, 2048) if ON_GPU else (1, 2, 3, 8)
 NAN = float("nan")
 
@@ -32,19 +36,28 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
 
-def assert_close(got: Tensor, truth: Tensor, roundings: int = 1, size: Tensor | None = None) -> None:
-    """Each number within `roundings` units in the last place of the float64 truth, plus what float32 arithmetic
-    may lose. `size` is the magnitude behind each number, where that is more than the number itself."""
+def assert_close(
+    got: Tensor, truth: Tensor, roundings: int = 1, size: Tensor | None = None
+) -> None:
+    """Each number within `roundings` units in the last place of the float64 truth, plus what
+    float32 arithmetic may lose. `size` is the magnitude behind each number, where that is more than
+    the number itself.
+    """
     unit = torch.finfo(got.dtype).eps
-    allowed = (truth.abs() if size is None else size) * unit * roundings + truth.abs().max() * 1e-6 + 1e-6
+    allowed = (
+        (truth.abs() if size is None else size) * unit * roundings + truth.abs().max() * 1e-6 + 1e-6
+    )
     excess = ((got.double() - truth).abs() - allowed).max().item()
     assert excess <= 0, f"{excess} above the tolerance"  # NaN fails too
 
 
 def assert_rows_alone(
-    function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor], counts: Sequence[int] = ROW_COUNTS
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+    counts: Sequence[int] = ROW_COUNTS,
 ) -> None:
-    """A row of the outputs has the same bits for any number of rows, at any place, beside any neighbours.
+    """A row of the outputs has the same bits for any number of rows, at any place, beside any
+    neighbours.
 
     `inputs` have as many rows as the largest of `counts`.
     """
@@ -69,7 +82,9 @@ def assert_rows_alone(
 
 
 def in_graph(function: Callable[[], Tensor]) -> Tensor:
-    """What the function returns when it is captured in a CUDA graph and replayed; it must not wait for the host."""
+    """What the function returns when it is captured in a CUDA graph and replayed; it must not wait
+    for the host.
+    """
     function()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+# isort: skip  (after the check for Triton)
+from quire.backends.triton.rowwise import activate, gate, sigmoid_mul, soft_cap_
 from quire.kernels.ops import Activation
 from tests.kernels.triton.support import (
     DEVICE,
@@ -22,8 +24,6 @@ from tests.kernels.triton.support import (
     random,
 )
 
-from quire.backends.triton.rowwise import activate, gate, sigmoid_mul, soft_cap_  # isort: skip  (after the check for Triton)
-
 pytestmark = MARKS
 SILU = Activation.SILU
 
@@ -34,8 +34,14 @@ def test_gates_are_those_of_float64(dtype: torch.dtype, rows: int, size: int) ->
     gate_up = random(rows, 2 * size, dtype=dtype, seed=rows) * 3
     left, up = gate_up.double().chunk(2, -1)
     assert_close(gate(gate_up, SILU), left * left.sigmoid() * up, roundings=2)
-    assert_close(gate(gate_up, Activation.GELU_TANH), F.gelu(left, approximate="tanh") * up, roundings=2)
-    assert_close(activate(gate_up, Activation.GELU_TANH), F.gelu(gate_up.double(), approximate="tanh"), roundings=2)
+    assert_close(
+        gate(gate_up, Activation.GELU_TANH), F.gelu(left, approximate="tanh") * up, roundings=2
+    )
+    assert_close(
+        activate(gate_up, Activation.GELU_TANH),
+        F.gelu(gate_up.double(), approximate="tanh"),
+        roundings=2,
+    )
     wide = gate_up * 4
     left, right = (half.double() for half in wide.chunk(2, -1))
     left = left.clamp(max=7)
@@ -44,7 +50,9 @@ def test_gates_are_those_of_float64(dtype: torch.dtype, rows: int, size: int) ->
     capped = wide.clone()
     soft_cap_(capped[:, 1:], 5.0)
     assert torch.equal(capped[:, :1], wide[:, :1])
-    assert_close(capped[:, 1:], 5 * (wide.double()[:, 1:] / 5).tanh(), roundings=2, size=torch.tensor(5.0))
+    assert_close(
+        capped[:, 1:], 5 * (wide.double()[:, 1:] / 5).tanh(), roundings=2, size=torch.tensor(5.0)
+    )
     share = random(rows, 1, dtype=dtype, seed=5)
     assert_close(sigmoid_mul(share, up.to(dtype)), share.double().sigmoid() * up, roundings=2)
 
@@ -52,7 +60,9 @@ def test_gates_are_those_of_float64(dtype: torch.dtype, rows: int, size: int) ->
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_alone(dtype: torch.dtype) -> None:
     for size in (40, 1031):
-        gate_up, share = (random(max(ROW_COUNTS), width, dtype=dtype, seed=width) for width in (2 * size, 1))
+        gate_up, share = (
+            random(max(ROW_COUNTS), width, dtype=dtype, seed=width) for width in (2 * size, 1)
+        )
         for activation in Activation:
             assert_rows_alone(partial(gate, activation=activation), [gate_up])
             assert_rows_alone(partial(activate, activation=activation), [gate_up])

@@ -1,4 +1,6 @@
-"""Paged attention by Triton: against float64, and the same bits however a sequence's queries are computed."""
+"""Paged attention by Triton: against float64, and the same bits however a sequence's queries are
+computed.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+# isort: skip  (after the check)
+from quire.kernels.ops import AttentionSpec, HeadShape, LayerCache, PagedBatch
 from tests import decoding
 from tests.kernels.triton.support import DEVICE, DTYPES, MARKS, NAN, ON_GPU, drawn, in_graph, random
 
-from quire.kernels.ops import AttentionSpec, HeadShape, LayerCache, PagedBatch  # isort: skip  (after the check)
 from quire.backends.triton.attention import decode_attention, prefill_attention  # isort: skip
 from quire.backends.triton import attention_work as module  # isort: skip
 from quire.backends.triton.kernels import TritonKernels  # isort: skip
@@ -30,12 +33,25 @@ LONG = 3000 if ON_GPU else 1100
 
 
 def make(
-    lengths: list[int], queries: list[int], shape: HeadShape, dtype: torch.dtype, seed: int = 0, block_size: int = 16
+    lengths: list[int],
+    queries: list[int],
+    shape: HeadShape,
+    dtype: torch.dtype,
+    seed: int = 0,
+    block_size: int = 16,
 ) -> tuple[Tensor, LayerCache, PagedBatch]:
     """Sequences with random contents in randomly placed blocks; what belongs to nobody is NaN."""
     counts = [-(-length // block_size) for length in lengths]
     order = 1 + torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed))
-    sides = random(2, int(order.max()) + 1, shape.num_kv_heads, block_size, shape.head_dim, dtype=dtype, seed=seed)
+    sides = random(
+        2,
+        int(order.max()) + 1,
+        shape.num_kv_heads,
+        block_size,
+        shape.head_dim,
+        dtype=dtype,
+        seed=seed,
+    )
     tables = torch.zeros(len(lengths) + 1, max(counts), dtype=torch.int32)
     taken = 0
     owned = torch.zeros(sides.shape[1], block_size, dtype=torch.bool)
@@ -86,18 +102,27 @@ def truth_of(
     for i, length in enumerate(lengths):
         blocks = batch.block_tables[batch.table_rows[i]].long()
         keys, values = (
-            side[blocks].double().transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(group, 0) * scale
+            side[blocks]
+            .double()
+            .transpose(0, 1)
+            .flatten(1, 2)[:, :length]
+            .repeat_interleave(group, 0)
+            * scale
             for side, scale in zip((cache.keys, cache.values), cache.fp8_scales, strict=True)
         )
         rows = slice(starts[i], starts[i + 1])
-        scores = query[rows].double().transpose(0, 1) @ keys.transpose(1, 2) * query.shape[2] ** -0.5
+        scores = (
+            query[rows].double().transpose(0, 1) @ keys.transpose(1, 2) * query.shape[2] ** -0.5
+        )
         scores = cap * (scores / cap).tanh() if cap else scores
         here = torch.arange(length - (starts[i + 1] - starts[i]), length, device=DEVICE)[:, None]
         key = torch.arange(length, device=DEVICE)
         visible = (key <= here) & (key > here - (window or length + 1))
         scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is not None:
-            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)), -1)
+            scores = torch.cat(
+                (scores, sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)), -1
+            )
         out[rows] = (scores.softmax(-1)[..., :length] @ values).transpose(0, 1)
     return out
 
@@ -113,17 +138,23 @@ def attend(
     if not cap and sinks is None:
         return decoding.attend(KERNELS, query, cache, batch, query.shape[2] ** -0.5, window)
     heads = HeadShape(query.shape[1], cache.keys.shape[1], query.shape[2])
-    return KERNELS.attention(query, cache, batch, AttentionSpec(heads, heads.head_dim**-0.5, window, cap), sinks)
+    return KERNELS.attention(
+        query, cache, batch, AttentionSpec(heads, heads.head_dim**-0.5, window, cap), sinks
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("cap", "window"), [(0.0, None), (0.0, 50), (1.5, None), (1.5, 50)])
-def test_caps_sinks_and_scales_are_those_of_float64(dtype: torch.dtype, cap: float, window: int | None) -> None:
+def test_caps_sinks_and_scales_are_those_of_float64(
+    dtype: torch.dtype, cap: float, window: int | None
+) -> None:
     queries, lengths = [1, 1, 20, 40], [5, 600, 70, 40]
     query, cache, batch = make(lengths, queries, HeadShape(4, 2, 64), dtype)
     sinks = torch.tensor([-50.0, 0.5, 3.0, 60.0], device=DEVICE)
     for some in (None, sinks):
-        scaled = replace(cache, fp8_scales=(1.0, 1.0) if some is None or window is None else (1.3, 0.7))
+        scaled = replace(
+            cache, fp8_scales=(1.0, 1.0) if some is None or window is None else (1.3, 0.7)
+        )
         got = attend(query * 2, scaled, batch, window, cap, some).double()
         error = (got - truth_of(query * 2, scaled, batch, window, cap, some)).abs().max().item()
         assert error <= {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
@@ -131,7 +162,9 @@ def test_caps_sinks_and_scales_are_those_of_float64(dtype: torch.dtype, cap: flo
 
 @pytest.mark.parametrize("queries", [1, 20])
 def test_what_lies_before_a_window_may_be_anything(queries: int) -> None:
-    """From its begin rounded down to `keys_at_once` on everything is read; the blocks before are others' by now."""
+    """From its begin rounded down to `keys_at_once` on everything is read; the blocks before are
+    others' by now.
+    """
     query, cache, batch = make([1200], [queries], HeadShape(4, 2, 64), torch.float32)
     expected = attend(query, cache, batch, 90)
     first_read = (1200 - queries - 90 + 1) // KERNELS.keys_at_once * KERNELS.keys_at_once
@@ -146,14 +179,18 @@ def test_what_lies_before_a_window_may_be_anything(queries: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("window", [None, 128])
-def test_with_caps_and_sinks_every_chunk_has_the_same_bits(head_dim: int, window: int | None) -> None:
+def test_with_caps_and_sinks_every_chunk_has_the_same_bits(
+    head_dim: int, window: int | None
+) -> None:
     query, cache, batch = make([LONG], [LONG], HeadShape(8, 2, head_dim), torch.bfloat16)
     sinks = torch.linspace(-2, 2, 8, device=DEVICE)
     for options in ({"cap": 2.0}, {"sinks": sinks}, {"cap": 2.0, "sinks": sinks}):
         whole = attend(query, cache, batch, window, **options)  # type: ignore[arg-type]
         positions = torch.arange(0, LONG)
         alone = one_each(query, batch, positions, 1)
-        assert torch.equal(attend(query[positions.to(DEVICE)], cache, alone, window, **options), whole)  # type: ignore[arg-type]
+        assert torch.equal(
+            attend(query[positions.to(DEVICE)], cache, alone, window, **options), whole
+        )  # type: ignore[arg-type]
         for start in range(0, LONG - 333, 333):
             part = replace(
                 batch,
@@ -169,22 +206,36 @@ def test_with_caps_and_sinks_every_chunk_has_the_same_bits(head_dim: int, window
     st.sampled_from(DTYPES),
     st.sampled_from([(4, 2), (3, 1), (7, 1), (4, 4), (16, 1), (17, 1)]),
     st.sampled_from(DIMS),
-    st.lists(st.sampled_from([(1, 1), (1, 63), (1, 600), (5, 70), (40, 40), (33, 130)]), min_size=1, max_size=4),
+    st.lists(
+        st.sampled_from([(1, 1), (1, 63), (1, 600), (5, 70), (40, 40), (33, 130)]),
+        min_size=1,
+        max_size=4,
+    ),
     st.sampled_from([None, 1, 50]),
 )
 def test_it_is_that_of_float64(
-    dtype: torch.dtype, heads: tuple[int, int], head_dim: int, sequences: list[tuple[int, int]], window: int | None
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    head_dim: int,
+    sequences: list[tuple[int, int]],
+    window: int | None,
 ) -> None:
     queries, lengths = [list(each) for each in zip(*sequences, strict=True)]
     query, cache, batch = make(lengths, queries, HeadShape(*heads, head_dim), dtype)
-    error = (attend(query, cache, batch, window).double() - truth_of(query, cache, batch, window)).abs().max().item()
+    error = (
+        (attend(query, cache, batch, window).double() - truth_of(query, cache, batch, window))
+        .abs()
+        .max()
+        .item()
+    )
     assert error <= {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scores_may_rise_along_the_context(dtype: torch.dtype) -> None:
-    """So that what the weights are relative to changes several times within a split: still those of float64, and
-    computed alone, at once or divided they are the same."""
+    """So that what the weights are relative to changes several times within a split: still those of
+    float64, and computed alone, at once or divided they are the same.
+    """
     shape, count = HeadShape(4, 2, 128), LONG if ON_GPU else 30
     query, cache, batch = make([LONG], [count], shape, dtype)
     blocks = batch.block_tables[0].long()
@@ -202,8 +253,10 @@ def test_scores_may_rise_along_the_context(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_score_far_above_all_others_takes_all_the_weight(dtype: torch.dtype) -> None:
-    """Key 200 of a split is so much like the queries that weights relative to the first tile's would be infinite: who
-    sees it has its value as result, to the bit (in float32 its weight is not rounded to 1)."""
+    """Key 200 of a split is so much like the queries that weights relative to the first tile's
+    would be infinite: who sees it has its value as result, to the bit (in float32 its weight is not
+    rounded to 1).
+    """
     query, cache, batch = make([300], [140], HeadShape(2, 2, 128), dtype)
     query[:] = query[:1]
     block = int(batch.block_tables[0, 200 // 16])
@@ -218,10 +271,16 @@ def test_a_score_far_above_all_others_takes_all_the_weight(dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("window", [None, 700] if ON_GPU else [700])
-@pytest.mark.parametrize("heads", [(16, 8, 128), (9, 3, 64), (4, 1, 80)] if ON_GPU else [(2, 1, 64)], ids=str)
-def test_every_position_has_the_same_bits_in_any_chunk(heads: tuple[int, int, int], window: int | None) -> None:
-    """Decode = chunk = whole prompt, at every position of a long sequence. (In the interpreter products are numpy's,
-    whose order of additions depends on the tile: there the numbers are only close.)"""
+@pytest.mark.parametrize(
+    "heads", [(16, 8, 128), (9, 3, 64), (4, 1, 80)] if ON_GPU else [(2, 1, 64)], ids=str
+)
+def test_every_position_has_the_same_bits_in_any_chunk(
+    heads: tuple[int, int, int], window: int | None
+) -> None:
+    """Decode = chunk = whole prompt, at every position of a long sequence. (In the interpreter
+    products are numpy's, whose order of additions depends on the tile: there the numbers are only
+    close.)
+    """
     same = torch.equal if ON_GPU else partial(torch.allclose, atol=1e-5)
     dtype = torch.bfloat16 if ON_GPU else torch.float32
     query, cache, batch = make([LONG], [LONG], HeadShape(*heads), dtype)
@@ -229,7 +288,9 @@ def test_every_position_has_the_same_bits_in_any_chunk(heads: tuple[int, int, in
     step = 1 if ON_GPU else 97
     positions = torch.arange(0, LONG, step)
     alone = one_each(query, batch, positions, 1)
-    assert same(attend(query[positions.to(DEVICE)], cache, alone, window), whole[positions.to(DEVICE)])
+    assert same(
+        attend(query[positions.to(DEVICE)], cache, alone, window), whole[positions.to(DEVICE)]
+    )
     for chunk in (2, 7, 64, 333) if ON_GPU else (7, 333):
         for start in range(0, LONG, 5 * chunk * (1 if ON_GPU else 30)):
             stop = min(start + chunk, LONG)
@@ -238,7 +299,10 @@ def test_every_position_has_the_same_bits_in_any_chunk(heads: tuple[int, int, in
                 query_start=torch.tensor([0, stop - start], dtype=torch.int32, device=DEVICE),
                 context_lens=torch.tensor([stop], dtype=torch.int32, device=DEVICE),
             )
-            assert same(attend(query[start:stop], cache, part, window), whole[start:stop]), (start, stop)
+            assert same(attend(query[start:stop], cache, part, window), whole[start:stop]), (
+                start,
+                stop,
+            )
 
 
 @pytest.mark.gpu
@@ -250,7 +314,9 @@ def test_a_cache_of_8_bits_gives_the_same_bits_in_any_chunk_and_those_of_float64
 ) -> None:
     query, cache, batch = make([LONG], [LONG], HeadShape(*heads), dtype)
     scales = (1.3, 0.7) if window else (1.0, 1.0)
-    narrow = LayerCache(*(side.to(torch.float8_e4m3fn) for side in (cache.keys, cache.values)), fp8_scales=scales)
+    narrow = LayerCache(
+        *(side.to(torch.float8_e4m3fn) for side in (cache.keys, cache.values)), fp8_scales=scales
+    )
     whole = attend(query, narrow, batch, window)
     positions = torch.arange(0, LONG)
     assert torch.equal(attend(query, narrow, one_each(query, batch, positions, 1), window), whole)
@@ -261,7 +327,9 @@ def test_a_cache_of_8_bits_gives_the_same_bits_in_any_chunk_and_those_of_float64
             part = one_each(query, batch, positions[start + chunk - 1 : start + chunk], chunk)
             got = attend(query[start : start + chunk], narrow, part, window)
             assert torch.equal(got, whole[start : start + chunk]), (start, chunk)
-    wide = LayerCache(*(side.to(torch.float16) for side in (narrow.keys, narrow.values)), fp8_scales=scales)
+    wide = LayerCache(
+        *(side.to(torch.float16) for side in (narrow.keys, narrow.values)), fp8_scales=scales
+    )
     error = (whole.double() - truth_of(query, wide, batch, window)).abs().max().item()
     assert error <= {torch.float16: 4e-3, torch.bfloat16: 1e-2}[dtype]
     blocks = batch.block_tables[0]
@@ -270,10 +338,14 @@ def test_a_cache_of_8_bits_gives_the_same_bits_in_any_chunk_and_those_of_float64
 
 
 def one_each(query: Tensor, batch: PagedBatch, positions: Tensor, count: int) -> PagedBatch:
-    """Each position as the last of a sequence of its own, all in the blocks of the one sequence of `batch`."""
+    """Each position as the last of a sequence of its own, all in the blocks of the one sequence of
+    `batch`.
+    """
     return replace(
         batch,
-        query_start=torch.arange(0, len(positions) * count + 1, count, dtype=torch.int32, device=DEVICE),
+        query_start=torch.arange(
+            0, len(positions) * count + 1, count, dtype=torch.int32, device=DEVICE
+        ),
         context_lens=(positions + 1).int().to(DEVICE),
         table_rows=torch.zeros(len(positions), dtype=torch.int32, device=DEVICE),
     )
@@ -281,22 +353,27 @@ def one_each(query: Tensor, batch: PagedBatch, positions: Tensor, count: int) ->
 
 @pytest.mark.parametrize("window", [None, 200, 700] if ON_GPU else [200])
 def test_the_work_may_be_shared_out_in_any_way(window: int | None) -> None:
-    """A split per program, several, whole sequences, each sequence in another way, few programs, many: the same bits.
-    Again, as splits are counted."""
+    """A split per program, several, whole sequences, each sequence in another way, few programs,
+    many: the same bits. Again, as splits are counted.
+    """
     shape = HeadShape(4, 2, 64)
     lengths = [LONG, 30, 513, 1024, 1]
     query, cache, batch = make(lengths, [1] * 5, shape, torch.float16)
     counts, rows = np.ones(5, np.int32), np.arange(5, dtype=np.int32)
     spec = AttentionSpec(shape, 0.125, window)
     programs = (1, 16, 1000) if ON_GPU else (1, 1000)
-    lists = [module.attention_work(counts, np.array(lengths, np.int32), rows, shape, each) for each in programs]
+    lists = [
+        module.attention_work(counts, np.array(lengths, np.int32), rows, shape, each)
+        for each in programs
+    ]
     some = ([1] * 5, [2, 1, 2, 1, 1], [2] * 5, [100] * 5, [3, 1, 1, 2, 1])
     lists += [
         {"decode": module.divided(rows, counts, np.array(lengths, np.int32), rows, np.array(runs))}
         for runs in some[: 5 if ON_GPU else 2]
     ]
     found = []
-    for made in [*lists, *(lists if ON_GPU else ())]:  # in the interpreter `attend` below has the first one again
+    # in the interpreter `attend` below has the first one again
+    for made in [*lists, *(lists if ON_GPU else ())]:
         work = {name: torch.from_numpy(values).to(DEVICE) for name, values in made.items()}
         found.append(attention(query, cache, batch.block_tables, work, 64, spec))
     assert all(torch.equal(out, found[0]) for out in found)
@@ -306,7 +383,9 @@ def test_the_work_may_be_shared_out_in_any_way(window: int | None) -> None:
 @pytest.mark.parametrize("programs", [1, 16, 1250] if ON_GPU else [1250])
 @pytest.mark.parametrize("num_queries", [1, 3, 40] if ON_GPU else [3])
 def test_lists_made_for_longer_sequences_can_be_shortened(num_queries: int, programs: int) -> None:
-    """As when guesses turn out wrong that the host counted as right: the bits of lists made for the true lengths."""
+    """As when guesses turn out wrong that the host counted as right: the bits of lists made for the
+    true lengths.
+    """
     shape = HeadShape(4, 2, 64)
     lengths, lags = [LONG, 60, 512, 513, 1024, 1000], [0, 5, 0, 1, 7, 12]
     queries = np.full(6, num_queries, np.int32)
@@ -314,11 +393,15 @@ def test_lists_made_for_longer_sequences_can_be_shortened(num_queries: int, prog
 
     def lists(context_lens: list[int]) -> dict[str, Tensor]:
         rows = np.arange(6, dtype=np.int32)
-        made = module.attention_work(queries, np.array(context_lens, np.int32), rows, shape, programs)
+        made = module.attention_work(
+            queries, np.array(context_lens, np.int32), rows, shape, programs
+        )
         return {name: torch.from_numpy(values).to(DEVICE) for name, values in made.items()}
 
     guessed = lists([length + lag for length, lag in zip(lengths, lags, strict=True)])
-    module.shorten_attention_work_(guessed, torch.tensor([*lags, 0], dtype=torch.int32, device=DEVICE))
+    module.shorten_attention_work_(
+        guessed, torch.tensor([*lags, 0], dtype=torch.int32, device=DEVICE)
+    )
     found = [
         attention(query, cache, batch.block_tables, work, 64, AttentionSpec(shape, 0.125))
         for work in (guessed, lists(lengths))
@@ -338,11 +421,14 @@ def test_the_lists_cover_everything_once(
     queries = np.array([count for count, _ in sequences], np.int32)
     lengths = np.array([count + before for count, before in sequences], np.int32)
     shape = HeadShape(*heads, 64)
-    work = module.attention_work(queries, lengths, np.arange(len(queries), dtype=np.int32), shape, programs)
+    work = module.attention_work(
+        queries, lengths, np.arange(len(queries), dtype=np.int32), shape, programs
+    )
     group = heads[0] // heads[1]
     decode = work.get("decode", work.get("small", np.zeros((1, 8), np.int32)))
     prefill = work.get("prefill", np.zeros((0, 8), np.int32))
-    assert len(decode) - 1 >= max(decode[0, 0], decode[0, 1])  # room for partial results is taken by this length
+    # room for partial results is taken by this length
+    assert len(decode) - 1 >= max(decode[0, 0], decode[0, 1])
     splits: dict[int, list[int]] = {}
     partials: set[int] = set()
     for where, first, _, count, length, row, end, new in decode[1 : 1 + decode[0, 0]].tolist():
@@ -369,7 +455,9 @@ def test_the_lists_cover_everything_once(
 def test_the_lists_say_which_keys_the_step_writes() -> None:
     """Guesses that are checked as single queries are keys for those behind them."""
     lengths, rows = np.array([40, 700, 701, 702, 8], np.int32), np.array([3, 0, 0, 0, 5], np.int32)
-    ((name, work),) = module.attention_work(np.ones_like(rows), lengths, rows, HeadShape(4, 2, 64), 132).items()
+    ((name, work),) = module.attention_work(
+        np.ones_like(rows), lengths, rows, HeadShape(4, 2, 64), 132
+    ).items()
     items = work[1 : 1 + work[0, 0]]
     assert name == "small"
     assert {(row, length, new) for _, _, _, _, length, row, _, new in items.tolist()} == {
@@ -381,6 +469,10 @@ def test_the_lists_say_which_keys_the_step_writes() -> None:
 def test_a_graph_gives_the_same_bits() -> None:
     query, cache, batch = make([LONG, 5, 700], [1, 1, 1], HeadShape(16, 8, 128), torch.bfloat16)
     shape, ones = HeadShape(16, 8, 128), np.ones(3, np.int32)
-    lists = KERNELS.attention_work(ones, batch.context_lens.cpu().numpy(), np.arange(3, dtype=np.int32), shape)
-    batch = replace(batch, work={name: torch.from_numpy(values).to(DEVICE) for name, values in lists.items()})
+    lists = KERNELS.attention_work(
+        ones, batch.context_lens.cpu().numpy(), np.arange(3, dtype=np.int32), shape
+    )
+    batch = replace(
+        batch, work={name: torch.from_numpy(values).to(DEVICE) for name, values in lists.items()}
+    )
     assert torch.equal(in_graph(lambda: attend(query, cache, batch)), attend(query, cache, batch))

@@ -1,5 +1,6 @@
-"""Products by cublasLt: what it is asked, where there is no such library, and what is said when a call fails. That it
-gives the bits of our kernel, in graphs too, is held by test_linear.py on a GPU."""
+"""Products by cublasLt: what it is asked, where there is no such library, and what is said when a
+call fails. That it gives the bits of our kernel, in graphs too, is held by test_linear.py on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ from quire.backends.triton.linear import linear  # isort: skip
 from quire.kernels.weights import Weight  # isort: skip
 
 pytestmark = MARKS
-CACHES = (cublas._library, cublas._handle, cublas._matrix, cublas._operation, cublas._asked, cublas._described)
+CACHES = (
+    cublas._library,
+    cublas._handle,
+    cublas._matrix,
+    cublas._operation,
+    cublas._asked,
+    cublas._described,
+)
 COMPILER = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
 
 
@@ -30,7 +38,9 @@ COMPILER = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
 def on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Has products computed by fake_cublaslt.c, which checks all that it is given."""
     library, source = tmp_path / "cublaslt.so", Path(__file__).with_name("fake_cublaslt.c")
-    subprocess.run([str(COMPILER), "-O1", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    subprocess.run(
+        [str(COMPILER), "-O1", "-shared", "-fPIC", str(source), "-o", str(library)], check=True
+    )
     found = ctypes.CDLL(str(library))
     stream = SimpleNamespace(cuda_stream=1234)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: found)
@@ -49,7 +59,8 @@ def on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 def test_cublas_is_told_where_everything_lies(outputs: int, inner: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight, bias, other = (
-        torch.randint(-4, 5, shape, generator=generator).to(torch.bfloat16)  # so that all sums are exact
+        # so that all sums are exact
+        torch.randint(-4, 5, shape, generator=generator).to(torch.bfloat16)
         for shape in ((40, inner), (outputs, inner), (outputs,), (outputs,))
     )
     for rows in (16, 40, 17, 40):
@@ -70,7 +81,9 @@ def test_without_the_library_products_are_torchs(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_call_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublas, "_library", lambda: SimpleNamespace(cublasLtCreate=lambda *arguments: 7))
+    monkeypatch.setattr(
+        cublas, "_library", lambda: SimpleNamespace(cublasLtCreate=lambda *arguments: 7)
+    )
     with pytest.raises(cublas.CublasError, match="cublasLtCreate failed with status 7"):
         cublas._made("")
 
@@ -84,6 +97,8 @@ def test_where_cublas_fails_our_own_kernel_computes(
     monkeypatch.setattr(cublas, "product", fail)
     monkeypatch.setattr(kernels_module, "is_quicker_than_cublas", lambda rows, weight: False)
     x, weight = random(20, 32, dtype=torch.bfloat16), random(24, 32, dtype=torch.bfloat16, seed=1)
-    assert torch.equal(kernels_module.TritonKernels().linear(x, Weight.dense(weight)), linear(x, weight))
+    assert torch.equal(
+        kernels_module.TritonKernels().linear(x, Weight.dense(weight)), linear(x, weight)
+    )
     assert "(24, 32): cublasLtMatmul failed with status 15" in caplog.text
     assert "using our own kernel" in caplog.text

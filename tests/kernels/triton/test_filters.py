@@ -1,4 +1,6 @@
-"""The filters' kernel: the same tokens as the definition leaves, whatever a row's numbers and its company."""
+"""The filters' kernel: the same tokens as the definition leaves, whatever a row's numbers and its
+company.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from quire.backends.triton.filters import CHUNK, filter_rows_  # isort: skip
 
 pytestmark = MARKS
 INFINITE = float("inf")
-OFF = {"temperature": 1.0, "top_n_sigma": 0.0, "top_k": 0, "top_p": 1.0, "log_min_p": -INFINITE, "typical_p": 1.0}
+OFF = {
+    "temperature": 1.0,
+    "top_n_sigma": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "log_min_p": -INFINITE,
+    "typical_p": 1.0,
+}
 OFF["xtc_threshold"] = INFINITE
 EACH: list[dict[str, float]] = [
     {"top_k": 1},
@@ -31,7 +40,14 @@ EACH: list[dict[str, float]] = [
     {"top_n_sigma": 1.0971},
     {"top_n_sigma": 2.1, "top_k": 50, "top_p": 0.7},
     {"xtc_threshold": 0.00171},
-    {"top_n_sigma": 3.7, "top_k": 4000, "top_p": 0.95, "log_min_p": -7.2, "typical_p": 0.9, "xtc_threshold": 0.0037},
+    {
+        "top_n_sigma": 3.7,
+        "top_k": 4000,
+        "top_p": 0.95,
+        "log_min_p": -7.2,
+        "typical_p": 0.9,
+        "xtc_threshold": 0.0037,
+    },
 ]
 
 
@@ -61,12 +77,17 @@ def assert_same_tokens(logits: Tensor, limits: Tensor) -> None:
     assert ((got > -INFINITE).sum(-1) > 0).all()
 
 
-@pytest.mark.parametrize("vocab_size", [7, CHUNK - 1, 2 * CHUNK + 1, 49152, 151936] if ON_GPU else [CHUNK + 1])
+@pytest.mark.parametrize(
+    "vocab_size", [7, CHUNK - 1, 2 * CHUNK + 1, 49152, 151936] if ON_GPU else [CHUNK + 1]
+)
 def test_each_filter_leaves_what_its_definition_leaves(vocab_size: int) -> None:
     filters = [{"temperature": 0.75} | own for own in EACH]
     for own in filters:
         own["top_k"] = min(own.get("top_k", 0), vocab_size - 1)
-    assert_same_tokens(random(len(EACH), vocab_size, dtype=torch.float32, seed=vocab_size) * 1.5, limits_of(*filters))
+    assert_same_tokens(
+        random(len(EACH), vocab_size, dtype=torch.float32, seed=vocab_size) * 1.5,
+        limits_of(*filters),
+    )
 
 
 filters_drawn = st.fixed_dictionaries(
@@ -83,8 +104,16 @@ filters_drawn = st.fixed_dictionaries(
 
 
 @drawn
-@given(filters_drawn, st.integers(300, 1500), st.sampled_from([0.01, 1.0, 8.0]), st.integers(0, 9), st.booleans())
-def test_any_mix_of_filters(own: dict[str, float], vocab_size: int, spread: float, seed: int, rounded: bool) -> None:
+@given(
+    filters_drawn,
+    st.integers(300, 1500),
+    st.sampled_from([0.01, 1.0, 8.0]),
+    st.integers(0, 9),
+    st.booleans(),
+)
+def test_any_mix_of_filters(
+    own: dict[str, float], vocab_size: int, spread: float, seed: int, rounded: bool
+) -> None:
     logits = random(1, vocab_size, dtype=torch.float32, seed=seed) * spread
     logits[0, ::3] = -INFINITE
     if rounded:  # many ties, zeros of both signs among them
@@ -104,9 +133,14 @@ def test_flat_rows_that_no_ring_bounds() -> None:
 
 
 def test_ties_and_zeros_of_both_signs_are_kept_together() -> None:
-    logits = torch.tensor([[3.0, 0.0, -0.0, -0.0, 0.0, -1.0], [1.0, 2.0, 2.0, 1.0, -INFINITE, 1.0]], device=DEVICE)
+    logits = torch.tensor(
+        [[3.0, 0.0, -0.0, -0.0, 0.0, -1.0], [1.0, 2.0, 2.0, 1.0, -INFINITE, 1.0]], device=DEVICE
+    )
     got = filtered(logits, limits_of({"top_k": 2}, {"top_k": 3}))
-    assert (got > -INFINITE).tolist() == [[True] * 5 + [False], [True, True, True, True, False, True]]
+    assert (got > -INFINITE).tolist() == [
+        [True] * 5 + [False],
+        [True, True, True, True, False, True],
+    ]
 
 
 def test_rows_that_are_decided_already_stay() -> None:
@@ -114,7 +148,9 @@ def test_rows_that_are_decided_already_stay() -> None:
     logits[1] = 1.0
     logits[1, 7] = NAN
     logits[2, 3:5] = INFINITE
-    got = filtered(logits, limits_of(*[{"top_k": 5, "top_p": 0.5, "typical_p": 0.5, "top_n_sigma": 1.0}] * 3))
+    got = filtered(
+        logits, limits_of(*[{"top_k": 5, "top_p": 0.5, "typical_p": 0.5, "top_n_sigma": 1.0}] * 3)
+    )
     assert torch.equal(got.nan_to_num(-5.0), logits.nan_to_num(-5.0))
 
 

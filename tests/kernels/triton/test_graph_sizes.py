@@ -1,8 +1,10 @@
-"""What is compiled at the start is all that the graphs need: nothing is compiled while requests are served.
+"""What is compiled at the start is all that the graphs need: nothing is compiled while requests are
+served.
 
-Triton compiles a kernel anew for other constants, and for numbers that are 1 or a multiple of 16. Here launches are
-only noted, with what Triton would compile them for, so that the models have their true shapes and no memory. Kernels
-in Gluon are not among them: `tests/gpu/test_compiling.py` has those.
+Triton compiles a kernel anew for other constants, and for numbers that are 1 or a multiple of 16.
+Here launches are only noted, with what Triton would compile them for, so that the models have their
+true shapes and no memory. Kernels in Gluon are not among them: `tests/gpu/test_compiling.py` has
+those.
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ def decoder_of(spec: ModelSpec, format: str) -> Decoder:
     loaded = {}
     for name, parameter in spec.parameters().items():
         shape = tuple(parameter.shape)
-        is_plain = len(shape) == 1 or name in ("embedding", "head") or "bias" in name or "router" in name
+        is_plain = (
+            len(shape) == 1 or name in ("embedding", "head") or "bias" in name or "router" in name
+        )
         chosen = FORMATS["BF16" if is_plain else format]
         loaded[name] = Weight.of(chosen, shape, *chosen.empty(shape, META))
     return Decoder(spec, TritonKernels(), loaded, torch.bfloat16, MAX_MODEL_LEN)
@@ -100,7 +104,14 @@ def decoder_of(spec: ModelSpec, format: str) -> Decoder:
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "llama-3.2-1b"])
 @pytest.mark.parametrize(
     ("format", "is_cublas_exact"),
-    [("BF16", True), ("BF16", False), ("FP8", True), ("FP8", False), ("INT8", False), ("Q4_K", False)],
+    [
+        ("BF16", True),
+        ("BF16", False),
+        ("FP8", True),
+        ("FP8", False),
+        ("INT8", False),
+        ("Q4_K", False),
+    ],
 )
 def test_graphs_of_every_size_are_made_of_kernels_that_the_start_compiled(
     format: str,
@@ -117,7 +128,9 @@ def test_graphs_of_every_size_are_made_of_kernels_that_the_start_compiled(
     spec = replace(spec, layers=spec.layers[:1])
     decoder = decoder_of(spec, format)
     rows = RequestRows(MAX_NUM_SEQS, MAX_MODEL_LEN, 16, META)
-    graphs = DecodeGraphs(decoder, KVCache(spec, 64, 0, 16, cache_dtype, META).layers, rows, 512, NoGraphs())
+    graphs = DecodeGraphs(
+        decoder, KVCache(spec, 64, 0, 16, cache_dtype, META).layers, rows, 512, NoGraphs()
+    )
     graphs.warm_up()
     at_start = set(launches)
     assert len(at_start) > 10
@@ -126,4 +139,6 @@ def test_graphs_of_every_size_are_made_of_kernels_that_the_start_compiled(
         launches.clear()
         graphs._compute(size, name)
         missing = launches - at_start
-        assert not missing, f"{len(missing)} more for {size} tokens, kind {name}: {sorted(map(str, missing))[0]}"
+        assert not missing, (
+            f"{len(missing)} more for {size} tokens, kind {name}: {sorted(map(str, missing))[0]}"
+        )

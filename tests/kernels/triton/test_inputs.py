@@ -18,7 +18,8 @@ def test_they_are_those_of_the_reference(count: int) -> None:
     source = torch.Generator().manual_seed(count)
     token_ids = torch.randint(0, 1 << 40, (9, 130), generator=source).to(DEVICE)
     tables = torch.randint(0, 1 << 30, (9, 9), generator=source, dtype=torch.int32).to(DEVICE)
-    rows = torch.randint(-1, 9, (count,), generator=source, dtype=torch.int32).to(DEVICE)  # -1: padding
+    # -1: padding
+    rows = torch.randint(-1, 9, (count,), generator=source, dtype=torch.int32).to(DEVICE)
     places = torch.randint(0, 130, (count,), generator=source, dtype=torch.int32).to(DEVICE)
     for got, expected in zip(
         gather_inputs(rows, places, token_ids, tables, 16),

@@ -33,7 +33,15 @@ from quire.kernels.weights import Weight  # isort: skip
 
 pytestmark = MARKS
 HALVES = [dtype for dtype in DTYPES if dtype != torch.float32]
-TRUE_SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (4096, 12288), (2048, 8192), (151936, 1024)]
+TRUE_SHAPES = [
+    (4096, 1024),
+    (1024, 2048),
+    (6144, 1024),
+    (1024, 3072),
+    (4096, 12288),
+    (2048, 8192),
+    (151936, 1024),
+]
 
 
 @drawn
@@ -44,7 +52,9 @@ TRUE_SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (4096, 12
     st.sampled_from([16, 64, 100, 576]),
     st.booleans(),
 )
-def test_products_are_those_of_float64(dtype: torch.dtype, rows: int, size: int, inner: int, has_bias: bool) -> None:
+def test_products_are_those_of_float64(
+    dtype: torch.dtype, rows: int, size: int, inner: int, has_bias: bool
+) -> None:
     x, weight = random(rows, inner, dtype=dtype), random(size, inner, dtype=dtype, seed=1)
     bias = random(size, dtype=dtype, seed=2) if has_bias else None
     truth = x.double() @ weight.double().T + (0 if bias is None else bias.double())
@@ -54,7 +64,9 @@ def test_products_are_those_of_float64(dtype: torch.dtype, rows: int, size: int,
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(96, 64), (130, 300)] + ([(1024, 3072)] if ON_GPU else []), ids=str)
+@pytest.mark.parametrize(
+    "shape", [(96, 64), (130, 300)] + ([(1024, 3072)] if ON_GPU else []), ids=str
+)
 def test_a_row_is_alone(shape: tuple[int, int], dtype: torch.dtype) -> None:
     kernels = TritonKernels()
     weight, bias = Weight.dense(random(*shape, dtype=dtype)), random(shape[0], dtype=dtype, seed=1)
@@ -66,7 +78,9 @@ def test_a_row_is_alone(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("silu_mul", [False, True])
 def test_every_tile_fits_a_multiprocessor(silu_mul: bool) -> None:
-    """A tile's stages lie in the shared memory, of which an H200 gives a program 227 KiB (an A100 163)."""
+    """A tile's stages lie in the shared memory, of which an H200 gives a program 227 KiB (an A100
+    163).
+    """
     for rows in (1, 8, 9, 16, 17, 32, 33, 128, 129, 256, 257, 4096):
         for size in (2, 64, 512, 514, 1024, 1026, 4096, 24574, 24576, 65536, 151936):
             for inner in (16, 1024, 4096, 12288):
@@ -80,14 +94,17 @@ def test_every_tile_fits_a_multiprocessor(silu_mul: bool) -> None:
 def test_the_fused_activation_is_the_unfused_one(dtype: torch.dtype, rows: int) -> None:
     x, weight = random(rows, 128, dtype=dtype), random(160, 128, dtype=dtype, seed=1)
     gate, up = linear(x, weight).double().chunk(2, dim=-1)
-    assert_close(linear(x, weight, silu_mul=True), F.silu(gate) * up, roundings=4, size=(gate * up).abs() + 1)
+    assert_close(
+        linear(x, weight, silu_mul=True), F.silu(gate) * up, roundings=4, size=(gate * up).abs() + 1
+    )
 
 
 @pytest.mark.skipif(not ON_GPU, reason="cuBLAS runs on a GPU")
 @pytest.mark.parametrize("shape", TRUE_SHAPES, ids=str)
 def test_cublas_adds_in_the_same_order(shape: tuple[int, int]) -> None:
-    """The fact that decode steps (our kernel) and prompts (cuBLAS) agree on. Not true of every shape: for those that
-    fail, our kernel is used throughout; of these it is expected."""
+    """The fact that decode steps (our kernel) and prompts (cuBLAS) agree on. Not true of every
+    shape: for those that fail, our kernel is used throughout; of these it is expected.
+    """
     TritonKernels()  # turns off what would change it
     for dtype in HALVES:
         weight, bias = random(*shape, dtype=dtype) * 0.02, random(shape[0], dtype=dtype, seed=1)
@@ -97,7 +114,8 @@ def test_cublas_adds_in_the_same_order(shape: tuple[int, int]) -> None:
         for rows in (16, 100, 300):
             some = x[:rows]
             assert torch.equal(
-                cublas.product(some, weight, room_for(some, len(weight)), bias), linear(some, weight, bias)
+                cublas.product(some, weight, room_for(some, len(weight)), bias),
+                linear(some, weight, bias),
             )
 
 
@@ -120,10 +138,14 @@ for rows in range(16, 300, 4):
 
 @pytest.mark.skipif(not ON_GPU, reason="cuBLAS runs on a GPU")
 def test_memory_for_split_sums_changes_nothing() -> None:
-    """As some set it to make torch deterministic: torch's products of this shape then change bits with the batch."""
+    """As some set it to make torch deterministic: torch's products of this shape then change bits
+    with the batch.
+    """
     settings = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUBLASLT_WORKSPACE_SIZE": "4096"}
     command = [sys.executable, "-c", USERS_SETTINGS]
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=os.environ | settings, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "our own kernel" not in done.stderr
 
@@ -143,7 +165,10 @@ def test_a_graph_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("rows", [1, 16, 40])
 def test_results_go_where_they_are_wanted(rows: int) -> None:
     kernels = TritonKernels()
-    x, weight = random(rows, 64, dtype=torch.float16), Weight.dense(random(70, 64, dtype=torch.float16, seed=1))
+    x, weight = (
+        random(rows, 64, dtype=torch.float16),
+        Weight.dense(random(70, 64, dtype=torch.float16, seed=1)),
+    )
     out = torch.empty(rows, 70, dtype=torch.float16, device=DEVICE)
     assert kernels.linear(x, weight, out=out) is out
     assert torch.equal(out, kernels.linear(x, weight))

@@ -1,4 +1,6 @@
-"""Mixture of experts by Triton: routing, grouping and the whole, against definitions; each row alone."""
+"""Mixture of experts by Triton: routing, grouping and the whole, against definitions; each row
+alone.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,18 @@ from quire.backends.triton.moe import moe, route, tile_width  # isort: skip
 pytestmark = MARKS
 
 
-def ascending(router_logits: Tensor, spec: MoeSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def ascending(
+    router_logits: Tensor, spec: MoeSpec, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """What the reference chooses, in ascending order of the experts."""
     weights, chosen = reference.route(router_logits, spec, bias)
     chosen, order = chosen.sort(-1)
     return chosen, weights.gather(1, order)
 
 
-def truth_of(x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec) -> tuple[Tensor, Tensor]:
+def truth_of(
+    x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec
+) -> tuple[Tensor, Tensor]:
     """In float64, and the magnitude of what was added up for each number."""
     chosen, weights = ascending(router_logits, spec, experts.choice_bias)
     gate_up, down = experts.gate_up.tensor, experts.down.tensor
@@ -64,18 +70,28 @@ def truth_of(x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: Moe
 
 
 def make_layer(
-    rows: int, experts: int, hidden: int, intermediate: int, dtype: torch.dtype, biases: bool = False
+    rows: int,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    dtype: torch.dtype,
+    biases: bool = False,
 ) -> tuple[Tensor, Tensor, ExpertWeights]:
     weights = ExpertWeights(
         Weight.dense(random(experts, 2 * intermediate, hidden, dtype=dtype, seed=2) * hidden**-0.5),
-        Weight.dense(random(experts, hidden, intermediate, dtype=dtype, seed=3) * intermediate**-0.5),
+        Weight.dense(
+            random(experts, hidden, intermediate, dtype=dtype, seed=3) * intermediate**-0.5
+        ),
     )
     if biases:
         added = random(experts, 2 * intermediate + hidden, dtype=dtype, seed=4)
         gate_up, down = added.split_with_sizes((2 * intermediate, hidden), 1)
         choice = random(experts, dtype=dtype, seed=5)
         weights = ExpertWeights(*weights[:2], gate_up.contiguous(), down.contiguous(), choice)
-    x, router_logits = random(rows, hidden, dtype=dtype, seed=rows), random(rows, experts, dtype=dtype, seed=1) * 2
+    x, router_logits = (
+        random(rows, hidden, dtype=dtype, seed=rows),
+        random(rows, experts, dtype=dtype, seed=1) * 2,
+    )
     return x, router_logits, weights
 
 
@@ -95,14 +111,18 @@ def test_outputs_are_those_of_float64(
     truth, size = truth_of(*layer, spec)
     assert_close(moe(*layer, spec), truth, roundings=3, size=size)
     layer = make_layer(rows, experts, hidden, intermediate, dtype, biases=True)
-    spec = replace(spec, activation=Activation.CLAMPED_SWIGLU, sigmoid_scores=True, weight_scale=1.7)
+    spec = replace(
+        spec, activation=Activation.CLAMPED_SWIGLU, sigmoid_scores=True, weight_scale=1.7
+    )
     truth, size = truth_of(*layer, spec)
     assert_close(moe(*layer, spec), truth, roundings=5, size=size)
 
 
 @pytest.mark.parametrize(
     ("dtype", "biases"),
-    list(itertools.product(DTYPES, [False, True])) if ON_GPU else [(torch.float32, False), (torch.float16, True)],
+    list(itertools.product(DTYPES, [False, True]))
+    if ON_GPU
+    else [(torch.float32, False), (torch.float16, True)],
     ids=str,
 )
 def test_a_row_is_alone(dtype: torch.dtype, biases: bool) -> None:
@@ -159,7 +179,9 @@ def test_tiles_hold_every_pair_once_with_its_expert(
     rows, top_k = shape
     used = top_k if crowded else experts
     generator = torch.Generator().manual_seed(rows)
-    chosen = torch.stack([torch.randperm(used, generator=generator)[:top_k].sort().values for _ in range(rows)])
+    chosen = torch.stack(
+        [torch.randperm(used, generator=generator)[:top_k].sort().values for _ in range(rows)]
+    )
     expert_ids = chosen.flatten().int().to(DEVICE)
     tiles = group_pairs(expert_ids, experts, rows, width)
     found: list[list[int]] = [[] for _ in range(experts)]

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+# isort: skip  (after the check for Triton)
+from quire.backends.triton.rowwise import MAX_SIZE, add_rms_norm, layer_norm, rms_norm
 from tests.kernels.triton.support import (
     DTYPES,
     MARKS,
@@ -19,8 +21,6 @@ from tests.kernels.triton.support import (
     random,
 )
 
-from quire.backends.triton.rowwise import MAX_SIZE, add_rms_norm, layer_norm, rms_norm  # isort: skip  (after the check for Triton)
-
 pytestmark = MARKS
 EPS = 1e-6
 
@@ -31,18 +31,32 @@ def truth_of(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @drawn
-@given(st.sampled_from(DTYPES), st.integers(1, 12), st.sampled_from([64, 65, 80, 576, 1000, 2560, MAX_SIZE]))
+@given(
+    st.sampled_from(DTYPES),
+    st.integers(1, 12),
+    st.sampled_from([64, 65, 80, 576, 1000, 2560, MAX_SIZE]),
+)
 def test_norm_and_sum_are_those_of_float64(dtype: torch.dtype, rows: int, size: int) -> None:
-    x, residual = random(rows, size, dtype=dtype, seed=size), random(rows, size, dtype=dtype, seed=rows)
+    x, residual = (
+        random(rows, size, dtype=dtype, seed=size),
+        random(rows, size, dtype=dtype, seed=rows),
+    )
     weight = random(size, dtype=dtype, seed=2)
     assert_close(rms_norm(x, weight, EPS), truth_of(x, weight), roundings=2)
     normed, total = add_rms_norm(x, residual, weight, EPS)
     assert torch.equal(total, x + residual)
     assert_close(normed, truth_of(total, weight), roundings=2)
     assert_close(rms_norm(x, weight, EPS, 1.0), truth_of(x, weight.double() + 1), roundings=2)
-    assert torch.equal(add_rms_norm(x, residual, weight, EPS, 1.0)[0], rms_norm(total, weight, EPS, 1.0))
+    assert torch.equal(
+        add_rms_norm(x, residual, weight, EPS, 1.0)[0], rms_norm(total, weight, EPS, 1.0)
+    )
     wide, bias = x.double() - x.double().mean(-1, keepdim=True), random(size, dtype=dtype, seed=3)
-    assert_close(layer_norm(x, weight, None, EPS), truth_of(wide, weight), roundings=2, size=x.double().abs() + 1)
+    assert_close(
+        layer_norm(x, weight, None, EPS),
+        truth_of(wide, weight),
+        roundings=2,
+        size=x.double().abs() + 1,
+    )
     truth = truth_of(wide, weight) + bias.double()
     assert_close(layer_norm(x, weight, bias, EPS), truth, roundings=2, size=truth.abs() + 4)
 
@@ -51,7 +65,10 @@ def test_norm_and_sum_are_those_of_float64(dtype: torch.dtype, rows: int, size: 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_alone(dtype: torch.dtype, size: int) -> None:
     weight = random(size, dtype=dtype, seed=2)
-    x, residual = random(max(ROW_COUNTS), size, dtype=dtype), random(max(ROW_COUNTS), size, dtype=dtype, seed=1)
+    x, residual = (
+        random(max(ROW_COUNTS), size, dtype=dtype),
+        random(max(ROW_COUNTS), size, dtype=dtype, seed=1),
+    )
     assert_rows_alone(lambda x: rms_norm(x, weight, EPS), [x])
     assert_rows_alone(lambda x: rms_norm(x, weight, EPS, 1.0), [x])
     assert_rows_alone(lambda x: layer_norm(x, weight, weight, EPS), [x])

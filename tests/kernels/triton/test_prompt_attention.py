@@ -1,4 +1,6 @@
-"""The kernel for prompts on Hopper: the bits of the kernels it stands beside, at any length and in any division."""
+"""The kernel for prompts on Hopper: the bits of the kernels it stands beside, at any length and in
+any division.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,18 @@ pytestmark = [*MARKS, pytest.mark.skipif(not ON_HOPPER, reason="this kernel is f
     st.sampled_from([torch.float16, torch.bfloat16]),
     st.sampled_from([(32, 8), (16, 8), (3, 1)]),
     st.lists(
-        st.sampled_from([(33, 33), (64, 64), (129, 2049), (512, 1024), (513, 513), (37, 3000), (700, 700), (20, 70)]),
+        st.sampled_from(
+            [
+                (33, 33),
+                (64, 64),
+                (129, 2049),
+                (512, 1024),
+                (513, 513),
+                (37, 3000),
+                (700, 700),
+                (20, 70),
+            ]
+        ),
         min_size=1,
         max_size=4,
     ),
@@ -34,15 +47,22 @@ pytestmark = [*MARKS, pytest.mark.skipif(not ON_HOPPER, reason="this kernel is f
     st.sampled_from([1, 6, 60]),
 )
 def test_it_has_the_bits_of_the_kernel_for_all_devices(
-    dtype: torch.dtype, heads: tuple[int, int], sequences: list[tuple[int, int]], window: int | None, spread: int
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    sequences: list[tuple[int, int]],
+    window: int | None,
+    spread: int,
 ) -> None:
-    """What belongs to nobody is NaN, and so is what is not written. Where scores are far apart, what was added up has
-    to be scaled on the way, which the kernel leaves to the other one."""
+    """What belongs to nobody is NaN, and so is what is not written. Where scores are far apart,
+    what was added up has to be scaled on the way, which the kernel leaves to the other one.
+    """
     queries, lengths = [list(each) for each in zip(*sequences, strict=True)]
     shape = HeadShape(*heads, 128)
     query, cache, batch = make(lengths, queries, shape, dtype)
     rows = np.arange(len(lengths), dtype=np.int32)
-    work = attention_work.attention_work(np.array(queries, np.int32), np.array(lengths, np.int32), rows, shape, 132)
+    work = attention_work.attention_work(
+        np.array(queries, np.int32), np.array(lengths, np.int32), rows, shape, 132
+    )
     listed = torch.from_numpy(work["prefill"]).to(DEVICE)
     spec = AttentionSpec(shape, spread * 128**-0.5, window)
     expected, found = torch.full_like(query, NAN), torch.full_like(query, NAN)
@@ -53,7 +73,9 @@ def test_it_has_the_bits_of_the_kernel_for_all_devices(
 
 
 @pytest.mark.parametrize(("window", "spread"), [(None, 1), (700, 1), (None, 60)])
-def test_long_prompts_have_the_bits_of_single_queries_in_every_division(window: int | None, spread: int) -> None:
+def test_long_prompts_have_the_bits_of_single_queries_in_every_division(
+    window: int | None, spread: int
+) -> None:
     """33,000 tokens at once, and every so manieth of them alone, by both kernels for decode steps."""
     length, shape = 33_000, HeadShape(32, 8, 128)
     query, cache, batch = make([length], [length], shape, torch.bfloat16)
@@ -67,9 +89,16 @@ def test_long_prompts_have_the_bits_of_single_queries_in_every_division(window: 
     alone = one_each(query, batch, positions, 1)
     count = len(positions)
     lengths, rows = (positions + 1).int().numpy(), np.arange(count, dtype=np.int32)
-    arguments = query[positions.to(DEVICE)], torch.full_like(query[:count], NAN), cache, alone.block_tables
+    arguments = (
+        query[positions.to(DEVICE)],
+        torch.full_like(query[:count], NAN),
+        cache,
+        alone.block_tables,
+    )
     for run in (1, 2, 5, 1000):
-        divided = attention_work.divided(rows, np.ones_like(rows), lengths, np.zeros_like(rows), np.full(count, run))
+        divided = attention_work.divided(
+            rows, np.ones_like(rows), lengths, np.zeros_like(rows), np.full(count, run)
+        )
         work = torch.from_numpy(divided).to(DEVICE)
         paged.decode_attention(*arguments, work, len(work), spec)
         assert torch.equal(arguments[1], whole[positions.to(DEVICE)]), run

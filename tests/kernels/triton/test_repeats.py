@@ -29,7 +29,11 @@ def test_lengths_are_those_of_the_definition(
     tokens = torch.full((len(rows), max(map(len, histories)) + seed), 1, dtype=torch.int64)
     for row, history in zip(tokens, histories, strict=True):
         row[: len(history)] = torch.tensor(history)
-    breaks = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed)) < 0.05 if has_breaks else None
+    breaks = (
+        torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed)) < 0.05
+        if has_breaks
+        else None
+    )
     lengths = torch.tensor([len(history) for history in histories])
     got = match_lengths(
         tokens.to(DEVICE), lengths.to(DEVICE), None if breaks is None else breaks.to(DEVICE), most

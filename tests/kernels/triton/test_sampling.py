@@ -9,7 +9,16 @@ from torch import Tensor
 
 from quire.kernels.noise import gumbel_noise, noise_keys
 from quire.kernels.reference import ReferenceKernels
-from tests.kernels.triton.support import DEVICE, DTYPES, MARKS, ON_GPU, ROW_COUNTS, assert_rows_alone, in_graph, random
+from tests.kernels.triton.support import (
+    DEVICE,
+    DTYPES,
+    MARKS,
+    ON_GPU,
+    ROW_COUNTS,
+    assert_rows_alone,
+    in_graph,
+    random,
+)
 
 from quire.backends.triton.kernels import TritonKernels  # isort: skip  (after the check for Triton)
 from quire.backends.triton.sampling import (  # isort: skip
@@ -47,12 +56,16 @@ def test_the_token_is_the_one_of_the_definition(dtype: torch.dtype, vocab_size: 
     best = truth.amax(-1)
     # The noise is rounded differently here and there, so a hair's breadth may decide otherwise.
     assert (best - truth.gather(1, chosen.unsqueeze(1))[:, 0] <= best.abs() * 1e-6 + 2e-5).all()
-    assert (chosen == ReferenceKernels().gumbel_argmax(logits.float(), temperature, keys)[0]).sum() >= rows - 1
+    assert (
+        chosen == ReferenceKernels().gumbel_argmax(logits.float(), temperature, keys)[0]
+    ).sum() >= rows - 1
     assert (flags == 0).all()
 
 
 def test_noise_is_that_of_the_definition() -> None:
-    """One token against an ever higher rival without noise shows its noise: here for many tokens at once."""
+    """One token against an ever higher rival without noise shows its noise: here for many tokens at
+    once.
+    """
     rows = 200 if ON_GPU else 20
     keys, noise = keys_for(rows), gumbel_noise(keys_for(rows), 300)
     for token_id in (0, 1, 299):
@@ -109,7 +122,9 @@ def test_a_row_is_alone(dtype: torch.dtype) -> None:
     rows = max(ROW_COUNTS)
     wide = random(rows, 4103, dtype=dtype)
     inputs = [wide, temperatures(rows), keys_for(rows)]
-    assert_rows_alone(lambda logits, temperature, keys: gumbel_argmax(logits[:, :4101], temperature, keys), inputs)
+    assert_rows_alone(
+        lambda logits, temperature, keys: gumbel_argmax(logits[:, :4101], temperature, keys), inputs
+    )
 
 
 def test_rows_sample_with_their_own_seeds_and_write_their_tokens() -> None:
@@ -118,7 +133,9 @@ def test_rows_sample_with_their_own_seeds_and_write_their_tokens() -> None:
     row_index = [7, 0, -1, 3, 4, 9]
     position = [3, 39, 5, 1, 17, 0]
     logits = random(len(row_index), vocab_size, dtype=torch.float32)
-    token_ids = torch.full((max_rows, longest + 3), -5, dtype=torch.int64, device=DEVICE)[:, :longest]
+    token_ids = torch.full((max_rows, longest + 3), -5, dtype=torch.int64, device=DEVICE)[
+        :, :longest
+    ]
     out = torch.full((2, len(row_index)), -7, dtype=torch.int64, device=DEVICE)
     all_temperatures = temperatures(max_rows)
     found = sample_rows(
@@ -161,7 +178,10 @@ def test_a_graph_draws_the_same_tokens() -> None:
     logits = random(rows, vocab_size, dtype=torch.bfloat16)
     row_index = torch.randperm(40, device=DEVICE)[:rows].int()
     seeds, positions = torch.arange(40, device=DEVICE), torch.arange(rows, device=DEVICE).int()
-    token_ids, all_temperatures = torch.zeros(40, 64, dtype=torch.int64, device=DEVICE), temperatures(40)
+    token_ids, all_temperatures = (
+        torch.zeros(40, 64, dtype=torch.int64, device=DEVICE),
+        temperatures(40),
+    )
 
     def draw() -> Tensor:
         return sample_rows(logits, row_index, seeds, all_temperatures, positions, token_ids)[0]

@@ -33,8 +33,12 @@ def test_scores_are_those_of_the_definition(vocab_size: int, num_top: int) -> No
     truth = logits.double().log_softmax(-1)
     assert torch.equal(got.ranks, expected.ranks)
     assert torch.equal(got.top_ids, expected.top_ids)
-    torch.testing.assert_close(got.logprobs.double(), truth.gather(1, tokens[:, None])[:, 0], rtol=1e-6, atol=2e-6)
-    torch.testing.assert_close(got.top_logprobs.double(), truth.gather(1, got.top_ids), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(
+        got.logprobs.double(), truth.gather(1, tokens[:, None])[:, 0], rtol=1e-6, atol=2e-6
+    )
+    torch.testing.assert_close(
+        got.top_logprobs.double(), truth.gather(1, got.top_ids), rtol=1e-6, atol=2e-6
+    )
 
 
 def test_a_token_and_the_same_among_the_likeliest_have_the_same_bits() -> None:
@@ -60,4 +64,6 @@ def test_a_row_is_alone() -> None:
     rows = 300 if ON_GPU else 3
     logits, tokens = random(rows, 4103, dtype=torch.float32), torch.arange(rows, device=DEVICE)
     counts = (1, 2, 3, 64, 255) if ON_GPU else (1, 2)
-    assert_rows_alone(lambda x, ids: tuple(score_tokens(x[:, :4101], ids, 4)), [logits, tokens], counts)
+    assert_rows_alone(
+        lambda x, ids: tuple(score_tokens(x[:, :4101], ids, 4)), [logits, tokens], counts
+    )

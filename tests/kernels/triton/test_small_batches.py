@@ -14,13 +14,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+# isort: skip  (after the check for Triton)
+from quire.kernels.ops import Activation, AttentionSpec, HeadShape
 from tests.kernels.triton.support import DEVICE, MARKS, NAN, ON_GPU, drawn, in_graph, random
 from tests.kernels.triton.test_attention import make, one_each
 from tests.long_runs import short_or_long
 
-from quire.kernels.ops import Activation, AttentionSpec, HeadShape  # isort: skip  (after the check for Triton)
 from quire.backends.triton import attention as paged, small_batches  # isort: skip
-from quire.backends.triton.attention_work import attention_work, decode_lists, divided  # isort: skip
+
+# isort: skip
+from quire.backends.triton.attention_work import attention_work, decode_lists, divided
+
 from quire.backends.triton.kernels import TritonKernels  # isort: skip
 from quire.backends.triton.linear import linear  # isort: skip
 from quire.kernels.weights import Weight  # isort: skip
@@ -40,7 +44,9 @@ HEADS = [(16, 8, 128), (32, 8, 128), (9, 3, 64), (32, 8, 64), (16, 1, 128), (3, 
     st.sampled_from([torch.float16, torch.bfloat16]),
     st.sampled_from(HEADS),
     st.lists(
-        st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65, 128, 129, 511, 512, 513, 575, 1024, 1025, 2500]),
+        st.sampled_from(
+            [1, 2, 15, 16, 17, 63, 64, 65, 128, 129, 511, 512, 513, 575, 1024, 1025, 2500]
+        ),
         min_size=1,
         max_size=16,
     ),
@@ -56,7 +62,9 @@ def test_attention_of_small_batches_is_that_of_large_ones(
     is_divided: bool,
     has_sinks: bool,
 ) -> None:
-    """Any lengths, whole sequences or single splits, what belongs to nobody being NaN; twice, as splits are counted."""
+    """Any lengths, whole sequences or single splits, what belongs to nobody being NaN; twice, as
+    splits are counted.
+    """
     shape = HeadShape(*heads)
     query, cache, batch = make(lengths, [1] * len(lengths), shape, dtype)
     ones, rows = np.ones(len(lengths), np.int32), np.arange(len(lengths), dtype=np.int32)
@@ -97,7 +105,9 @@ def test_attention_in_a_graph_has_the_same_bits() -> None:
     lists = kernels.attention_work(
         np.ones(3, np.int32), batch.context_lens.cpu().numpy(), np.arange(3, dtype=np.int32), shape
     )
-    batch = replace(batch, work={name: torch.from_numpy(values).to(DEVICE) for name, values in lists.items()})
+    batch = replace(
+        batch, work={name: torch.from_numpy(values).to(DEVICE) for name, values in lists.items()}
+    )
     assert small_batch_attention.takes(query, cache)
     assert batch.work is not None
     other = replace(batch, work={"decode": batch.work["small"]})
@@ -119,11 +129,15 @@ def test_it_is_for_half_precision_and_some_heads() -> None:
 
 
 def test_it_is_chosen_by_the_work() -> None:
-    """Single queries, while there is a multiprocessor for every split of every key head; and graphs know of it."""
+    """Single queries, while there is a multiprocessor for every split of every key head; and graphs
+    know of it.
+    """
 
     def kind(lengths: list[int], shape: HeadShape, count: int = 1) -> str:
         rows = np.arange(len(lengths), dtype=np.int32)
-        lists = attention_work(np.full_like(rows, count), np.array(lengths, np.int32), rows, shape, 132)
+        lists = attention_work(
+            np.full_like(rows, count), np.array(lengths, np.int32), rows, shape, 132
+        )
         ((name, work),) = lists.items()
         most = decode_lists(len(lengths), len(lengths), max(lengths), shape, 132)
         assert count > 1 or len(work) - 1 <= most[name]
@@ -146,7 +160,9 @@ def test_it_is_chosen_by_the_work() -> None:
     st.sampled_from([(1024, 2048), (1024, 3072), (16, 512), (48, 1536), (1008, 4608)]),
     st.booleans(),
 )
-def test_the_product_of_a_single_row_is_that_of_any(dtype: torch.dtype, shape: tuple[int, int], has_bias: bool) -> None:
+def test_the_product_of_a_single_row_is_that_of_any(
+    dtype: torch.dtype, shape: tuple[int, int], has_bias: bool
+) -> None:
     size, inner = shape
     x, weight = random(1, inner, dtype=dtype), random(2 * size, inner, dtype=dtype, seed=1)
     bias = random(2 * size, dtype=dtype, seed=2) if has_bias else None
@@ -160,7 +176,9 @@ def test_the_product_of_a_single_row_is_that_of_any(dtype: torch.dtype, shape: t
 
 
 @on_gpu
-@pytest.mark.parametrize("shape", [(4096, 1024), (6144, 4096), (2048, 8192), (1024, 12288), (48, 512)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4096, 1024), (6144, 4096), (2048, 8192), (1024, 12288), (48, 512)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_single_row_times_fp8_is_that_of_any(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     kernels = TritonKernels(dtype)
@@ -182,10 +200,15 @@ def test_a_single_row_times_fp8_is_that_of_any(dtype: torch.dtype, shape: tuple[
 @on_gpu
 def test_the_product_of_a_single_row_in_a_graph_has_the_same_bits() -> None:
     kernels = TritonKernels()
-    x, weight = random(16, 3072, dtype=torch.bfloat16), random(1024, 3072, dtype=torch.bfloat16, seed=1)
+    x, weight = (
+        random(16, 3072, dtype=torch.bfloat16),
+        random(1024, 3072, dtype=torch.bfloat16, seed=1),
+    )
     assert single_row_linear.takes(1, weight, False)
     packed = Weight.dense(weight)
-    assert torch.equal(in_graph(lambda: kernels.linear(x[:1], packed)), kernels.linear(x, packed)[:1])
+    assert torch.equal(
+        in_graph(lambda: kernels.linear(x[:1], packed)), kernels.linear(x, packed)[:1]
+    )
 
 
 @on_gpu
@@ -209,17 +232,22 @@ def test_other_devices_and_dtypes_do_without() -> None:
 @pytest.mark.soak
 @pytest.mark.skipif(ON_GPU, reason="where there is a GPU they are run")
 def test_kernels_for_all_devices_compile_and_fit_into_what_each_has() -> None:
-    """Those of small batches, prompts, four bits and experts for an H200: no register is spilled (hardly one by the
-    last three).
-    Attention with the tiles each device gets: for a card with 100 KB, and in the long form for others."""
+    """Those of small batches, prompts, four bits and experts for an H200: no register is spilled
+    (hardly one by the last three). Attention with the tiles each device gets: for a card with 100
+    KB, and in the long form for others.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.triton.compile_kernels"]
-    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, check=False, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert len(found["small batches"]) == short_or_long(5, 13)
     for name, used in found["small batches"].items():
-        assert used["stack"] <= (96 if name.startswith(("prompt", "four bits", "experts")) else 0), name
+        assert used["stack"] <= (
+            96 if name.startswith(("prompt", "four bits", "experts")) else 0
+        ), name
         assert used["shared"] <= 227 * 1024, name
     assert len(found["attention"]) == short_or_long(4, 16)
     for name, (shared, limit) in found["attention"].items():
@@ -228,5 +256,13 @@ def test_kernels_for_all_devices_compile_and_fit_into_what_each_has() -> None:
 
 def test_tiles_are_as_large_as_fits() -> None:
     assert [paged.fitting_tiles(256, limit << 10) for limit in (227, 163, 99)] == [(64, 64)] * 3
-    assert [paged.fitting_tiles(512, limit << 10) for limit in (227, 163, 99)] == [(64, 64), (64, 64), (32, 64)]
-    assert [paged.fitting_tiles(1024, limit << 10) for limit in (227, 163, 99)] == [(64, 64), (32, 64), (16, 32)]
+    assert [paged.fitting_tiles(512, limit << 10) for limit in (227, 163, 99)] == [
+        (64, 64),
+        (64, 64),
+        (32, 64),
+    ]
+    assert [paged.fitting_tiles(1024, limit << 10) for limit in (227, 163, 99)] == [
+        (64, 64),
+        (32, 64),
+        (16, 32),
+    ]

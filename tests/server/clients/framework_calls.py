@@ -1,4 +1,6 @@
-"""Python frameworks that speak OpenAI's API, run by test_client_programs: python framework_calls.py NAME URL"""
+"""Python frameworks that speak OpenAI's API, run by test_client_programs: python framework_calls.py
+NAME URL
+"""
 
 import asyncio
 import json
@@ -21,7 +23,9 @@ async def inspect_ai(url: str) -> dict[str, Any]:
     asked: list[Any] = [ChatMessageUser(content="Please @weather")]
     called = await model.generate(asked, tools=tools)
     (call,) = called.message.tool_calls or []
-    result = ChatMessageTool(content=weather(**call.arguments), tool_call_id=call.id, function="weather")
+    result = ChatMessageTool(
+        content=weather(**call.arguments), tool_call_id=call.id, function="weather"
+    )
     after = await model.generate([*asked, called.message, result], tools=tools)
     return {"chat": (await model.generate("hi")).completion, "tool": after.completion}
 
@@ -30,9 +34,16 @@ async def autogen(url: str) -> dict[str, Any]:
     from autogen_agentchat.agents import AssistantAgent
     from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-    info: Any = {"vision": False, "function_calling": True, "json_output": True, "family": "unknown"}
+    info: Any = {
+        "vision": False,
+        "function_calling": True,
+        "json_output": True,
+        "family": "unknown",
+    }
     info["structured_output"] = True
-    client = OpenAIChatCompletionClient(model="scripted", base_url=f"{url}/v1", api_key="none", model_info=info)
+    client = OpenAIChatCompletionClient(
+        model="scripted", base_url=f"{url}/v1", api_key="none", model_info=info
+    )
     plain = await AssistantAgent("plain", client).run(task="hi")
     agent = AssistantAgent("agent", client, tools=[weather], reflect_on_tool_use=True)
     called = await agent.run(task="Please @weather")
@@ -43,16 +54,23 @@ async def strands(url: str) -> dict[str, Any]:
     from strands import Agent, tool
     from strands.models.openai import OpenAIModel
 
-    model = OpenAIModel(client_args={"base_url": f"{url}/v1", "api_key": "none"}, model_id="scripted")
+    model = OpenAIModel(
+        client_args={"base_url": f"{url}/v1", "api_key": "none"}, model_id="scripted"
+    )
     plain = await Agent(model=model, callback_handler=None).invoke_async("hi")
     agent = Agent(model=model, tools=[tool(weather)], callback_handler=None)
-    return {"chat": str(plain).strip(), "tool": str(await agent.invoke_async("Please @weather")).strip()}
+    return {
+        "chat": str(plain).strip(),
+        "tool": str(await agent.invoke_async("Please @weather")).strip(),
+    }
 
 
 async def mirascope(url: str) -> dict[str, Any]:
     from mirascope import llm
 
-    llm.register_provider("openai:completions", scope="quire/", base_url=f"{url}/v1", api_key="none")
+    llm.register_provider(
+        "openai:completions", scope="quire/", base_url=f"{url}/v1", api_key="none"
+    )
     model = llm.model("quire/scripted")
     plain = model.call("hi")
     called = model.call("Please @weather", tools=[llm.tool(weather)])

@@ -1,5 +1,6 @@
-"""LiteLLM in its ways to this server; prints one JSON object. Run by an interpreter that has it, against the URL it is
-given."""
+"""LiteLLM in its ways to this server; prints one JSON object. Run by an interpreter that has it,
+against the URL it is given.
+"""
 
 import asyncio
 import json
@@ -12,10 +13,19 @@ OPENAI = {"api_base": f"{URL}/v1", "api_key": "none"}
 ASK = [{"role": "user", "content": "hi"}]
 litellm.suppress_debug_info = True
 
-bridged = litellm.completion(model="openai/responses/scripted", messages=ASK, logprobs=True, top_logprobs=2, **OPENAI)
+bridged = litellm.completion(
+    model="openai/responses/scripted", messages=ASK, logprobs=True, top_logprobs=2, **OPENAI
+)
 first = litellm.responses(model="openai/scripted", input="hi", **OPENAI)
-second = litellm.responses(model="openai/scripted", input="more", previous_response_id=first.id, **OPENAI)
-tools = [{"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}]
+second = litellm.responses(
+    model="openai/scripted", input="more", previous_response_id=first.id, **OPENAI
+)
+tools = [
+    {
+        "name": "weather",
+        "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+    }
+]
 messages = litellm.anthropic.messages.acreate(
     model="openai/scripted",
     messages=ASK,
@@ -28,7 +38,9 @@ messages = litellm.anthropic.messages.acreate(
 pieces = litellm.completion(model="openai/scripted", messages=ASK, stream=True, **OPENAI)
 native = litellm.completion(model="anthropic/scripted", messages=ASK, api_base=URL, api_key="none")
 found = {
-    "chat": litellm.completion(model="openai/scripted", messages=ASK, **OPENAI).choices[0].message.content,
+    "chat": litellm.completion(model="openai/scripted", messages=ASK, **OPENAI)
+    .choices[0]
+    .message.content,
     "stream": "".join(piece.choices[0].delta.content or "" for piece in pieces),
     "chat through responses": bridged.choices[0].message.content,
     "responses": first.output[0].content[0].text,

@@ -21,15 +21,20 @@ def weather(city: str) -> str:
 
 found: dict[str, Any] = {"models": [model.model for model in client.list().models]}
 found["chat"] = client.chat("scripted", ASK).message.content
-found["stream"] = "".join(part.message.content or "" for part in client.chat("scripted", ASK, stream=True))
+found["stream"] = "".join(
+    part.message.content or "" for part in client.chat("scripted", ASK, stream=True)
+)
 found["generate"] = client.generate("scripted", "hi", options={"temperature": 0}).response
-found["generated"] = "".join(part.response for part in client.generate("scripted", "hi", stream=True))
+found["generated"] = "".join(
+    part.response for part in client.generate("scripted", "hi", stream=True)
+)
 asked: list[Any] = [{"role": "user", "content": "Please @weather"}]
 answer = client.chat("scripted", asked, tools=[weather])
 calls = answer.message.tool_calls or []
 asked += [answer.message]
 asked += [
-    {"role": "tool", "tool_name": call.function.name, "content": weather(**call.function.arguments)} for call in calls
+    {"role": "tool", "tool_name": call.function.name, "content": weather(**call.function.arguments)}
+    for call in calls
 ]
 found["calls"] = [[call.function.name, dict(call.function.arguments)] for call in calls]
 found["after"] = client.chat("scripted", asked, tools=[weather]).message.content

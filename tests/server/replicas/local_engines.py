@@ -1,5 +1,6 @@
-"""Engines in the test's own process, which die between any two of their messages, at a word: everything but the process
-and its sockets is the real thing, the encoding of messages included."""
+"""Engines in the test's own process, which die between any two of their messages, at a word:
+everything but the process and its sockets is the real thing, the encoding of messages included.
+"""
 
 from __future__ import annotations
 
@@ -144,9 +145,13 @@ class LocalEngines:
     def __init__(self, model: str, options: dict[str, Any] | None = None) -> None:
         self.options = {**SMALL_ENGINE, **(options or {})}
         if model not in _models:
-            _models[model] = load_model(resolve(model), EngineConfig(dtype="float32"), pick_device("cpu"), Share())
+            _models[model] = load_model(
+                resolve(model), EngineConfig(dtype="float32"), pick_device("cpu"), Share()
+            )
         self.model = _models[model]
-        self.grammars = GrammarCompiler(self.model.tokenizer, self.model.spec.vocab_size, self.model.eos_token_ids)
+        self.grammars = GrammarCompiler(
+            self.model.tokenizer, self.model.spec.vocab_size, self.model.eos_token_ids
+        )
         self.links: list[LocalLink] = []
         self.refuses_to_start = False
         self.watch: Callable[[LocalLink, messages.Updates], bool] = lambda link, event: True
@@ -164,7 +169,9 @@ class LocalEngines:
         return not isinstance(event, messages.Updates) or self.watch(link, event)
 
     def kill_at(self, *counts: int, delivers: bool = True) -> None:
-        """An engine dies with the message that holds the n-th token (of all engines), or just before it is heard."""
+        """An engine dies with the message that holds the n-th token (of all engines), or just
+        before it is heard.
+        """
         left, seen = sorted(counts), 0
 
         def watch(link: LocalLink, event: messages.Updates) -> bool:
@@ -186,7 +193,11 @@ class LocalServer:
         self.engines = engines
         self.failures: list[str] = []
         config = ServerConfig(
-            model="local", engine=engines.options, replicas=replicas, served_model_names=("m",), **fields
+            model="local",
+            engine=engines.options,
+            replicas=replicas,
+            served_model_names=("m",),
+            **fields,
         )
         self.metrics = metrics_for(config)
         self.client = open_engines(config, self.metrics, lambda: self.failures.append("given up"))
@@ -199,7 +210,9 @@ class LocalServer:
 
     async def __aenter__(self) -> httpx.AsyncClient:
         ready = await self.client.start()
-        self.service = GenerationService(self.config, self.engines.model.tokenizer, self.client, ready, self.metrics)
+        self.service = GenerationService(
+            self.config, self.engines.model.tokenizer, self.client, ready, self.metrics
+        )
         transport = httpx.ASGITransport(create_app(self.service))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60)
         return self.http
@@ -216,7 +229,12 @@ class LocalServer:
 
     def moved(self) -> int:
         """How often requests went on elsewhere so far."""
-        return round(sum(self.count("quire_requests_moved_total", had_tokens=had) for had in ("false", "true")))
+        return round(
+            sum(
+                self.count("quire_requests_moved_total", had_tokens=had)
+                for had in ("false", "true")
+            )
+        )
 
     def count(self, name: str, **labels: str) -> float:
         value = self.metrics.registry.get_sample_value(name, labels)
@@ -229,7 +247,9 @@ class LocalServer:
         assert not pool._relays
         assert not pool._owners
         assert not pool._stranded
-        assert [pool.router.load(number) for number in range(len(pool.replicas))] == [0] * len(pool.replicas)
+        assert [pool.router.load(number) for number in range(len(pool.replicas))] == [0] * len(
+            pool.replicas
+        )
         assert not any(pool.router.expected(number) for number in range(len(pool.replicas)))
         assert (self.service.admission.num_answers, self.service.admission.num_tokens) == (0, 0)
 
@@ -245,8 +265,10 @@ def local_links(engines: LocalEngines) -> Iterator[None]:
 
 
 async def seen_by_client(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
-    """What a client sees, but for what names this very call: the body, or all that the events of a stream say, those of
-    each choice in their order (choices may come in turns of any kind, and several tokens in one event)."""
+    """What a client sees, but for what names this very call: the body, or all that the events of a
+    stream say, those of each choice in their order (choices may come in turns of any kind, and
+    several tokens in one event).
+    """
     response = await http.post(path, json=body)
     if not body.get("stream") or response.status_code != 200:
         return response.status_code, _anonymous(response.json())
@@ -279,7 +301,11 @@ def _sum(first: Any, second: Any, name: str = "") -> Any:
         return second if first is None else first
     if isinstance(first, dict) and isinstance(second, dict):
         names = dict.fromkeys([*first, *second])
-        return {one: _sum(first.get(one), second.get(one), one) for one in names if one != "sequence_number"}
+        return {
+            one: _sum(first.get(one), second.get(one), one)
+            for one in names
+            if one != "sequence_number"
+        }
     if isinstance(first, list) and isinstance(second, list):
         if name == "choices" and len(first) == len(second) == 1:
             return [_sum(first[0], second[0])]
@@ -291,7 +317,16 @@ def _sum(first: Any, second: Any, name: str = "") -> Any:
     return first
 
 
-_GROWING = ("text", "content", "delta", "reasoning", "reasoning_content", "thinking", "partial_json", "arguments")
+_GROWING = (
+    "text",
+    "content",
+    "delta",
+    "reasoning",
+    "reasoning_content",
+    "thinking",
+    "partial_json",
+    "arguments",
+)
 
 
 def _choice(event: dict[str, Any]) -> int:
@@ -301,9 +336,18 @@ def _choice(event: dict[str, Any]) -> int:
 
 def _anonymous(found: Any) -> Any:
     if isinstance(found, dict):
-        return {name: _anonymous(value) for name, value in found.items() if name not in _OF_THE_CALL}
+        return {
+            name: _anonymous(value) for name, value in found.items() if name not in _OF_THE_CALL
+        }
     return [_anonymous(value) for value in found] if isinstance(found, list) else found
 
 
-_OF_THE_CALL = ("id", "created", "request_id", "prompt_tokens_details", "cache_read_input_tokens", "input_tokens")
+_OF_THE_CALL = (
+    "id",
+    "created",
+    "request_id",
+    "prompt_tokens_details",
+    "cache_read_input_tokens",
+    "input_tokens",
+)
 """How many tokens were cached may differ: what was computed before is another engine's."""

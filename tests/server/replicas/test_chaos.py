@@ -1,6 +1,7 @@
-"""Engines die at random under load of every kind. Every request is answered exactly once, as if nothing had happened,
-or refused with a word; nothing is left behind. The long form (make soak) does it for two minutes to processes: HTTP
-workers, engines, their ranks, and the server itself. Alone, and for another time:
+"""Engines die at random under load of every kind. Every request is answered exactly once, as if
+nothing had happened, or refused with a word; nothing is left behind. The long form (make soak) does
+it for two minutes to processes: HTTP workers, engines, their ranks, and the server itself. Alone,
+and for another time:
 
     QUIRE_LONG_TESTS=1 QUIRE_CHAOS_SECONDS=20 python -m pytest tests/server/replicas/test_chaos.py -k processes -s
 """
@@ -25,7 +26,13 @@ import pytest
 from quire.server.messages import Updates
 from tests.long_runs import IS_LONG, short_or_long
 from tests.server.harness import SMALL_ENGINE, Server, engines_of, wait_for
-from tests.server.replicas.local_engines import LocalEngines, LocalLink, LocalServer, local_links, seen_by_client
+from tests.server.replicas.local_engines import (
+    LocalEngines,
+    LocalLink,
+    LocalServer,
+    local_links,
+    seen_by_client,
+)
 from tests.server.replicas.test_moves import BODIES
 
 pytestmark = pytest.mark.soak
@@ -61,7 +68,9 @@ def test_local_engines_die_at_random(small_model: str, seed: int) -> None:
         server = LocalServer(engines, 3)
         async with server as http:
             alone = {json.dumps([path, body]): (path, body) for path, body in everything}
-            answers = await asyncio.gather(*(seen_by_client(http, path, body) for path, body in alone.values()))
+            answers = await asyncio.gather(
+                *(seen_by_client(http, path, body) for path, body in alone.values())
+            )
             wanted = dict(zip(alone, answers, strict=True))
             engines.watch = watch
             free = asyncio.Semaphore(AT_ONCE)
@@ -88,12 +97,15 @@ def test_local_engines_die_at_random(small_model: str, seed: int) -> None:
 
 
 class Chaos:
-    """A server of two HTTP workers and two engines of two ranks, and clients that come again when it is gone. All that
-    is answered must be what it was before anybody died."""
+    """A server of two HTTP workers and two engines of two ranks, and clients that come again when
+    it is gone. All that is answered must be what it was before anybody died.
+    """
 
     def __init__(self, model: str) -> None:
         engine = {**SMALL_ENGINE, "tensor_parallel_size": 2}
-        self.server = Server(model=model, engine=engine, replicas=2, http_workers=2, served_model_names=["m"])
+        self.server = Server(
+            model=model, engine=engine, replicas=2, http_workers=2, served_model_names=["m"]
+        )
         self.source = random.Random(0)
         self.everything = calls(0, 60)
         self.wanted: list[Any] = []
@@ -105,7 +117,9 @@ class Chaos:
     def run(self, seconds: float) -> None:
         with self.server:
             self.wanted = asyncio.run(self._undisturbed())
-            clients = [threading.Thread(target=self._ask, args=(number,)) for number in range(AT_ONCE)]
+            clients = [
+                threading.Thread(target=self._ask, args=(number,)) for number in range(AT_ONCE)
+            ]
             for client in clients:
                 client.start()
             begun = time.monotonic()
@@ -137,7 +151,9 @@ class Chaos:
             which = source.randrange(len(self.everything))
             try:
                 # A client of its own each time, so that the workers share them.
-                async with httpx.AsyncClient(base_url=self.server.url, timeout=120, verify=False) as http:
+                async with httpx.AsyncClient(
+                    base_url=self.server.url, timeout=120, verify=False
+                ) as http:
                     status, found = await seen_by_client(http, *self.everything[which])
             except httpx.ConnectError:
                 self.outcomes["nobody there"] += 1
@@ -176,7 +192,12 @@ class Chaos:
         assert self.server.process is not None
         children = children_of(self.server.process.pid)
         engines = list(engines_of(self.server.process.pid))
-        ranks = [pid for engine in engines for pid in children_of(engine) if is_called(pid, b"quire.parallel.rank")]
+        ranks = [
+            pid
+            for engine in engines
+            for pid in children_of(engine)
+            if is_called(pid, b"quire.parallel.rank")
+        ]
         return {
             "worker": [pid for pid in children if is_called(pid, b"workers.worker")],
             "engine": engines,
@@ -188,11 +209,16 @@ class Chaos:
         print(f"\nkilled {dict(self.killed)}; requests {dict(outcomes)}")
         wait_for(lambda: server.metric("quire_replica_up") == 2, "both engines")
         wait_for(lambda: server.is_idle, "all blocks to be free")
-        wait_for(lambda: [len(pids) for pids in self.processes().values()] == [2, 2, 2], "every process")
+        wait_for(
+            lambda: [len(pids) for pids in self.processes().values()] == [2, 2, 2], "every process"
+        )
         assert asyncio.run(self._undisturbed()) == self.wanted
         assert outcomes["200"] > sum(self.killed.values())
-        # Only those whose HTTP process was killed, or the server, are left without an answer or a refusal.
-        assert outcomes["cut off"] <= AT_ONCE * (self.killed["worker"] + 2 * self.killed["server"]), outcomes
+        # Only those whose HTTP process was killed, or the server, are left without an answer or a
+        # refusal.
+        assert outcomes["cut off"] <= AT_ONCE * (
+            self.killed["worker"] + 2 * self.killed["server"]
+        ), outcomes
 
 
 @pytest.mark.skipif(not IS_LONG, reason="runs for two minutes: make soak")

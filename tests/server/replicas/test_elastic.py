@@ -1,4 +1,6 @@
-"""Engines that come and go with the queue, or with new options, while requests are answered as if they had stayed."""
+"""Engines that come and go with the queue, or with new options, while requests are answered as if
+they had stayed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from quire.errors import InvalidRequestError, QuireError
 from quire.server.replicas import elastic
 from quire.server.replicas.elastic import ElasticPool
 from quire.server.replicas.scaling import Scaler, ScalingRule
-from tests.server.replicas.local_engines import LocalEngines, LocalServer, local_links, seen_by_client
+from tests.server.replicas.local_engines import (
+    LocalEngines,
+    LocalServer,
+    local_links,
+    seen_by_client,
+)
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": "one two three four five six seven", "max_tokens": 30, "temperature": 0,
@@ -44,7 +51,8 @@ class TestScaler:
         assert scaler.decide(0.0, 4, 0, 0, 16) == -1
 
     @pytest.mark.parametrize(
-        "wrong", [{"lowest": 0}, {"lowest": 3, "highest": 2}, {"target_queue": 0}, {"down_seconds": -1.0}]
+        "wrong",
+        [{"lowest": 0}, {"lowest": 3, "highest": 2}, {"target_queue": 0}, {"down_seconds": -1.0}],
     )
     def test_nonsense(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(InvalidRequestError):
@@ -56,7 +64,9 @@ class ElasticServer(LocalServer):
 
     def __init__(self, engines: LocalEngines, rule: ScalingRule, **fields: Any) -> None:
         super().__init__(engines, rule.highest + 1, **fields)
-        self.client = ElasticPool(self.config, self.metrics, lambda: self.failures.append("given up"), rule)
+        self.client = ElasticPool(
+            self.config, self.metrics, lambda: self.failures.append("given up"), rule
+        )
 
     @property
     def elastic(self) -> ElasticPool:
@@ -162,17 +172,26 @@ def test_engines_that_cannot_be_had(engines: LocalEngines, monkeypatch: pytest.M
     run(engines, ScalingRule(1, 2, up_seconds=1000.0), script, monkeypatch)
 
 
-def test_an_answer_never_goes_on_with_another_model(engines: LocalEngines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its engine is lost in the middle of a change after which the same tokens would not come: it is told so."""
+def test_an_answer_never_goes_on_with_another_model(
+    engines: LocalEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine is lost in the middle of a change after which the same tokens would not come: it
+    is told so.
+    """
 
     async def script(server: ElasticServer, http: httpx.AsyncClient) -> None:
         pool = server.elastic
         engines.kill_at(5)
         other = pool.replicas[1]
-        monkeypatch.setattr(pool, "_fingerprint", lambda replica: "other" if replica is other else "first")
+        monkeypatch.setattr(
+            pool, "_fingerprint", lambda replica: "other" if replica is other else "first"
+        )
         await until(lambda: pool.num_engines == 2)
         engines.refuses_to_start = True
-        statuses = [(await seen_by_client(http, COMPLETIONS, {**BODY, "stream": False}))[0] for _ in range(2)]
+        statuses = [
+            (await seen_by_client(http, COMPLETIONS, {**BODY, "stream": False}))[0]
+            for _ in range(2)
+        ]
         assert 503 in statuses
 
     run(engines, ScalingRule(2, 2), script, monkeypatch, queue_seconds=0.05)

@@ -1,5 +1,6 @@
-"""An engine dies at any point of an answer, and whoever reads it sees nothing of that: the same tokens, the same
-events, as if nothing had happened."""
+"""An engine dies at any point of an answer, and whoever reads it sees nothing of that: the same
+tokens, the same events, as if nothing had happened.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +17,21 @@ from quire.server.config import ServerConfig
 from quire.server.messages import AddRequest, Updates, encode, pack_tokens
 from quire.server.tasks import AttendedClock
 from quire.step import Step
-from tests.server.replicas.local_engines import LocalEngines, LocalLink, LocalServer, local_links, seen_by_client
+from tests.server.replicas.local_engines import (
+    LocalEngines,
+    LocalLink,
+    LocalServer,
+    local_links,
+    seen_by_client,
+)
 
 PROMPT = "Tell me about the river and the mill, and what became of the miller. " * 3
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -44,21 +54,38 @@ TEXT: dict[str, dict[str, Any]] = {
     "prompts": {"prompt": ["one and two", "three", PROMPT], **SAMPLED, "n": 2},
 }
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: ("/v1/completions", {"prompt": PROMPT, "max_tokens": 24, **fields}) for name, fields in TEXT.items()},
-    "best of": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 12, **SAMPLED, "n": 1, "best_of": 3}),
-    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 24, **SAMPLED}),
+    **{
+        name: ("/v1/completions", {"prompt": PROMPT, "max_tokens": 24, **fields})
+        for name, fields in TEXT.items()
+    },
+    "best of": (
+        "/v1/completions",
+        {"prompt": PROMPT, "max_tokens": 12, **SAMPLED, "n": 1, "best_of": 3},
+    ),
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 24, **SAMPLED},
+    ),
     "schema": (
         "/v1/chat/completions",
         {
             "messages": [{"role": "user", "content": "Who?"}],
             "max_tokens": 60,
             **SAMPLED,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA, "strict": True}},
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "p", "schema": SCHEMA, "strict": True},
+            },
         },
     ),
     "messages": (
         "/v1/messages",
-        {"model": "m", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 24, "temperature": 0},
+        {
+            "model": "m",
+            "messages": [{"role": "user", "content": PROMPT}],
+            "max_tokens": 24,
+            "temperature": 0,
+        },
     ),
 }
 CALLS = [
@@ -74,7 +101,9 @@ def engines(small_model: str) -> LocalEngines:
     return LocalEngines(small_model, {"max_batched_tokens": 2048, "max_num_seqs": 64})
 
 
-def run(engines: LocalEngines, script: Callable[[LocalServer, httpx.AsyncClient], Awaitable[None]]) -> None:
+def run(
+    engines: LocalEngines, script: Callable[[LocalServer, httpx.AsyncClient], Awaitable[None]]
+) -> None:
     """Runs a script against a server of two engines, and sees that nothing is left of its requests."""
 
     async def main() -> None:
@@ -130,7 +159,13 @@ def test_wherever_it_dies(engines: LocalEngines, name: str) -> None:
 def test_with_guesses(small_model: str) -> None:
     """Speculation: several tokens come at a time, and where an engine dies is anywhere among them."""
     engines = LocalEngines(small_model, {"speculation": "ngram"})
-    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 40,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
 
     async def script(server: LocalServer, http: httpx.AsyncClient) -> None:
         _, wanted = await seen_by_client(http, "/v1/completions", body)
@@ -144,15 +179,22 @@ def test_with_guesses(small_model: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_across_the_gap(engines: LocalEngines, stream: bool) -> None:
-    """Its first half came from one engine, the second from another; and one that ends an answer of several while the
-    others go on is not begun again, and counted once."""
-    path, body = "/v1/completions", {"prompt": PROMPT, "max_tokens": 24, **SAMPLED, "n": 2, "return_token_ids": True}
+    """Its first half came from one engine, the second from another; and one that ends an answer of
+    several while the others go on is not begun again, and counted once.
+    """
+    path, body = (
+        "/v1/completions",
+        {"prompt": PROMPT, "max_tokens": 24, **SAMPLED, "n": 2, "return_token_ids": True},
+    )
 
     async def script(server: LocalServer, http: httpx.AsyncClient) -> None:
         def num_finished() -> float:
             labels = {"engine": "all", "model_name": "m"}
             reasons = ("stop", "length")
-            return sum(server.count("vllm:request_success_total", finished_reason=why, **labels) for why in reasons)
+            return sum(
+                server.count("vllm:request_success_total", finished_reason=why, **labels)
+                for why in reasons
+            )
 
         _, whole = await seen_by_client(http, path, body)
         text = whole["choices"][0]["text"]
@@ -167,7 +209,8 @@ def test_a_stop_string_across_the_gap(engines: LocalEngines, stream: bool) -> No
             engines.kill_at(kill)
             before = num_finished()
             assert await seen_by_client(http, path, stopping) == wanted
-            await asyncio.sleep(0.01)  # the engine's own word about an answer that was ended comes later
+            # the engine's own word about an answer that was ended comes later
+            await asyncio.sleep(0.01)
             assert num_finished() == before + 2
 
     run(engines, script)
@@ -192,12 +235,19 @@ def test_embeddings(engines: LocalEngines) -> None:
     run(engines, script)
 
 
-def test_what_a_lost_rank_takes_along_is_not_called_an_error(small_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's process ends without a word about the requests of the step that failed: so they go on elsewhere."""
+def test_what_a_lost_rank_takes_along_is_not_called_an_error(
+    small_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's process ends without a word about the requests of the step that failed: so they
+    go on elsewhere.
+    """
     engines = LocalEngines(small_model)
     link = engines(ServerConfig(model="local", engine=engines.options), AttendedClock(1.0))
     asyncio.run(link.start())
-    engine, commands = link._engine, [encode(AddRequest("r", pack_tokens((1, 2, 3)), {"max_tokens": 3}, 0))]
+    engine, commands = (
+        link._engine,
+        [encode(AddRequest("r", pack_tokens((1, 2, 3)), {"max_tokens": 3}, 0))],
+    )
 
     class Commands:
         """Stands for the socket on which an engine is told things."""
@@ -244,8 +294,12 @@ QUICK_TO_SUSPECT = {"suspect_seconds": 0.6, "stall_seconds": 0.8}
 
 
 @pytest.mark.parametrize("recovers", [True, False])
-def test_streams_leave_an_engine_that_hangs_while_another_has_room(engines: LocalEngines, recovers: bool) -> None:
-    """Long before it is killed; one that is heard of again goes on, one that is not is killed in the end."""
+def test_streams_leave_an_engine_that_hangs_while_another_has_room(
+    engines: LocalEngines, recovers: bool
+) -> None:
+    """Long before it is killed; one that is heard of again goes on, one that is not is killed in
+    the end.
+    """
     path, body = BODIES["sampled"]
 
     async def main() -> None:
@@ -315,7 +369,9 @@ def test_streams_leave_an_engine_that_hangs_as_far_as_others_have_room(small_mod
         async with server as http:
             wanted = await seen_by_client(http, path, body)
             hung = hang_at(full, 3)
-            long = asyncio.create_task(seen_by_client(http, path, {**body, "max_tokens": 90, "ignore_eos": True}))
+            long = asyncio.create_task(
+                seen_by_client(http, path, {**body, "max_tokens": 90, "ignore_eos": True})
+            )
             asking = asyncio.create_task(seen_by_client(http, path, body))
             async with asyncio.timeout(10):
                 while not hung:
@@ -327,7 +383,8 @@ def test_streams_leave_an_engine_that_hangs_as_far_as_others_have_room(small_mod
                     await asyncio.sleep(0.01)
             assert asking.result() == wanted
             assert moves == sorted(moves)
-            assert 1 <= moves[-1] <= 2  # where both were with the one that hung, one after the other
+            # where both were with the one that hung, one after the other
+            assert 1 <= moves[-1] <= 2
 
     with local_links(full):
         asyncio.run(main())

@@ -21,7 +21,13 @@ from quire.server.replicas import relay, shares
 from quire.server.replicas.pool import ReplicaPool
 from quire.server.replicas.shares import divide, numbered, visible_gpus
 from tests.server.harness import SMALL_ENGINE
-from tests.server.replicas.local_engines import LocalEngines, LocalLink, LocalServer, local_links, seen_by_client
+from tests.server.replicas.local_engines import (
+    LocalEngines,
+    LocalLink,
+    LocalServer,
+    local_links,
+    seen_by_client,
+)
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"prompt": "one two three four five six seven", "max_tokens": 12, "temperature": 0,
@@ -71,22 +77,31 @@ def kill_everyone(engines: LocalEngines, at_token: int) -> None:
 
 def test_requests_are_spread_and_conversations_stay(engines: LocalEngines) -> None:
     async def script(server: LocalServer, http: httpx.AsyncClient) -> None:
-        opening = [f"This is conversation number {number}, about something else. " * 3 for number in range(6)]
+        opening = [
+            f"This is conversation number {number}, about something else. " * 3
+            for number in range(6)
+        ]
         for turn in range(3):
-            answers = await asyncio.gather(*(http.post(COMPLETIONS, json={**BODY, "prompt": text}) for text in opening))
+            answers = await asyncio.gather(
+                *(http.post(COMPLETIONS, json={**BODY, "prompt": text}) for text in opening)
+            )
             for number, answer in enumerate(answers):
                 usage = answer.json()["usage"]
                 cached = usage["prompt_tokens_details"]["cached_tokens"]
                 assert cached > usage["prompt_tokens"] - 40 or not turn
                 opening[number] += answer.json()["choices"][0]["text"] + " And then?"
-        each = [server.count("quire_replica_requests_total", engine=str(number)) for number in range(3)]
+        each = [
+            server.count("quire_replica_requests_total", engine=str(number)) for number in range(3)
+        ]
         assert sum(each) == 18
         assert min(each) >= 3
 
     run(engines, script, replicas=3)
 
 
-def test_an_answer_that_ends_while_it_is_explained(engines: LocalEngines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_ends_while_it_is_explained(
+    engines: LocalEngines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def script(server: LocalServer, http: httpx.AsyncClient) -> None:
         body = {**BODY, "max_tokens": 150}
         task = asyncio.create_task(http.post(COMPLETIONS, json=body, headers={"x-request-id": "r"}))
@@ -113,17 +128,25 @@ def test_what_the_server_tells(engines: LocalEngines) -> None:
     async def script(server: LocalServer, http: httpx.AsyncClient) -> None:
         assert server.service.ready.max_num_seqs == 2 * SMALL_ENGINE["max_num_seqs"]
         for number in range(4):
-            response = await http.post(COMPLETIONS, json=BODY, headers={"x-request-id": f"r{number}"})
+            response = await http.post(
+                COMPLETIONS, json=BODY, headers={"x-request-id": f"r{number}"}
+            )
             assert response.status_code == 200
         explained = (await http.get("/v1/requests/r3/explain")).json()
         assert explained["replica"] in (0, 1)
         assert "computing the answer" in explained["text"]
-        assert (await http.get("/v1/requests/r3")).json()["engine"]["replica"] == explained["replica"]
+        assert (await http.get("/v1/requests/r3")).json()["engine"]["replica"] == explained[
+            "replica"
+        ]
         health = (await http.get("/health")).json()
         assert [one["status"] for one in health["replicas"]] == ["ready", "ready"]
         assert sum(one["cached_blocks"] for one in health["replicas"]) > 0
         text = (await http.get("/metrics")).text
-        labels = 'engine="0",model_name="m"', 'engine="1",model_name="m"', 'engine="all",model_name="m"'
+        labels = (
+            'engine="0",model_name="m"',
+            'engine="1",model_name="m"',
+            'engine="all",model_name="m"',
+        )
         for name, wanted in (
             ("vllm:num_requests_running", [True, True, False]),
             ("vllm:iteration_tokens_total_count", [True, True, False]),
@@ -148,7 +171,9 @@ def test_when_all_are_lost_requests_wait_for_the_first_that_is_back(engines: Loc
     run(engines, script)
 
 
-def test_one_that_never_comes_back_is_done_without(engines: LocalEngines, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_never_comes_back_is_done_without(
+    engines: LocalEngines, caplog: pytest.LogCaptureFixture
+) -> None:
     async def script(server: LocalServer, http: httpx.AsyncClient) -> None:
         engines.refuses_to_start = True
         engines.kill_at(3)
@@ -174,7 +199,9 @@ def test_one_that_never_comes_back_is_done_without(engines: LocalEngines, caplog
 
 
 @pytest.mark.parametrize("prompts", [1, 4])
-def test_a_request_that_kills_engines_does_not_kill_them_all(engines: LocalEngines, prompts: int) -> None:
+def test_a_request_that_kills_engines_does_not_kill_them_all(
+    engines: LocalEngines, prompts: int
+) -> None:
     """Nor do other prompts of the same call, which ends with the first of them."""
     body = {**BODY, "prompt": [BODY["prompt"]] * prompts}
 
@@ -200,8 +227,10 @@ def test_a_request_that_kills_engines_does_not_kill_them_all(engines: LocalEngin
 
 @pytest.mark.parametrize("everyone", [False, True])
 def test_a_call_that_failed_is_not_begun_again(engines: LocalEngines, everyone: bool) -> None:
-    """An engine is lost with several prompts of one call: the first can't be moved any more, which ends the call, and
-    so the others are not moved either, whether there is another engine or they waited for one."""
+    """An engine is lost with several prompts of one call: the first can't be moved any more, which
+    ends the call, and so the others are not moved either, whether there is another engine or they
+    waited for one.
+    """
 
     async def script(server: LocalServer, http: httpx.AsyncClient) -> None:
         def watch(link: LocalLink, event: Updates) -> bool:
@@ -259,7 +288,11 @@ def test_waiting_for_an_engine_ends(engines: LocalEngines, how: str) -> None:
             stranded._arrival -= 1000.0
             engines.refuses_to_start = False
         response = await task
-        codes = {"abandon": "shutting_down", "timeout": "engine_unavailable", "deadline": "deadline_exceeded"}
+        codes = {
+            "abandon": "shutting_down",
+            "timeout": "engine_unavailable",
+            "deadline": "deadline_exceeded",
+        }
         assert response.status_code == (504 if how == "deadline" else 503)
         assert response.json()["error"]["code"] == codes[how]
         engines.refuses_to_start = False
@@ -268,7 +301,9 @@ def test_waiting_for_an_engine_ends(engines: LocalEngines, how: str) -> None:
 
 
 def test_another_engine_may_refuse(engines: LocalEngines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has less room, say: the client is told that its engine was lost, not that the request is wrong."""
+    """It has less room, say: the client is told that its engine was lost, not that the request is
+    wrong.
+    """
 
     async def script(server: LocalServer, http: httpx.AsyncClient) -> None:
         engines.kill_at(3)
@@ -304,11 +339,18 @@ def test_an_engine_that_cannot_start_ends_the_others(engines: LocalEngines) -> N
     engines.refuses_to_start = False
 
 
-def test_a_batch_has_the_same_answers(engines: LocalEngines, small_model: str, tmp_path: Path) -> None:
+def test_a_batch_has_the_same_answers(
+    engines: LocalEngines, small_model: str, tmp_path: Path
+) -> None:
     requests = tmp_path / "requests.jsonl"
     body = {"max_tokens": 8, "temperature": 1.0}
     lines = [
-        {"custom_id": str(n), "method": "POST", "url": COMPLETIONS, "body": {**body, "prompt": f"number {n}", "n": 2}}
+        {
+            "custom_id": str(n),
+            "method": "POST",
+            "url": COMPLETIONS,
+            "body": {**body, "prompt": f"number {n}", "n": 2},
+        }
         for n in range(12)
     ]
     requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -330,7 +372,12 @@ class TestShares:
         config = ServerConfig(replicas=4, engine={"device": "cpu", "step_log": "logs/steps.jsonl"})
         found = divide(config, {})
         assert [one.share.environment for one in found] == [{"OMP_NUM_THREADS": "2"}] * 4
-        assert [one.share.log_name for one in found] == ["engine 0", "engine 1", "engine 2", "engine 3"]
+        assert [one.share.log_name for one in found] == [
+            "engine 0",
+            "engine 1",
+            "engine 2",
+            "engine 3",
+        ]
         assert all(one.share.block_events for one in found)
         assert [one.engine["kv_cache_memory"] for one in found] == [0.0625] * 4
         assert found[2].engine["step_log"] == "logs/steps.2.jsonl"
@@ -349,10 +396,15 @@ class TestShares:
         with pytest.raises(InvalidRequestError, match=r"2 with 2 GPUs .* there are 3 GPUs"):
             divide(config, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
         one = ServerConfig(replicas=2, engine={"device": "cuda:0"})
-        assert [part.share.environment for part in divide(one, {"CUDA_VISIBLE_DEVICES": "0"})] == [{}, {}]
+        assert [part.share.environment for part in divide(one, {"CUDA_VISIBLE_DEVICES": "0"})] == [
+            {},
+            {},
+        ]
         assert divide(one, {"CUDA_VISIBLE_DEVICES": "0"})[0].engine["kv_cache_memory"] == 0.45
         with pytest.raises(QuireError, match="no GPU here"):
-            divide(ServerConfig(replicas=2, engine={"device": "cuda"}), {"CUDA_VISIBLE_DEVICES": ""})
+            divide(
+                ServerConfig(replicas=2, engine={"device": "cuda"}), {"CUDA_VISIBLE_DEVICES": ""}
+            )
 
     def test_which_gpus_there_are(self, tmp_path: Path) -> None:
         for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):

@@ -1,4 +1,6 @@
-"""Engines in processes of their own, killed for real; their tokens are made up (tests/server/scripted_engine.py)."""
+"""Engines in processes of their own, killed for real; their tokens are made up
+(tests/server/scripted_engine.py).
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,14 @@ BODY = {"prompt": [5, 6, 7], "max_tokens": COUNT, "return_token_ids": True}
 def engines_of(server: Server) -> list[int]:
     """Their processes."""
     assert server.process is not None
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"scripted_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    children = (
+        Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    )
+    return [
+        int(pid)
+        for pid in children
+        if b"scripted_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 def is_running(pid: int) -> bool:
@@ -29,9 +37,12 @@ def is_running(pid: int) -> bool:
 
 
 def test_engines_are_killed(small_model: str) -> None:
-    """Both of them, one after the other, while answers are read: every answer is whole, each token once, and then there
-    are two engines again. SIGTERM lets answers end, and nothing is left."""
-    with Server(model=small_model, engine={}, replicas=2, engine_module="tests.server.scripted_engine") as server:
+    """Both of them, one after the other, while answers are read: every answer is whole, each token
+    once, and then there are two engines again. SIGTERM lets answers end, and nothing is left.
+    """
+    with Server(
+        model=small_model, engine={}, replicas=2, engine_module="tests.server.scripted_engine"
+    ) as server:
         kill_and_read(server)
 
 
@@ -45,14 +56,22 @@ def kill_and_read(server: Server) -> None:
     readers = [threading.Thread(target=read) for _ in range(6)]
     before = engines_of(server)
     assert len(before) == 2
-    server.fault_file.write_text("slow 0.3")  # so that there is something left to be read when the first is back
+    # so that there is something left to be read when the first is back
+    server.fault_file.write_text("slow 0.3")
     for reader in readers:
         reader.start()
     wait_for(lambda: server.metric("vllm:num_requests_running") == 6, "all readers")
     wait_for(lambda: server.metric("vllm:generation_tokens_total") > 20)
     os.kill(before[0], signal.SIGKILL)
-    wait_for(lambda: server.metric("quire_requests_moved_total") >= 1, "its requests to go on elsewhere")
-    wait_for(lambda: len(set(engines_of(server)) - set(before)) == 1 and server.metric("quire_replica_up") == 2)
+    wait_for(
+        lambda: server.metric("quire_requests_moved_total") >= 1, "its requests to go on elsewhere"
+    )
+    wait_for(
+        lambda: (
+            len(set(engines_of(server)) - set(before)) == 1
+            and server.metric("quire_replica_up") == 2
+        )
+    )
     os.kill(before[1], signal.SIGKILL)
     server.fault_file.unlink()
     for reader in readers:

@@ -1,4 +1,6 @@
-"""The router against plain models of what it does: sets of blocks, chains of hashes, the least work."""
+"""The router against plain models of what it does: sets of blocks, chains of hashes, the least
+work.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from quire.observe.cache_events import CacheEvents
 from quire.sampling_params import SamplingParams
 from quire.server.messages import pack_tokens
 from quire.server.replicas.block_table import BlockTable, Depths
-from quire.server.replicas.router import ANSWER_TOKENS, HOME_TOKENS, QUEUED_TOKENS, Assignment, PrefixRouter
+from quire.server.replicas.router import (
+    ANSWER_TOKENS,
+    HOME_TOKENS,
+    QUEUED_TOKENS,
+    Assignment,
+    PrefixRouter,
+)
 from quire.tools.simulate.fake_runner import FakeRunner
 
 ALL = (0, 1, 2)
@@ -51,10 +59,14 @@ def bits_of(members: Iterable[int]) -> int:
 class TestBlockTable:
     @settings(max_examples=30)
     @given(
-        st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.sets(NAMES, max_size=60)), max_size=12),
+        st.lists(
+            st.tuples(st.integers(0, 2), st.booleans(), st.sets(NAMES, max_size=60)), max_size=12
+        ),
         st.sampled_from([3, 9, 64, 1000]),
     )
-    def test_is_a_set_for_each_member(self, changes: list[tuple[int, bool, set[int]]], num_members: int) -> None:
+    def test_is_a_set_for_each_member(
+        self, changes: list[tuple[int, bool, set[int]]], num_members: int
+    ) -> None:
         table = BlockTable()
         assert [table.join() for _ in range(num_members)] == list(range(num_members))
         members = (0, 1, num_members - 1)
@@ -73,7 +85,9 @@ class TestBlockTable:
         assert len(table) == len(wanted[0] | wanted[2])
 
     @settings(max_examples=40)
-    @given(st.lists(st.integers(0, 70), min_size=5, max_size=5), st.sets(st.integers(0, 4), min_size=1))
+    @given(
+        st.lists(st.integers(0, 70), min_size=5, max_size=5), st.sets(st.integers(0, 4), min_size=1)
+    )
     def test_how_much_of_a_prompt_each_has(self, depths: list[int], members: set[int]) -> None:
         table = BlockTable()
         names = named(range(2**40, 2**40 + 70))
@@ -150,7 +164,13 @@ class TestNames:
     def test_no_two_are_alike(self) -> None:
         """Of prompts that differ in one token, in the order of their blocks, or in their salt."""
         namer, prompt = BlockNamer(2), [1, 2, 3, 4, 5, 6, 0]
-        others = [[1, 2, 5, 6, 3, 4, 0], [2, 1, 3, 4, 5, 6, 0], [1, 2, 3, 4, 5, 2**17 + 6, 0], [1] * 7, [0] * 7]
+        others = [
+            [1, 2, 5, 6, 3, 4, 0],
+            [2, 1, 3, 4, 5, 6, 0],
+            [1, 2, 3, 4, 5, 2**17 + 6, 0],
+            [1] * 7,
+            [0] * 7,
+        ]
         found = [namer.names(pack_tokens(one)).tolist() for one in (prompt, *others)]
         found += [namer.names(pack_tokens(prompt), salt).tolist() for salt in ("", "a")]
         lasts = [names[-1] for names in found]
@@ -160,8 +180,9 @@ class TestNames:
 
 
 class RouterMachine(RuleBasedStateMachine):
-    """A router and a model that looks at everything anew for every choice. There are three texts, of which prompts are
-    beginnings."""
+    """A router and a model that looks at everything anew for every choice. There are three texts,
+    of which prompts are beginnings.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +195,11 @@ class RouterMachine(RuleBasedStateMachine):
             self.router.join(number, 4, 20, 2)
 
     def cached(self, replica: int) -> set[int]:
-        return {name for text, depth in enumerate(self.depths[replica]) for name in text_names(text, depth)}
+        return {
+            name
+            for text, depth in enumerate(self.depths[replica])
+            for name in text_names(text, depth)
+        }
 
     def expected(self, replica: int) -> set[int]:
         return {
@@ -206,12 +231,16 @@ class RouterMachine(RuleBasedStateMachine):
     )
     def place(self, text: int, length: int, rest: int, answers: int, candidates: set[int]) -> None:
         names = text_names(text, length)
-        leading = {one: naive_leading(self.cached(one) | self.expected(one), names) for one in candidates}
+        leading = {
+            one: naive_leading(self.cached(one) | self.expected(one), names) for one in candidates
+        }
         work = {}
         for number in candidates:
             new = length - leading[number] + 1  # and the block with the rest
             room = 20 - len(self.cached(number)) - len(self.expected(number))
-            work[number] = self.load(number) - 4 * leading[number] + 4 * min(new, max(0, new - room))
+            work[number] = (
+                self.load(number) - 4 * leading[number] + 4 * min(new, max(0, new - room))
+            )
         assignment = self.router.place(named(names), 4 * length + rest, answers, sorted(candidates))
         assert assignment.replica in candidates
         assert assignment.num_cached == 4 * leading[assignment.replica]
@@ -322,7 +351,9 @@ class TestChoices:
             router.note_blocks(0, b"", pack_names(list(range(turn))))
 
     def test_a_full_cache_is_spared(self) -> None:
-        """A little of the prompt lies there, but the rest would take the place of what others come back for."""
+        """A little of the prompt lies there, but the rest would take the place of what others come
+        back for.
+        """
         router = new_router()
         router.note_blocks(1, pack_names(list(range(1000))), b"")
         assert router.place(named([0, 1, 2, *range(5000, 5010)]), 13 * 16 + 1, 1, ALL).replica != 1
@@ -364,8 +395,9 @@ def group_of(window: int) -> BlockGroup:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Blocks come into the two tiers of a cache and go in any order, so there are holes; now and then the router is
-    told. It finds of every prompt what an engine would."""
+    """Blocks come into the two tiers of a cache and go in any order, so there are holes; now and
+    then the router is told. It finds of every prompt what an engine would.
+    """
 
     @initialize(window=st.sampled_from([0, 0, 4, 9]))
     def begin(self, window: int) -> None:
@@ -412,9 +444,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.router.note_blocks(1, stored, removed)
         caches = (self.blocks.cache, self.blocks.host)
         num_cached = set()
-        for number, (prompt, extra) in enumerate((prompt, extra) for prompt in PROMPTS for extra in SALTS):
+        for number, (prompt, extra) in enumerate(
+            (prompt, extra) for prompt in PROMPTS for extra in SALTS
+        ):
             names = BlockNamer(4).names(pack_tokens((*prompt, 0)), *extra)[:5]
-            found = [any(cache.find(key) is not None for cache in caches) for key in self.keys[number]]
+            found = [
+                any(cache.find(key) is not None for cache in caches) for key in self.keys[number]
+            ]
             kept = [self.blocks.config.first_kept(0, 4 * count) for count in range(6)]
             wanted = max(count for count in range(6) if all(found[kept[count] : count]))
             if not self.window:
@@ -430,8 +466,9 @@ TestCaches.settings = settings(max_examples=25, stateful_step_count=30)
 
 @pytest.mark.parametrize(("num_host_blocks", "window"), [(0, 0), (6, 0), (0, 6)])
 def test_engines_tell_what_they_have(num_host_blocks: int, window: int) -> None:
-    """A small cache under much load: what the events add up to is what is in the cache and its host tier, and of a
-    prompt the router finds what the engine does."""
+    """A small cache under much load: what the events add up to is what is in the cache and its host
+    tier, and of a prompt the router finds what the engine does.
+    """
     config = SchedulerConfig(
         num_blocks=12, max_num_seqs=3, max_batched_tokens=16, max_model_len=64, block_size=4,
         num_host_blocks=num_host_blocks, groups=(group_of(window),),
@@ -458,9 +495,13 @@ def test_engines_tell_what_they_have(num_host_blocks: int, window: int) -> None:
             num_removed += len(removed)
             told = (told - removed) | stored
             keys = [block.key for block in scheduler.blocks.pool.blocks]
-            cached = {key.digest: key for key in keys if key is not None and len(key.token_ids) == 4}
+            cached = {
+                key.digest: key for key in keys if key is not None and len(key.token_ids) == 4
+            }
             cached |= {digest: key for digest, (key, _) in scheduler.blocks.host._slots.items()}
-            assert told == {name_of(key) for key in cached.values() if window or is_found(key, cached)}
+            assert told == {
+                name_of(key) for key in cached.values() if window or is_found(key, cached)
+            }
     assert told
     assert num_removed
     assert int(BlockNamer(4).names(pack_tokens((*prompt, 0)))[0]) in told
@@ -475,7 +516,10 @@ def test_of_a_long_conversation_a_window_is_enough() -> None:
     router = PrefixRouter(2)
     router.join(1, 4, 12, 3, window=6)
     for name, first, count in (("long", 0, 28), ("other", 100, 12)):
-        core.add_request(Request(name, tuple(range(first, first + count)), SamplingParams(max_tokens=5), seed=1), 0.0)
+        core.add_request(
+            Request(name, tuple(range(first, first + count)), SamplingParams(max_tokens=5), seed=1),
+            0.0,
+        )
         while core.has_work:
             core.step(0.0)
         router.note_blocks(1, *events.take())
@@ -494,8 +538,9 @@ def is_found(key: BlockKey, cached: dict[bytes, BlockKey]) -> bool:
 
 
 def test_fifty_conversations_over_three_replicas() -> None:
-    """In virtual time, with the real scheduler and cache: nearly what one engine finds in its cache, which has seen
-    everything, and answers begin earlier than with round robin."""
+    """In virtual time, with the real scheduler and cache: nearly what one engine finds in its
+    cache, which has seen everything, and answers begin earlier than with round robin.
+    """
     runs = chat_runs(conversations=50, turns=3)
     single, routed, in_turn = (runs[name] for name in ("one engine", "router", "round robin"))
     assert single.prompt_tokens == routed.prompt_tokens == in_turn.prompt_tokens

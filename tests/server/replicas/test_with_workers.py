@@ -1,5 +1,7 @@
-"""`--http-workers` and `--replicas` together: requests of HTTP workers go through the server's process to a pool of
-engines, which die meanwhile. The links are real ones; workers and engines are in the test's own process."""
+"""`--http-workers` and `--replicas` together: requests of HTTP workers go through the server's
+process to a pool of engines, which die meanwhile. The links are real ones; workers and engines are
+in the test's own process.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from quire.server.replicas.open import metrics_for
 from quire.server.service import GenerationService
 from quire.server.workers.engines import RemoteEngines
 from quire.server.workers.relay import WorkerLink
-from tests.server.replicas.local_engines import LocalEngines, LocalServer, local_links, seen_by_client
+from tests.server.replicas.local_engines import (
+    LocalEngines,
+    LocalServer,
+    local_links,
+    seen_by_client,
+)
 from tests.server.replicas.test_moves import BODIES
 
 KINDS = ("sampled", "several", "schema")
@@ -47,23 +54,33 @@ async def open_worker(server: LocalServer, path: Path, stack: AsyncExitStack) ->
     transport, engines = await loop.create_unix_connection(lambda: RemoteEngines(ready), str(path))
     stack.callback(transport.close)
     client, metrics = cast(Engines, engines), metrics_for(server.config)
-    service = GenerationService(server.config, server.engines.model.tokenizer, client, ready, metrics)
+    service = GenerationService(
+        server.config, server.engines.model.tokenizer, client, ready, metrics
+    )
     http = httpx.ASGITransport(create_app(service))
-    return await stack.enter_async_context(httpx.AsyncClient(transport=http, base_url="http://test", timeout=60))
+    return await stack.enter_async_context(
+        httpx.AsyncClient(transport=http, base_url="http://test", timeout=60)
+    )
 
 
 def test_engines_die_behind_workers(small_model: str, tmp_path: Path) -> None:
-    """Answers are those of the server's own process, undisturbed; nothing is left of requests, also of those whose
-    worker is gone."""
+    """Answers are those of the server's own process, undisturbed; nothing is left of requests, also
+    of those whose worker is gone.
+    """
     engines = LocalEngines(small_model)
-    bodies = [(path, {**body, "stream": bool(n % 2)}) for n, (path, body) in enumerate(BODIES[one] for one in KINDS)]
+    bodies = [
+        (path, {**body, "stream": bool(n % 2)})
+        for n, (path, body) in enumerate(BODIES[one] for one in KINDS)
+    ]
 
     async def main() -> None:
         server = LocalServer(engines, 3)
         async with server as http, AsyncExitStack() as stack:
             wanted = [await seen_by_client(http, path, body) for path, body in bodies]
             hub = Hub(server.service)
-            listener = await asyncio.get_running_loop().create_unix_server(hub.new_link, str(tmp_path / "link"))
+            listener = await asyncio.get_running_loop().create_unix_server(
+                hub.new_link, str(tmp_path / "link")
+            )
             stack.callback(listener.close)
             workers = [await open_worker(server, tmp_path / "link", stack) for _ in range(2)]
             engines.kill_at(20, 90)

@@ -1,4 +1,6 @@
-"""Rung 6 in isolation: the same attention by different kernels, its time and the memory it needs on the way."""
+"""Rung 6 in isolation: the same attention by different kernels, its time and the memory it needs on
+the way.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def compare_attention(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
     decoder = llm.engine.decoder
     heads, device = decoder.spec.head_shapes[0], decoder.device
     both: tuple[Kernels, ...] = (ReferenceKernels(), decoder.kernels)
-    backends = list({kernels.name: kernels for kernels in both}.values())  # the model may run on the reference
+    # the model may run on the reference
+    backends = list({kernels.name: kernels for kernels in both}.values())
     rows: list[Row] = []
     for tokens in settings.attention_lengths:
         ways = attention_ways(decoder, backends, tokens)
@@ -42,11 +45,15 @@ def compare_attention(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
     )
     if device.type == "cuda" and decoder.dtype == torch.float32:
         note += f" {FLOAT32_ON_GPU}"
-    return Table("Attention kernels", note, ("tokens", "attention", "time", "memory", "factor"), tuple(rows))
+    return Table(
+        "Attention kernels", note, ("tokens", "attention", "time", "memory", "factor"), tuple(rows)
+    )
 
 
 @torch.inference_mode()
-def _measure(decoder: Decoder, ways: Mapping[str, Attend], tokens: int, repeats: int, clock: Clock) -> Iterable[Row]:
+def _measure(
+    decoder: Decoder, ways: Mapping[str, Attend], tokens: int, repeats: int, clock: Clock
+) -> Iterable[Row]:
     heads, device = decoder.spec.head_shapes[0], decoder.device
     generator = torch.Generator().manual_seed(tokens)
 
@@ -63,8 +70,16 @@ def _measure(decoder: Decoder, ways: Mapping[str, Attend], tokens: int, repeats:
         output = work()
         expected = output if expected is None else expected
         if not torch.allclose(output.float(), expected.float(), atol=tolerance):
-            raise EngineError(f"attention of {name} differs from its definition: please report this as a bug")
+            raise EngineError(
+                f"attention of {name} differs from its definition: please report this as a bug"
+            )
         memory = peak_memory(work, device)
         spread = Spread.of((1000 * timed(work, device, clock)[0] for _ in range(repeats)), "ms")
         slowest = slowest or spread
-        yield tokens, name, spread, EMPTY if memory is None else Bytes(memory), Factor.of(slowest, spread)
+        yield (
+            tokens,
+            name,
+            spread,
+            EMPTY if memory is None else Bytes(memory),
+            Factor.of(slowest, spread),
+        )

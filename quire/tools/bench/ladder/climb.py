@@ -47,12 +47,16 @@ class Climb:
     """Rungs whose tokens are not those they must give."""
 
 
-def climb(engines: Engines, settings: ClimbSettings = FULL, clock: Clock = time.perf_counter) -> Climb:
+def climb(
+    engines: Engines, settings: ClimbSettings = FULL, clock: Clock = time.perf_counter
+) -> Climb:
     """Measures everything; see docs/ladder for what it shows."""
     facts = report_facts(engines.device) | {"model": f"{engines.model}, {engines.dtype_name}"}
     began = time.perf_counter()
     source = TokenSource(0, engines.spec.vocab_size)
-    jobs = random_jobs(settings.num_jobs, settings.question, settings.answer, source, settings.shared_tokens)
+    jobs = random_jobs(
+        settings.num_jobs, settings.question, settings.answer, source, settings.shared_tokens
+    )
     rungs = find_rungs(engines, jobs, settings.max_num_seqs, clock)
     runs = [(rung, rung.run) for rung in rungs if rung.run is not None]
     with BenchmarkBar(settings.repeats * len(runs) + _NUM_EXPERIMENTS) as bar:
@@ -70,10 +74,15 @@ def climb(engines: Engines, settings: ClimbSettings = FULL, clock: Clock = time.
     engines.close()
     facts["took"] = f"{time.perf_counter() - began:.0f} s"
     if peak is not None:
-        facts["process memory"] = f"{format_bytes(peak)} at most, with the engines of all rungs in it at once"
+        facts["process memory"] = (
+            f"{format_bytes(peak)} at most, with the engines of all rungs in it at once"
+        )
     facts["same tokens on all rungs"] = "yes" if not differing else f"no: {', '.join(differing)}"
     tables = [_ladder_table(rungs, settings), *_missing_table(rungs), *tables]
-    bars = [(str(rung), rung.seconds.per(rung.num_tokens, "output tokens per second")) for rung, _ in runs]
+    bars = [
+        (str(rung), rung.seconds.per(rung.num_tokens, "output tokens per second"))
+        for rung, _ in runs
+    ]
     return Climb(Report("What each rung buys", facts, tuple(tables)), tuple(bars), differing)
 
 
@@ -82,7 +91,9 @@ def _says_what_it_must(rung: Rung, first: Rung) -> bool:
     return all(run.tokens == expected for run in rung.runs)
 
 
-def _experiments(engines: Engines, settings: ClimbSettings, clock: Clock, bar: BenchmarkBar) -> list[Table]:
+def _experiments(
+    engines: Engines, settings: ClimbSettings, clock: Clock, bar: BenchmarkBar
+) -> list[Table]:
     llm = engines.get(prefix_caching=True, max_num_seqs=settings.batch_seqs)
     small = engines.get(prefix_caching=True, max_num_seqs=settings.max_num_seqs)
     parts: dict[str, Callable[[], Table]] = {
@@ -109,7 +120,11 @@ def _missing_table(rungs: Sequence[Rung]) -> list[Table]:
     """Why some rungs did not run, if any didn't."""
     rows = tuple((rung.number, rung.name, rung.missing) for rung in rungs if rung.run is None)
     note = "Each rung that did run builds on those below it that ran."
-    return [Table("Rungs that did not run here", note, ("rung", "adds", "why not"), rows)] if rows else []
+    return (
+        [Table("Rungs that did not run here", note, ("rung", "adds", "why not"), rows)]
+        if rows
+        else []
+    )
 
 
 def _ladder_table(rungs: Sequence[Rung], settings: ClimbSettings) -> Table:
@@ -126,7 +141,8 @@ def _ladder_table(rungs: Sequence[Rung], settings: ClimbSettings) -> Table:
         measured = seconds, rung.latency, rate, Bytes(held), *factors, Bytes(rung.weight_bytes)
         together = seconds.each(rung.num_tokens), Bytes(held + rung.weight_bytes)
         rows.append((rung.number, rung.name, rung.kernels, *measured, *together))
-        if not rung.has_other_weights:  # those after the one with other weights have the model's own again
+        # those after the one with other weights have the model's own again
+        if not rung.has_other_weights:
             before = seconds
     note = (
         f"{settings.num_jobs} requests at once: {settings.shared_tokens} prompt tokens in common and "
@@ -141,7 +157,17 @@ def _ladder_table(rungs: Sequence[Rung], settings: ClimbSettings) -> Table:
     if any(rung.expected is not None and not rung.has_other_weights for rung in rungs):
         note += f" {OTHER_KERNELS}"
     columns = (
-        "rung", "adds", "kernels", "time", "latency", "throughput", "KV memory", "over the one before", "over rung 1",
-        "weights", "per token", "model and cache",
-    )  # fmt: skip
+        "rung",
+        "adds",
+        "kernels",
+        "time",
+        "latency",
+        "throughput",
+        "KV memory",
+        "over the one before",
+        "over rung 1",
+        "weights",
+        "per token",
+        "model and cache",
+    )
     return Table("The ladder", note, columns, tuple(rows))

@@ -20,7 +20,9 @@ _BLOCK_SIZE = 16
 class Engines:
     """One model with different settings. Each setting has its own weights in memory until `close`."""
 
-    def __init__(self, model: str, device: str = "auto", dtype: str = "float32", max_model_len: int = 512) -> None:
+    def __init__(
+        self, model: str, device: str = "auto", dtype: str = "float32", max_model_len: int = 512
+    ) -> None:
         self.model = model
         found = pick_device(device)
         self.device = found.torch_device
@@ -37,10 +39,15 @@ class Engines:
         return str(self.dtype).removeprefix("torch.")
 
     def quantizations(self, kernels: Kernels) -> tuple[str, ...]:
-        """How these kernels can run the model with quantised weights: as they are stored, where they are stored
-        quantised, else as they can be made from plain numbers."""
+        """How these kernels can run the model with quantised weights: as they are stored, where
+        they are stored quantised, else as they can be made from plain numbers.
+        """
         if self.block_formats:
-            return ("auto",) if any(kernels.computes(FORMATS[name]) for name in self.block_formats) else ()
+            return (
+                ("auto",)
+                if any(kernels.computes(FORMATS[name]) for name in self.block_formats)
+                else ()
+            )
         return tuple(name for name, format in QUANTIZED.items() if kernels.computes(format))
 
     def get(
@@ -53,13 +60,20 @@ class Engines:
         quantization: str = "none",
         speculation: str = "off",
     ) -> LLM:
-        """The engine with these settings. Quantised weights are expanded unless asked for: rungs are to give the same
-        tokens, and kernels that compute with them as they are round what they multiply them with."""
-        options: dict[str, Any] = {"kernels": kernels, "prefix_caching": prefix_caching, "cuda_graphs": cuda_graphs}
+        """The engine with these settings. Quantised weights are expanded unless asked for: rungs
+        are to give the same tokens, and kernels that compute with them as they are round what they
+        multiply them with.
+        """
+        options: dict[str, Any] = {
+            "kernels": kernels,
+            "prefix_caching": prefix_caching,
+            "cuda_graphs": cuda_graphs,
+        }
         options |= {"quantization": quantization, "speculation": speculation}
         key = (max_num_seqs, *options.values())
         if key not in self._open:
-            # Room for every row at full length, twice: the second half keeps prefixes that nobody uses.
+            # Room for every row at full length, twice: the second half keeps prefixes that nobody
+            # uses.
             blocks = 2 * max_num_seqs * -(-self.max_model_len // _BLOCK_SIZE) + 2
             self._open[key] = LLM(
                 self.model,

@@ -1,4 +1,6 @@
-"""What the single ideas buy, each measured where it shows best, on the fastest kernels the machine has."""
+"""What the single ideas buy, each measured where it shows best, on the fastest kernels the machine
+has.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from quire.sampling_params import SamplingParams
 from quire.tools.bench.jobs import Job, Lengths, random_jobs
 from quire.tools.bench.ladder.settings import ClimbSettings
 from quire.tools.bench.measure import Clock, in_turn, warm_up
-from quire.tools.bench.offline import device_of, run_one_by_one, run_together, time_to_first_token, token_source
+from quire.tools.bench.offline import (
+    device_of,
+    run_one_by_one,
+    run_together,
+    time_to_first_token,
+    token_source,
+)
 from quire.tools.bench.report import Bytes, Factor, Row, Table
 from quire.tools.bench.spread import Spread
 from quire.tools.ladder.contiguous import ContiguousCache
@@ -32,7 +40,9 @@ _LOOPS: dict[str, Generate] = {"naive": generate_naive, "cache": generate_with_k
 
 
 def naive_against_cache(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
-    """Answers of growing length to one short prompt. One long answer passes all shorter ones on its way."""
+    """Answers of growing length to one short prompt. One long answer passes all shorter ones on its
+    way.
+    """
     prompt, lengths = llm.engine.tokenizer.encode(HELLO), settings.hello_lengths
     times: dict[str, list[list[float]]] = {"naive": [], "cache": []}
     answers: list[list[int]] = []
@@ -51,8 +61,14 @@ def naive_against_cache(llm: LLM, settings: ClimbSettings, clock: Clock) -> Tabl
         rows.append((length, naive, cached, cached.per(length), Factor.of(naive, cached), *each))
     note = f'"{HELLO}" ({len(prompt)} tokens), greedy, {settings.repeats} repeats, {_kernels(llm)}.'
     columns = (
-        "new tokens", "naive", "KV cache", "KV cache rate", "factor", "naive per token", "KV cache per token"
-    )  # fmt: skip
+        "new tokens",
+        "naive",
+        "KV cache",
+        "KV cache rate",
+        "factor",
+        "naive per token",
+        "KV cache per token",
+    )
     return Table("Naive loop and KV cache", note, columns, tuple(rows))
 
 
@@ -63,7 +79,8 @@ def cache_by_prompt_length(llm: LLM, settings: ClimbSettings, clock: Clock) -> T
     for length in settings.prompt_lengths:
         prompt = _job(llm, length, new, seed=length).token_ids
         ways: dict[str, Callable[[], list[int]]] = {
-            name: partial(generate, llm.engine.decoder, prompt, new) for name, generate in _LOOPS.items()
+            name: partial(generate, llm.engine.decoder, prompt, new)
+            for name, generate in _LOOPS.items()
         }
         for run in ways.values():
             warm_up(run, device_of(llm))
@@ -75,23 +92,38 @@ def cache_by_prompt_length(llm: LLM, settings: ClimbSettings, clock: Clock) -> T
 
 
 def memory_of_allocations(decoder: Decoder, settings: ClimbSettings) -> Table:
-    """What is allocated against what is used when nobody knows how long an answer will be: a contiguous cache is made,
-    and the engine's scheduler gives blocks to the same sequences."""
+    """What is allocated against what is used when nobody knows how long an answer will be: a
+    contiguous cache is made, and the engine's scheduler gives blocks to the same sequences.
+    """
     source = random.Random(0)
     longest = settings.max_model_len
     lengths = [source.randint(longest // 16, longest) for _ in range(settings.memory_sequences)]
     per_token = token_bytes(decoder.spec, 1, decoder.dtype)
     used = sum(lengths) * per_token
-    allocated = {"contiguous, the longest for each": ContiguousCache(decoder, len(lengths), longest).num_bytes}
+    allocated = {
+        "contiguous, the longest for each": ContiguousCache(
+            decoder, len(lengths), longest
+        ).num_bytes
+    }
     for size in (64, 16):
-        allocated[f"paged, blocks of {size}"] = _blocks_taken(lengths, longest, size) * size * per_token
-    rows = tuple((name, Bytes(taken), Bytes(used), f"{used / taken:.0%}") for name, taken in allocated.items())
+        allocated[f"paged, blocks of {size}"] = (
+            _blocks_taken(lengths, longest, size) * size * per_token
+        )
+    rows = tuple(
+        (name, Bytes(taken), Bytes(used), f"{used / taken:.0%}")
+        for name, taken in allocated.items()
+    )
     dtype = str(decoder.dtype).removeprefix("torch.")
     note = (
         f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens; the longest allowed is {longest}. "
         f"A token takes {per_token:,} bytes in {dtype}. Allocated: by a contiguous cache, and by the block pool."
     )
-    return Table("Memory of contiguous and paged caches", note, ("allocation", "allocated", "used", "share used"), rows)
+    return Table(
+        "Memory of contiguous and paged caches",
+        note,
+        ("allocation", "allocated", "used", "share used"),
+        rows,
+    )
 
 
 def _blocks_taken(lengths: Sequence[int], longest: int, block_size: int) -> int:
@@ -107,7 +139,9 @@ def _blocks_taken(lengths: Sequence[int], longest: int, block_size: int) -> int:
     )
     scheduler = Scheduler(config)
     for number, length in enumerate(lengths):
-        for request in make_requests(str(number), [number] * length, SamplingParams(max_tokens=1), 0):
+        for request in make_requests(
+            str(number), [number] * length, SamplingParams(max_tokens=1), 0
+        ):
             scheduler.add(request, 0.0)
     step = scheduler.schedule(0.0)
     assert len(step.scheduled) == len(lengths)
@@ -117,11 +151,15 @@ def _blocks_taken(lengths: Sequence[int], longest: int, block_size: int) -> int:
 def batching(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
     """Many requests of varied length: one by one, in static batches, and in continuous ones."""
     decoder, size = llm.engine.decoder, settings.batch_seqs
-    jobs = random_jobs(settings.batch_jobs, settings.batch_prompt, settings.batch_answer, token_source(llm, seed=1))
+    jobs = random_jobs(
+        settings.batch_jobs, settings.batch_prompt, settings.batch_answer, token_source(llm, seed=1)
+    )
 
     def static() -> list[tuple[int, ...]]:
         prompts, new = [job.token_ids for job in jobs], [job.max_tokens for job in jobs]
-        answers = serve_static_batches(decoder, prompts, new, [0.0] * len(jobs), size, max_wait_ms=50)
+        answers = serve_static_batches(
+            decoder, prompts, new, [0.0] * len(jobs), size, max_wait_ms=50
+        )
         return [answer.tokens for answer in answers]
 
     salts = map("batching {}".format, count())  # every run starts from an empty cache
@@ -133,10 +171,15 @@ def batching(llm: LLM, settings: ClimbSettings, clock: Clock) -> Table:
     for run in ways.values():
         warm_up(run, device_of(llm))
     found = in_turn(ways, settings.batch_repeats, device_of(llm), clock)
-    _check_same("the ways of batching", [answer for _, answers in found.values() for answer in answers])
+    _check_same(
+        "the ways of batching", [answer for _, answers in found.values() for answer in answers]
+    )
     new_tokens = sum(job.max_tokens for job in jobs)
     slowest = found["one by one"][0]
-    rows = tuple((name, time, time.per(new_tokens), Factor.of(slowest, time)) for name, (time, _) in found.items())
+    rows = tuple(
+        (name, time, time.per(new_tokens), Factor.of(slowest, time))
+        for name, (time, _) in found.items()
+    )
     note = (
         f"{len(jobs)} requests at once, prompts of {settings.batch_prompt} tokens, answers of {settings.batch_answer}, "
         f"{new_tokens} new tokens in all, {settings.batch_repeats} repeats, {_kernels(llm)}."
@@ -157,7 +200,10 @@ def shared_system_prompt(llm: LLM, settings: ClimbSettings) -> Table:
         later += outputs[1:]
     once, again = (Spread.of(map(time_to_first_token, outputs)) for outputs in (first, later))
     cached = min(output.metrics.cached_tokens for output in later)
-    rows: tuple[Row, ...] = (("the first", 0, once, ""), ("later ones", cached, again, Factor.of(once, again)))
+    rows: tuple[Row, ...] = (
+        ("the first", 0, once, ""),
+        ("later ones", cached, again, Factor.of(once, again)),
+    )
     note = (
         f"{settings.chat_requests} requests with {settings.system_tokens} tokens in common and 8 to 16 of their own, "
         f"{settings.repeats} repeats from an empty cache, {_kernels(llm)}."
@@ -167,7 +213,9 @@ def shared_system_prompt(llm: LLM, settings: ClimbSettings) -> Table:
 
 
 def leaving_early(llm: LLM, settings: ClimbSettings) -> Table:
-    """Who computes in each step when one request is shorter than its neighbours and another is waiting."""
+    """Who computes in each step when one request is shorter than its neighbours and another is
+    waiting.
+    """
     room = settings.max_num_seqs
     jobs = [_job(llm, 6, new, seed) for seed, new in enumerate([3, *[7] * (room - 1), 3])]
     log = llm.engine.step_log
@@ -201,7 +249,11 @@ def _job(llm: LLM, prompt: int, new: int, seed: int) -> Job:
 
 
 def _time_marks(
-    generate: Generate, decoder: Decoder, prompt: Sequence[int], lengths: Sequence[int], clock: Clock
+    generate: Generate,
+    decoder: Decoder,
+    prompt: Sequence[int],
+    lengths: Sequence[int],
+    clock: Clock,
 ) -> tuple[list[int], list[float]]:
     """An answer of the last length, and when each length was reached."""
     marks: list[float] = []
@@ -223,7 +275,9 @@ def _tokens(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
 
 def _check_same(who: str, answers: Sequence[object]) -> None:
     if any(answer != answers[0] for answer in answers):
-        raise EngineError(f"{who} gave different tokens for the same prompts: please report this as a bug")
+        raise EngineError(
+            f"{who} gave different tokens for the same prompts: please report this as a bug"
+        )
 
 
 def _kernels(llm: LLM) -> str:

@@ -50,8 +50,9 @@ class Rung:
     missing: str = ""
     """Why it can't run, if it can't."""
     expected: Callable[[], Answers] | None = None
-    """What it must answer, where that is not what the first rung does: other weights are another model, and with fewer
-    bits than float32 other kernels round elsewhere."""
+    """What it must answer, where that is not what the first rung does: other weights are another
+    model, and with fewer bits than float32 other kernels round elsewhere.
+    """
     has_other_weights: bool = False
     runs: list[RungRun] = field(default_factory=list)
 
@@ -71,17 +72,34 @@ class Rung:
         return f"{self.number} {self.name}"
 
 
-def find_rungs(engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: Clock = perf_counter) -> list[Rung]:
-    """All rungs, in order, ready to run `jobs`, at most `max_num_seqs` at once where the rung can do several."""
+def find_rungs(
+    engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: Clock = perf_counter
+) -> list[Rung]:
+    """All rungs, in order, ready to run `jobs`, at most `max_num_seqs` at once where the rung can
+    do several.
+    """
 
     def loop(number: int, name: str, generate: Callable[[Job, list[int]], list[int]]) -> Rung:
-        return Rung(number, name, lambda salt: _run_loop(generate, jobs, clock), "reference", plain.nbytes)
+        return Rung(
+            number, name, lambda salt: _run_loop(generate, jobs, clock), "reference", plain.nbytes
+        )
 
     def engine(
-        number: int, name: str, together: bool = True, kernels: str = "auto", prefix_caching: bool = True,
-        graphs: bool = False, depth: int = 1, quantization: str = "none", speculation: str = "off",
-    ) -> Rung:  # fmt: skip
-        options: dict[str, Any] = {"kernels": kernels, "prefix_caching": prefix_caching, "quantization": quantization}
+        number: int,
+        name: str,
+        together: bool = True,
+        kernels: str = "auto",
+        prefix_caching: bool = True,
+        graphs: bool = False,
+        depth: int = 1,
+        quantization: str = "none",
+        speculation: str = "off",
+    ) -> Rung:
+        options: dict[str, Any] = {
+            "kernels": kernels,
+            "prefix_caching": prefix_caching,
+            "quantization": quantization,
+        }
         options["speculation"] = speculation
         llm = engines.get(max_num_seqs=max_num_seqs, cuda_graphs=graphs, **options)
         decoder = llm.engine.decoder
@@ -99,7 +117,9 @@ def find_rungs(engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: 
         ids, note = job.token_ids, lambda cache: sizes.append(cache.num_bytes)
         return generate_with_kv_cache(plain, ids, job.max_tokens, on_cache=note)
 
-    plain = engines.get(kernels="reference", prefix_caching=False, max_num_seqs=max_num_seqs).engine.decoder
+    plain = engines.get(
+        kernels="reference", prefix_caching=False, max_num_seqs=max_num_seqs
+    ).engine.decoder
     fused = engine(6, "fused kernels")
     is_fused = fused.kernels != plain.kernels.name
     no_graphs = _no_graphs(engines, is_fused)
@@ -109,7 +129,9 @@ def find_rungs(engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: 
     if engines.device.type == "cuda":
         no_fused = "no kernels but the plain torch ones run on this GPU in this build"
     on_top = 2 if engines.device.type == "cuda" else 1
-    no_pipeline = "needs a GPU: on a CPU preparing a step and computing one are the same cores' work"
+    no_pipeline = (
+        "needs a GPU: on a CPU preparing a step and computing one are the same cores' work"
+    )
     return [
         loop(1, "naive loop", lambda job, _: generate_naive(plain, job.token_ids, job.max_tokens)),
         loop(2, "contiguous KV cache", cached),
@@ -120,7 +142,9 @@ def find_rungs(engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: 
         engine(7, "quantised weights", quantization=quantizations[0])
         if quantizations
         else Rung(7, "quantised weights", missing=_no_quantized(engines, is_fused)),
-        Rung(8, "CUDA graphs", missing=no_graphs) if no_graphs else engine(8, "CUDA graphs", graphs=True),
+        Rung(8, "CUDA graphs", missing=no_graphs)
+        if no_graphs
+        else engine(8, "CUDA graphs", graphs=True),
         engine(9, "pipelined steps", graphs=not no_graphs, depth=2)
         if engines.device.type == "cuda"
         else Rung(9, "pipelined steps", missing=no_pipeline),
@@ -149,7 +173,9 @@ def _naive_answers(decoder: Decoder, jobs: Sequence[Job]) -> Answers:
     return tuple(tuple(generate_naive(decoder, job.token_ids, job.max_tokens)) for job in jobs)
 
 
-def _run_loop(generate: Callable[[Job, list[int]], list[int]], jobs: Sequence[Job], clock: Clock) -> RungRun:
+def _run_loop(
+    generate: Callable[[Job, list[int]], list[int]], jobs: Sequence[Job], clock: Clock
+) -> RungRun:
     """One request after the other; `generate` notes the bytes of its cache in the list it is given."""
     tokens, ends, sizes = [], [], [0]
     start = clock()
@@ -172,7 +198,13 @@ def _run_engine(llm: LLM, jobs: Sequence[Job], together: bool, salt: str, clock:
         ends += [now - (last - output.metrics.finished) for output in answered]
         outputs += answered
     seconds = clock() - start
-    free = min(entry.step.num_free_blocks for entry in llm.engine.step_log if entry.step.step_id > last_step)
+    free = min(
+        entry.step.num_free_blocks
+        for entry in llm.engine.step_log
+        if entry.step.step_id > last_step
+    )
     plan = llm.engine.plan
     tokens = tuple(output.token_ids for output in outputs)
-    return RungRun(tokens, seconds, tuple(ends), (plan.num_blocks - 1 - free) * plan.bytes_per_block)
+    return RungRun(
+        tokens, seconds, tuple(ends), (plan.num_blocks - 1 - free) * plan.bytes_per_block
+    )

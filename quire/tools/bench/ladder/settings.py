@@ -14,7 +14,9 @@ class ClimbSettings:
     repeats: int = 3
     num_jobs: int = 6
     max_num_seqs: int = 3
-    """How many of the ladder's requests run at once from rung 4 on; fewer than there are, so that some must wait."""
+    """How many of the ladder's requests run at once from rung 4 on; fewer than there are, so that
+    some must wait.
+    """
     shared_tokens: int = 48
     question: Lengths = Lengths(4, 12)
     answer: Lengths = Lengths(4, 12)

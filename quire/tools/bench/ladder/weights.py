@@ -1,4 +1,6 @@
-"""Rung 7 in isolation: weights in different formats, their memory, speed and quality, and what each rounds away."""
+"""Rung 7 in isolation: weights in different formats, their memory, speed and quality, and what each
+rounds away.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from quire.tools.bench.jobs import Lengths, random_jobs
 from quire.tools.bench.ladder.engines import Engines
 from quire.tools.bench.ladder.settings import ClimbSettings
 from quire.tools.bench.offline import run_together, time_to_first_token, token_source
-from quire.tools.bench.quality import OWN_TEXT, open_weights, perplexity, read_text, score, weight_formats, windows_of
+from quire.tools.bench.quality import (
+    OWN_TEXT,
+    open_weights,
+    perplexity,
+    read_text,
+    score,
+    weight_formats,
+    windows_of,
+)
 from quire.tools.bench.report import EMPTY, Bytes, Number, Row, Table
 from quire.tools.bench.spread import Spread
 from quire.tools.ladder.quantized import BLOCK, absmax, to_q4_0
@@ -34,14 +44,34 @@ def compare_weights(engines: Engines, settings: ClimbSettings) -> Table:
         for form, llm in llms.items():
             decoder = llm.engine.decoder
             scores = score(full.engine.decoder, decoder, windows)
-            distance = [Number(scores.divergence.mean().item()), Number(100 * scores.same_top.mean().item(), "%")]
-            rows.append((
-                _name(form, llm), Bytes(decoder.nbytes), Number(8 * decoder.nbytes / decoder.spec.num_parameters),
-                Spread.of((settings.weights_prompt / time_to_first_token(run) for run in runs[form]), "tok/s"),
-                Spread.of(map(_decode_rate, runs[form]), "tok/s"),
-                Number(perplexity(scores.model)), *([EMPTY] * 2 if llm is full else distance),
-            ))  # fmt: skip
-    columns = ("weights", "size", "bits per weight", "prompt", "answer", "perplexity", "mean KL", "same top token")
+            distance = [
+                Number(scores.divergence.mean().item()),
+                Number(100 * scores.same_top.mean().item(), "%"),
+            ]
+            rows.append(
+                (
+                    _name(form, llm),
+                    Bytes(decoder.nbytes),
+                    Number(8 * decoder.nbytes / decoder.spec.num_parameters),
+                    Spread.of(
+                        (settings.weights_prompt / time_to_first_token(run) for run in runs[form]),
+                        "tok/s",
+                    ),
+                    Spread.of(map(_decode_rate, runs[form]), "tok/s"),
+                    Number(perplexity(scores.model)),
+                    *([EMPTY] * 2 if llm is full else distance),
+                )
+            )
+    columns = (
+        "weights",
+        "size",
+        "bits per weight",
+        "prompt",
+        "answer",
+        "perplexity",
+        "mean KL",
+        "same top token",
+    )
     note = (
         f"One request of {settings.weights_prompt} prompt tokens and {settings.weights_new_tokens} new ones, "
         f"{settings.repeats} repeats in turn. Perplexity of {scores.num_tokens} tokens of a text of our own, the lower "
@@ -52,22 +82,41 @@ def compare_weights(engines: Engines, settings: ClimbSettings) -> Table:
 
 
 def compare_rounding() -> Table:
-    """What formats lose of made-up numbers, with and without a few that are far larger than the rest."""
+    """What formats lose of made-up numbers, with and without a few that are far larger than the
+    rest.
+    """
     generator = torch.Generator().manual_seed(0)
-    plain, x = torch.randn(256, 1024, generator=generator), torch.randn(64, 1024, generator=generator)
+    plain, x = (
+        torch.randn(256, 1024, generator=generator),
+        torch.randn(64, 1024, generator=generator),
+    )
     outliers = torch.where(torch.rand(plain.shape, generator=generator) < 0.002, 20 * plain, plain)
     rows: list[Row] = []
     for name, (bits, rounded) in _ROUNDINGS.items():
         exact, product = outliers @ x.T, rounded(outliers)
         weights = [Number(_error(rounded(numbers), numbers), "%") for numbers in (plain, outliers)]
         inputs = (x, _in_blocks(x, 127))
-        rows.append((name, Number(bits), *weights, *(Number(_error(product @ i.T, exact), "%") for i in inputs)))
+        rows.append(
+            (
+                name,
+                Number(bits),
+                *weights,
+                *(Number(_error(product @ i.T, exact), "%") for i in inputs),
+            )
+        )
     note = (
         "The root of the mean squared error over that of the numbers, in percent: of 256 rows of 1,024 normal numbers, "
         "of the same with one in 500 twenty times as large, and of the latter's products with rows of normal numbers, "
         "in full and in 8 bits (blocks of 32)."
     )
-    columns = ("format", "bits per number", "plain rows", "rows with outliers", "their products", "with x in 8 bits")
+    columns = (
+        "format",
+        "bits per number",
+        "plain rows",
+        "rows with outliers",
+        "their products",
+        "with x in 8 bits",
+    )
     return Table("What formats round away", note, columns, tuple(rows))
 
 

@@ -40,7 +40,9 @@ class Metrics:
         names = [name.strip() for name in shown.split(",")]
         for name in names:
             if name not in METRICS:
-                raise InvalidRequestError("--percentile-metrics", f"has {', '.join(METRICS)}, not {name!r}")
+                raise InvalidRequestError(
+                    "--percentile-metrics", f"has {', '.join(METRICS)}, not {name!r}"
+                )
         values = [_number(part) for part in percentiles.split(",")]
         if not all(0 <= value <= 100 for value in values):
             message = f"must be numbers from 0 to 100 like 50,99, not {percentiles!r}"
@@ -55,7 +57,9 @@ def parse_goodput(pairs: Iterable[str]) -> dict[str, float]:
         name, _, text = pair.partition(":")
         limits[name] = _number(text)
         if name not in _GOODPUT or not limits[name] > 0:
-            raise InvalidRequestError("--goodput", f"must be {'|'.join(_GOODPUT)}:MILLISECONDS, not {pair!r}")
+            raise InvalidRequestError(
+                "--goodput", f"must be {'|'.join(_GOODPUT)}:MILLISECONDS, not {pair!r}"
+            )
     return limits
 
 
@@ -81,13 +85,17 @@ def serving_report(
         "burstiness": load.burstiness,
         "max_concurrency": load.max_concurrency,
     }
-    table = Table("Serving Benchmark Result", "", ("what", "measured"), tuple(rows(figures, load, metrics)))
+    table = Table(
+        "Serving Benchmark Result", "", ("what", "measured"), tuple(rows(figures, load, metrics))
+    )
     more = details(results) if is_detailed else {}
     return Report(table.title, facts, (table,), {**about, **figures, **more})
 
 
 def samples(results: Iterable[Result]) -> dict[str, list[float]]:
-    """Milliseconds of each metric in rising order, of requests that succeeded; a single 0 where there are none."""
+    """Milliseconds of each metric in rising order, of requests that succeeded; a single 0 where
+    there are none.
+    """
     done = [result for result in results if result.is_success]
     seconds = {
         "ttft": [result.ttft for result in done],
@@ -95,11 +103,15 @@ def samples(results: Iterable[Result]) -> dict[str, list[float]]:
         "itl": [gap for result in done for gap in result.itls],
         "e2el": [result.latency for result in done],
     }
-    return {name: sorted(1000 * value for value in values or [0.0]) for name, values in seconds.items()}
+    return {
+        name: sorted(1000 * value for value in values or [0.0]) for name, values in seconds.items()
+    }
 
 
 def summarize(results: Sequence[Result], duration: float, metrics: Metrics) -> dict[str, Any]:
-    """The figures, by the names they have in vLLM's result files. Times are of requests that succeeded."""
+    """The figures, by the names they have in vLLM's result files. Times are of requests that
+    succeeded.
+    """
     done = [result for result in results if result.is_success]
     total_input = sum(result.prompt_tokens for result in done)
     total_output = sum(result.output_tokens for result in done)
@@ -145,7 +157,9 @@ def rows(figures: Mapping[str, Any], load: Load, metrics: Metrics) -> Iterable[R
         "Successful requests": figures["completed"],
         "Failed requests": figures["failed"],
         "Maximum request concurrency": load.max_concurrency,
-        "Request rate configured (RPS)": None if math.isinf(load.request_rate) else load.request_rate,
+        "Request rate configured (RPS)": None
+        if math.isinf(load.request_rate)
+        else load.request_rate,
         "Benchmark duration (s)": figures["duration"],
         "Total input tokens": figures["total_input_tokens"],
         "Total generated tokens": figures["total_output_tokens"],
@@ -189,5 +203,7 @@ def _peak_rate(results: Sequence[Result]) -> float:
 
 
 def _peak_concurrency(results: Sequence[Result]) -> int:
-    changes = sorted([(result.start, 1) for result in results] + [(result.end, -1) for result in results])
+    changes = sorted(
+        [(result.start, 1) for result in results] + [(result.end, -1) for result in results]
+    )
     return max(accumulate(change for _, change in changes), default=0)

@@ -32,7 +32,9 @@ class Load:
     request_rate: float = math.inf
     """Requests a second; infinite: all at once."""
     burstiness: float = 1.0
-    """1: arrivals are a Poisson process; less: in bursts; more: evenly spread. (The shape of a gamma distribution.)"""
+    """1: arrivals are a Poisson process; less: in bursts; more: evenly spread. (The shape of a
+    gamma distribution.)
+    """
     max_concurrency: int | None = None
     """Requests under way at a time; those that are due wait."""
     ignore_eos: bool = False
@@ -42,7 +44,9 @@ class Load:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise InvalidRequestError("--backend", f"must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
+            raise InvalidRequestError(
+                "--backend", f"must be one of {', '.join(BACKENDS)}, not {self.backend!r}"
+            )
         if not self.request_rate > 0:
             raise InvalidRequestError("--request-rate", f"must be above 0, not {self.request_rate}")
         if not 0 < self.burstiness < math.inf:
@@ -60,12 +64,18 @@ class Load:
         is_messages = isinstance(job.prompt, list)
         if self.backend == "openai-chat":
             if isinstance(job.prompt, tuple):
-                raise InvalidRequestError("--vocab-size", "chats are text: leave it out, or use --backend openai")
-            body["messages"] = job.prompt if is_messages else [{"role": "user", "content": job.prompt}]
+                raise InvalidRequestError(
+                    "--vocab-size", "chats are text: leave it out, or use --backend openai"
+                )
+            body["messages"] = (
+                job.prompt if is_messages else [{"role": "user", "content": job.prompt}]
+            )
             body["max_completion_tokens"] = job.max_tokens
         else:
             if is_messages:
-                raise InvalidRequestError("--dataset-path", "has messages: use --backend openai-chat")
+                raise InvalidRequestError(
+                    "--dataset-path", "has messages: use --backend openai-chat"
+                )
             body["prompt"] = job.prompt
             body["max_tokens"] = job.max_tokens
         if self.model is not None:
@@ -82,7 +92,9 @@ class Load:
             return [0.0] * count
         source = random.Random(self.seed)
         mean = 1 / self.request_rate
-        pauses = [source.gammavariate(self.burstiness, mean / self.burstiness) for _ in range(count)]
+        pauses = [
+            source.gammavariate(self.burstiness, mean / self.burstiness) for _ in range(count)
+        ]
         # A few draws may miss the rate by far; the run as a whole should not.
         scale = count * mean / sum(pauses)
         return [pause * scale for pause in pauses]
@@ -123,20 +135,28 @@ class Result:
     @property
     def tpot(self) -> float | None:
         """Time per output token after the first; None for an answer of one."""
-        return None if self.output_tokens < 2 else (self.chunks[-1] - self.chunks[0]) / (self.output_tokens - 1)
+        return (
+            None
+            if self.output_tokens < 2
+            else (self.chunks[-1] - self.chunks[0]) / (self.output_tokens - 1)
+        )
 
 
 async def measure_server(
     base_url: str, api_key: str | None, load: Load, jobs: Sequence[Job], num_warmups: int
 ) -> tuple[Load, list[Result], float]:
-    """The load with the model's name in it (the server's first, if it had none), and what `measure` returns."""
+    """The load with the model's name in it (the server's first, if it had none), and what `measure`
+    returns.
+    """
     async with HttpClient(base_url, api_key) as client:
         if load.model is None:
             models = await client.get_json("/v1/models")
             try:
                 load = replace(load, model=str(models["data"][0]["id"]))
             except (KeyError, IndexError, TypeError):
-                raise HttpError("/v1/models: the server names no model; say which with --model") from None
+                raise HttpError(
+                    "/v1/models: the server names no model; say which with --model"
+                ) from None
         if num_warmups:
             await measure(client, [jobs[i % len(jobs)] for i in range(num_warmups)], load)
         with BenchmarkBar(len(jobs)) as bar:
@@ -149,7 +169,11 @@ async def measure(
 ) -> tuple[list[Result], float]:
     """Sends all jobs; returns their results in the same order, and how long it took."""
     bodies = [load.body(job) for job in jobs]  # made before the clock runs
-    slots = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency is not None else contextlib.nullcontext()
+    slots = (
+        asyncio.Semaphore(load.max_concurrency)
+        if load.max_concurrency is not None
+        else contextlib.nullcontext()
+    )
 
     async def send(body: Mapping[str, Any]) -> Result:
         async with slots:
@@ -202,4 +226,7 @@ def _take(result: Result, event: Any, now: float) -> None:
 def _has_news(choice: Mapping[str, Any]) -> bool:
     """The first piece of a chat has a role and nothing else, the last one only says why it ends."""
     delta = choice.get("delta") or choice
-    return any(delta.get(name) for name in ("text", "content", "reasoning_content", "reasoning", "tool_calls"))
+    return any(
+        delta.get(name)
+        for name in ("text", "content", "reasoning_content", "reasoning", "tool_calls")
+    )
