@@ -1,7 +1,7 @@
 """The engine process of `bench/http_side.py`: no model, and as many tokens per second as it is told
 to give.
 
-It speaks the engine's part (`quire.server.messages`): every step gives one token to each request.
+It speaks the engine's part (`quire.server.link.messages`): every step gives one token to each request.
 The token's id tells the step, and when that was made stands in a file that `http_side.py` reads, so
 that whoever reads a stream knows how long its tokens were on their way.
 """
@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from quire.observe.step_log import StepSummary
-from quire.server import messages
+from quire.server.link import messages
 from quire.step import RequestUpdate
 
 FIRST_ID, NUM_IDS = 300, 1024

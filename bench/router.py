@@ -36,9 +36,9 @@ from quire.engine import Request, Scheduler, SchedulerConfig
 from quire.observe.block_names import BlockNamer, pack_names
 from quire.observe.cache_events import CacheEvents
 from quire.sampling_params import SamplingParams
-from quire.server.messages import pack_tokens
-from quire.server.replicas.block_table import BlockTable
-from quire.server.replicas.router import Assignment, PrefixRouter
+from quire.server.link.messages import pack_tokens
+from quire.server.link.replicas.block_table import BlockTable
+from quire.server.link.replicas.router import Assignment, PrefixRouter
 from quire.step import Step, StepResult
 
 STEP_SECONDS, TOKEN_SECONDS = 10e-3, 100e-6

@@ -61,7 +61,7 @@ MAY_SAY_CUDA = (
     "backends/triton/",  # the device itself, and kernels for it
     "tools/bench/",  # measures what only such a device has
     # compares what a user typed, in a process that must not import torch
-    "server/replicas/shares.py",
+    "server/link/replicas/shares.py",
 )
 """Files, and folders of them, in which a line of code may name the device that torch calls cuda."""
 CUDA_OPTIONS = ("cuda_graphs",)

@@ -22,8 +22,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from quire.errors import EngineError, QuireError
 from quire.server.config import ServerConfig
-from quire.server.engine_link import EngineLink
-from quire.server.messages import Command, Event, Fatal, Ready, decode_event, encode
+from quire.server.link.engine_link import EngineLink
+from quire.server.link.messages import Command, Event, Fatal, Ready, decode_event, encode
 from quire.server.tasks import AttendedClock
 
 logger = logging.getLogger(__name__)

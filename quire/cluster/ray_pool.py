@@ -8,9 +8,9 @@ from quire.cluster.ray_engine import RayLink
 from quire.cluster.settings import RaySettings, engine_parts
 from quire.observe.prometheus import ServerMetrics
 from quire.server.config import ServerConfig
-from quire.server.engine_link import EngineLink
-from quire.server.replicas.elastic import ElasticPool
-from quire.server.replicas.pool import Replica
+from quire.server.link.engine_link import EngineLink
+from quire.server.link.replicas.elastic import ElasticPool
+from quire.server.link.replicas.pool import Replica
 
 
 class RayReplica(Replica):

@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.errors import InvalidRequestError
 from quire.server.config import EngineShare, ServerConfig
-from quire.server.replicas.scaling import ScalingRule
+from quire.server.link.replicas.scaling import ScalingRule
 
 _WHOLE = ("min_replicas", "max_replicas", "gpus_per_replica", "target_queue")
 _REAL = ("cpus_per_replica", "http_cpus", "up_seconds", "down_seconds", "schedule_seconds")

@@ -13,11 +13,7 @@ from starlette.types import ASGIApp
 
 from quire import __version__
 from quire.server import errors
-from quire.server.batches.queue import BatchQueue
-from quire.server.guard.auth import AllowedHosts, Authentication
-from quire.server.guard.limits import BodyLimits, RequestContext
-from quire.server.guard.page_session import PageSessions
-from quire.server.routes import (
+from quire.server.api.routes import (
     anthropic,
     batches,
     chat,
@@ -31,8 +27,12 @@ from quire.server.routes import (
     tokenize,
     vllm,
 )
+from quire.server.batches.queue import BatchQueue
+from quire.server.guard.auth import AllowedHosts, Authentication
+from quire.server.guard.limits import BodyLimits, RequestContext
+from quire.server.guard.page_session import PageSessions
+from quire.server.link.watch_hub import WatchHubs
 from quire.server.service import GenerationService
-from quire.server.watch_hub import WatchHubs
 
 _NO_REDIRECTS: dict[str, Any] = {"redirect_slashes": False}
 """They would lead to whatever the Host header says."""

@@ -117,10 +117,10 @@ class ServerConfig:
     """Where spans of requests are sent (OTLP over HTTP); None: there are none."""
     log_format: str = "human"
     log_level: str = "info"
-    engine_module: str = "quire.server.engine_process"
+    engine_module: str = "quire.server.link.engine_process"
     """What the engine process runs; tests run one that breaks on demand."""
     share: EngineShare = field(default_factory=EngineShare)
-    """Of an engine that is one of several; `quire.server.replicas.shares` divides."""
+    """Of an engine that is one of several; `quire.server.link.replicas.shares` divides."""
 
     def __post_init__(self) -> None:
         EngineConfig.of(self.engine)

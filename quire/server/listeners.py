@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from quire.server import messages
 from quire.server.errors import ApiError, to_api_error
+from quire.server.link import messages
 from quire.step import RequestUpdate
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from quire.server.app import create_app
 from quire.server.batches.queue import BatchQueue
 from quire.server.batches.room import FolderLimits
 from quire.server.batches.store import BatchStore
+from quire.server.calls.response_store import ResponseStore, open_store
 from quire.server.config import ServerConfig
 from quire.server.http_server import (
     HttpServer,
@@ -26,12 +27,11 @@ from quire.server.http_server import (
     prepare_process,
     settle,
 )
+from quire.server.link.messages import Ready
+from quire.server.link.replicas.open import metrics_for, open_engines
+from quire.server.link.workers.hub import WorkerHub
 from quire.server.logs import set_up_logging
-from quire.server.messages import Ready
-from quire.server.replicas.open import metrics_for, open_engines
-from quire.server.response_store import ResponseStore, open_store
 from quire.server.service import GenerationService
-from quire.server.workers.hub import WorkerHub
 
 logger = logging.getLogger(__name__)
 

@@ -17,20 +17,20 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.request_records import RecordBook, RequestRecord
 from quire.observe.tracing import Trace, Tracing
+from quire.server.calls.embedding_call import EmbeddingCall
+from quire.server.calls.engine_call import EngineCall
+from quire.server.calls.generation import GenerationRequest
+from quire.server.calls.prompts import EncodedPrompt, PromptEncoder
+from quire.server.calls.response_store import OwnResponses, ResponseStore, open_store
+from quire.server.calls.text_call import TextCall
 from quire.server.config import ServerConfig
-from quire.server.embedding_call import EmbeddingCall
-from quire.server.engine_call import EngineCall
-from quire.server.engine_client import Engines, unavailable
 from quire.server.errors import ApiError
-from quire.server.generation import GenerationRequest
 from quire.server.guard.admission import Admission
 from quire.server.guard.auth import owner_of
 from quire.server.guard.counts import Counts
-from quire.server.messages import Ready
-from quire.server.prompts import EncodedPrompt, PromptEncoder
-from quire.server.response_store import OwnResponses, ResponseStore, open_store
+from quire.server.link.engine_client import Engines, unavailable
+from quire.server.link.messages import Ready
 from quire.server.tasks import NextTurn
-from quire.server.text_call import TextCall
 
 _T = TypeVar("_T")
 _DESCRIBE_PAUSE = 0.05
@@ -43,7 +43,7 @@ _PROMPT_FIELDS = ("prompt", "text", "token_ids")
 
 
 class GenerationService:
-    """One model, served. `quire.server.engine_call` explains its use."""
+    """One model, served. `quire.server.calls.engine_call` explains its use."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class GenerationService:
         responses: ResponseStore | None = None,
         counts: Counts | None = None,
     ) -> None:
-        """`counts`: what the limits count, if other processes share them (`quire.server.workers`)."""
+        """`counts`: what the limits count, if other processes share them (`quire.server.link.workers`)."""
         self.config = config
         self.tokenizer = tokenizer
         self.client = client

@@ -12,8 +12,8 @@ import pytest
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.observe.block_names import pack_names
 from quire.server.config import ServerConfig
-from quire.server.engine_link import _decode
-from quire.server.replicas.router import PrefixRouter
+from quire.server.link.engine_link import _decode
+from quire.server.link.replicas.router import PrefixRouter
 
 NOTHING = np.zeros(0, np.uint64)
 

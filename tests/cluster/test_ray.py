@@ -26,7 +26,7 @@ import yaml
 from quire.errors import QuireError
 from quire.server.batches.run import BatchJob, run_batch
 from quire.server.config import EngineShare, ServerConfig
-from quire.server.messages import (
+from quire.server.link.messages import (
     AddRequest,
     Fatal,
     Ready,

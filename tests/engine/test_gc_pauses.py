@@ -23,9 +23,9 @@ from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.kernels.reference import ReferenceKernels
 from quire.process.gc_pauses import IdleCollector, full_collections_put_off, no_collections
-from quire.server import engine_process
-from quire.server.engine_process import EngineLoop
-from quire.server.messages import Shutdown, encode
+from quire.server.link import engine_process
+from quire.server.link.engine_process import EngineLoop
+from quire.server.link.messages import Shutdown, encode
 from tests.engine.harness import Harness, config
 from tests.random_models import SPECS, random_decoder
 

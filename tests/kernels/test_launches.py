@@ -11,7 +11,7 @@ import pytest
 
 import quire
 
-FOLDER = Path(quire.__file__).parent / "kernels" / "triton"
+FOLDER = Path(quire.__file__).parent / "backends" / "triton"
 OPTIONS = {"num_warps", "num_stages", "maxnreg"}
 BY_POSITION = {"grouping.py", "moe.py", "streamed_linear.py", "tile_product.py"}
 """Not changed yet."""

@@ -18,11 +18,11 @@ from quire.observe.block_map import CACHED, FREE, SHARED, UNSEEN, USED
 from quire.observe.live_view import FRAME_SECONDS, KEY_SECONDS, Column, LiveView
 from quire.observe.request_records import RecordBook, RequestRecord
 from quire.sampling_params import SamplingParams
-from quire.server import watch_hub
-from quire.server.engine_watch import EngineWatch
 from quire.server.errors import ApiError
-from quire.server.messages import Watched
-from quire.server.watch_hub import WatchHub, WatchHubs
+from quire.server.link import watch_hub
+from quire.server.link.engine_watch import EngineWatch
+from quire.server.link.messages import Watched
+from quire.server.link.watch_hub import WatchHub, WatchHubs
 from quire.step import Admission, Finished, ScheduledRequest, Step, StepLogEntry, StepResult
 from quire.tools.simulate.scenario import make_scenario
 from quire.tools.simulate.simulation import Simulation
@@ -206,7 +206,7 @@ def test_long_steps_leave_time_for_more_of_the_log(monkeypatch: pytest.MonkeyPat
     clock = [0.0]
     watch = EngineWatch(log, CONFIG)
     monkeypatch.setattr(
-        "quire.server.engine_watch.time", SimpleNamespace(monotonic=lambda: clock[0])
+        "quire.server.link.engine_watch.time", SimpleNamespace(monotonic=lambda: clock[0])
     )
     observe = watch._view.observe
 

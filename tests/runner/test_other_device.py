@@ -23,7 +23,7 @@ from quire.runner.runner import Runner
 from quire.runner.step_outputs import PendingStep, StepOutputs
 from quire.sampling.upload import Uploader
 from quire.sampling_params import SamplingParams
-from quire.server.engine_memory import EngineMemory
+from quire.server.link.engine_memory import EngineMemory
 from tests.late_device import LateDevice, use_late_device
 from tests.quick_interpreter import quicken
 from tests.random_models import SPECS, Bench, random_decoder

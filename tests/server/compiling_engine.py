@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from quire.errors import QuireError
 from quire.process import life
-from quire.server.engine_process import main
+from quire.server.link.engine_process import main
 
 
 def build(*_: Any) -> NoReturn:

@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.assemble import Engine, build_engine
 from quire.engine.block_pool import Block
-from quire.server.engine_process import main
+from quire.server.link.engine_process import main
 from quire.step import Step
 from tests.server.countdown import break_sends, is_due
 

@@ -22,7 +22,7 @@ import warnings
 import weakref
 from typing import Any, NoReturn
 
-_MODULES = ("quire.server.engine_process", "tests.server.faulty_engine")
+_MODULES = ("quire.server.link.engine_process", "tests.server.faulty_engine")
 _PR_SET_NAME = 15
 
 

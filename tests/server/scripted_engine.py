@@ -20,7 +20,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from quire.observe.step_log import StepSummary
-from quire.server import messages
+from quire.server.link import messages
 from quire.step import RequestMetrics, RequestUpdate, TokenScore
 
 LONG_PROMPT = 50

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.generation import GenerationEvent, ToolCallDelta
-from quire.server.protocol.anthropic import MessagesRequest
-from quire.server.routes.anthropic import ContentBlocks, tool_input
+from quire.server.api.protocol.anthropic import MessagesRequest
+from quire.server.api.routes.anthropic import ContentBlocks, tool_input
+from quire.server.calls.generation import GenerationEvent, ToolCallDelta
 from tests.server.harness import Server, wait_for
 
 WEATHER = {

@@ -26,12 +26,18 @@ from quire.observe.shared_metrics import Numbers
 from quire.outputs import TokenLogprobs
 from quire.process.gc_pauses import IdleCollector
 from quire.sampling_params import SamplingParams
-from quire.server.call_stream import DIRECT_BODY, CallStream
-from quire.server.config import ServerConfig
-from quire.server.engine_call import EngineCall, TextSink
-from quire.server.engine_client import EngineClient
-from quire.server.errors import ApiError
-from quire.server.generation import (
+from quire.server.api.http_responses import TextEvent, data_event, one_line
+from quire.server.api.protocol.anthropic import MessagesRequest
+from quire.server.api.protocol.chat import ChatCompletionRequest
+from quire.server.api.protocol.completions import CompletionRequest
+from quire.server.api.protocol.responses import ResponsesRequest
+from quire.server.api.routes.anthropic import MessageWriter
+from quire.server.api.routes.chat import ChatWriter
+from quire.server.api.routes.completions import CompletionWriter
+from quire.server.api.routes.responses import OutputItems, ResponseWriter
+from quire.server.calls.call_stream import DIRECT_BODY, CallStream
+from quire.server.calls.engine_call import EngineCall, TextSink
+from quire.server.calls.generation import (
     GenerationEvent,
     GenerationRequest,
     TextPrompt,
@@ -40,22 +46,14 @@ from quire.server.generation import (
     join_events,
     whole_choices,
 )
+from quire.server.config import ServerConfig
+from quire.server.errors import ApiError
 from quire.server.guard.admission import Admission
 from quire.server.guard.counts import ANSWERS, CONNECTIONS, Counts
-from quire.server.http_responses import TextEvent, data_event, one_line
 from quire.server.http_server import HttpServer
-from quire.server.listeners import Listeners
-from quire.server.messages import Event, Fatal, Updates, decode_event, encode
-from quire.server.protocol.anthropic import MessagesRequest
-from quire.server.protocol.chat import ChatCompletionRequest
-from quire.server.protocol.completions import CompletionRequest
-from quire.server.protocol.responses import ResponsesRequest
-from quire.server.routes.anthropic import MessageWriter
-from quire.server.routes.chat import ChatWriter
-from quire.server.routes.completions import CompletionWriter
-from quire.server.routes.responses import OutputItems, ResponseWriter
-from quire.server.tasks import NextTurn
-from quire.server.workers.messages import (
+from quire.server.link.engine_client import EngineClient
+from quire.server.link.messages import Event, Fatal, Updates, decode_event, encode
+from quire.server.link.workers.messages import (
     Drain,
     Find,
     Frames,
@@ -64,7 +62,9 @@ from quire.server.workers.messages import (
     encode_config,
     frame,
 )
-from quire.server.workers.relay import WorkerLink, _Request
+from quire.server.link.workers.relay import WorkerLink, _Request
+from quire.server.listeners import Listeners
+from quire.server.tasks import NextTurn
 from quire.step import RequestUpdate, TokenScore
 from tests.server.harness import ROOT
 
@@ -136,7 +136,7 @@ def test_a_prepared_event_has_the_bytes_of_any_other(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same events from a writer that prepares nothing."""
-    monkeypatch.setattr("quire.server.routes.responses.new_id", lambda prefix: f"{prefix}1")
+    monkeypatch.setattr("quire.server.api.routes.responses.new_id", lambda prefix: f"{prefix}1")
     one_choice = name in ("responses", "messages")
     events = [event for event in EVENTS if not (one_choice and event.index)]
     quick, slow = new_writer(name), new_writer(name)

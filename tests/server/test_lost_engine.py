@@ -15,11 +15,11 @@ from quire.checkpoints.sources import resolve
 from quire.load import open_tokenizer
 from quire.observe.prometheus import ServerMetrics
 from quire.server.app import create_app
+from quire.server.calls.embedding_call import EmbeddingCall
 from quire.server.config import ServerConfig
-from quire.server.embedding_call import EmbeddingCall
-from quire.server.engine_client import EngineClient, unavailable
-from quire.server.engine_link import EngineLink
-from quire.server.messages import AddRequest, Ready, Shutdown, Updates
+from quire.server.link.engine_client import EngineClient, unavailable
+from quire.server.link.engine_link import EngineLink
+from quire.server.link.messages import AddRequest, Ready, Shutdown, Updates
 from quire.server.service import GenerationService
 from quire.server.tasks import AttendedClock
 from quire.step import RequestUpdate

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from quire.observe.request_records import RecordBook, RequestRecord
-from quire.server.others import OwnFrames, OwnNames, hide_others
+from quire.server.link.others import OwnFrames, OwnNames, hide_others
 
 MINE, OTHER = "chatcmpl-" + "a" * 24, "resp_" + "b" * 24
 BOOK = RecordBook()

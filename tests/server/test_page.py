@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 from quire.observe.request_records import RecordBook
+from quire.server.api.routes.page import FILES
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
-from quire.server.engine_client import EngineClient
-from quire.server.messages import Command, Watch
-from quire.server.routes.page import FILES
+from quire.server.link.engine_client import EngineClient
+from quire.server.link.messages import Command, Watch
 from quire.tools.explain.text import TITLES
 
 

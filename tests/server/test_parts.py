@@ -26,14 +26,18 @@ from quire.observe.prometheus import ServerMetrics
 from quire.observe.request_records import RecordBook, RequestRecord, describe_request
 from quire.observe.step_log import StepLog
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.server.answer_reader import AnswerReader
+from quire.server.api.protocol.common import Body
+from quire.server.api.protocol.completions import CompletionRequest
+from quire.server.calls.answer_reader import AnswerReader
+from quire.server.calls.prompts import EncodedPrompt, PromptEncoder
+from quire.server.calls.text_call import new_reader
 from quire.server.config import ServerConfig
-from quire.server.engine_process import engine_config
 from quire.server.errors import ApiError, error_body, field_name, install, to_api_error
 from quire.server.guard.admission import Admission
 from quire.server.guard.connection import convert, ignored_header, parse_body, request_id_of
 from quire.server.guard.limits import BodyLimits, RequestContext
-from quire.server.messages import (
+from quire.server.link.engine_process import engine_config
+from quire.server.link.messages import (
     AddRequest,
     Ready,
     Updates,
@@ -42,10 +46,6 @@ from quire.server.messages import (
     encode,
     pack_tokens,
 )
-from quire.server.prompts import EncodedPrompt, PromptEncoder
-from quire.server.protocol.common import Body
-from quire.server.protocol.completions import CompletionRequest
-from quire.server.text_call import new_reader
 from quire.step import PromptScores, RequestMetrics, RequestUpdate, TokenScore
 from quire.tools.simulate.fake_runner import FakeRunner
 from tests.frontend.helpers import byte_level_metadata, train_byte_level
@@ -424,7 +424,7 @@ def test_a_server_computes_less_at_once_than_the_engine_would(
 ) -> None:
     """On a GPU, where nothing is said; what is said counts."""
     monkeypatch.setattr(
-        "quire.server.engine_process.pick_device", lambda name: device_of(torch.device(name))
+        "quire.server.link.engine_process.pick_device", lambda name: device_of(torch.device(name))
     )
     chosen = engine_config({"device": "cuda"})
     assert (

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from quire.outputs import TokenLogprobs
-from quire.server.generation import GenerationEvent, ToolCallDelta
-from quire.server.protocol.responses import ResponsesRequest
-from quire.server.response_store import ResponseStore, StoreLimits
-from quire.server.routes.responses import OutputItems
+from quire.server.api.protocol.responses import ResponsesRequest
+from quire.server.api.routes.responses import OutputItems
+from quire.server.calls.generation import GenerationEvent, ToolCallDelta
+from quire.server.calls.response_store import ResponseStore, StoreLimits
 from tests.server.harness import Server, error_of, wait_for
 
 WEATHER = {

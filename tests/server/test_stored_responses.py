@@ -11,8 +11,13 @@ import msgspec
 import pytest
 
 from quire.errors import QuireError
-from quire.server.response_files import ResponseFiles
-from quire.server.response_store import OwnResponses, ResponseStore, StoredResponse, StoreLimits
+from quire.server.calls.response_files import ResponseFiles
+from quire.server.calls.response_store import (
+    OwnResponses,
+    ResponseStore,
+    StoredResponse,
+    StoreLimits,
+)
 from tests.late_import import LateModule
 from tests.server.conftest import SCRIPTED_ENGINE
 from tests.server.harness import Server, error_of, wait_for
@@ -324,7 +329,7 @@ def test_with_storing_off_the_message_says_what_to_send(small_model: str) -> Non
 
 def test_chains_are_bounded(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     from quire.errors import InvalidRequestError
-    from quire.server.protocol import response_items
+    from quire.server.api.protocol import response_items
 
     store = ResponseStore(StoreLimits(100, 10**6, 60), clock=clock)
     make(store, "a")

@@ -25,11 +25,11 @@ import zmq
 from quire.errors import EngineError, QuireError
 from quire.observe.prometheus import ServerMetrics
 from quire.process.temporary_folders import temporary_folder
-from quire.server import engine_client
 from quire.server.config import ServerConfig
-from quire.server.engine_client import EngineClient
-from quire.server.engine_link import EngineLink
-from quire.server.messages import AddRequest, Event, Loading, Ready, pack_tokens
+from quire.server.link import engine_client
+from quire.server.link.engine_client import EngineClient
+from quire.server.link.engine_link import EngineLink
+from quire.server.link.messages import AddRequest, Event, Loading, Ready, pack_tokens
 from quire.server.tasks import AttendedClock
 
 READY = Ready(100, 8, 256, 64, 64, 16, "fcfs", "fp")

@@ -13,7 +13,7 @@ from quire.frontend.tool_calls.hermes import HermesParser
 from quire.frontend.tool_calls.llama3 import Llama3Parser
 from quire.frontend.tool_calls.mistral import MistralParser
 from quire.frontend.tool_calls.parser import ArgumentsDelta, CallStart, ContentDelta, ToolCallParser
-from quire.server.answer_reader import AnswerReader
+from quire.server.calls.answer_reader import AnswerReader
 from tests.server.harness import Server
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -28,7 +28,7 @@ from quire.observe.prometheus import ServerMetrics
 from quire.observe.tracing import Tracing
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
-from quire.server.engine_client import EngineClient
+from quire.server.link.engine_client import EngineClient
 from quire.server.service import GenerationService
 from tests.server.harness import SMALL_ENGINE, Server, wait_for
 

@@ -20,8 +20,8 @@ from quire.server.batches.output import AnswerFile
 from quire.server.batches.requests import BatchRequest, RequestFile
 from quire.server.config import ServerConfig
 from quire.server.http_server import open_tokenizer
+from quire.server.link.replicas.open import metrics_for, open_engines
 from quire.server.logs import set_up_logging
-from quire.server.replicas.open import metrics_for, open_engines
 from quire.server.service import GenerationService
 
 _AHEAD = 8

@@ -25,7 +25,7 @@ from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from quire.server.call_stream import DIRECT_BODY
+from quire.server.calls.call_stream import DIRECT_BODY
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, error_body
 from quire.server.guard.connection import new_id
@@ -58,7 +58,7 @@ class _GentlyClosed:
 
 
 class _DirectBody:
-    """`quire.server.call_stream.DirectBody` of one response."""
+    """`quire.server.calls.call_stream.DirectBody` of one response."""
 
     __slots__ = ("_cycle", "_transport", "is_blocked")
 

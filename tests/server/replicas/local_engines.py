@@ -21,13 +21,13 @@ from quire.config import EngineConfig
 from quire.constrain import GrammarCompiler
 from quire.load import LoadedModel, Share, load_model
 from quire.observe.cache_events import CacheEvents
-from quire.server import engine_client, messages
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
-from quire.server.engine_process import EngineLoop, _ready
-from quire.server.engine_requests import EngineRequests
-from quire.server.replicas.open import metrics_for, open_engines
-from quire.server.replicas.pool import ReplicaPool
+from quire.server.link import engine_client, messages
+from quire.server.link.engine_process import EngineLoop, _ready
+from quire.server.link.engine_requests import EngineRequests
+from quire.server.link.replicas.open import metrics_for, open_engines
+from quire.server.link.replicas.pool import ReplicaPool
 from quire.server.service import GenerationService
 from quire.server.tasks import AttendedClock
 from tests.server.harness import SMALL_ENGINE

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.messages import Updates
+from quire.server.link.messages import Updates
 from tests.long_runs import IS_LONG, short_or_long
 from tests.server.harness import SMALL_ENGINE, Server, engines_of, wait_for
 from tests.server.replicas.local_engines import (

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from quire.errors import InvalidRequestError, QuireError
-from quire.server.replicas import elastic
-from quire.server.replicas.elastic import ElasticPool
-from quire.server.replicas.scaling import Scaler, ScalingRule
+from quire.server.link.replicas import elastic
+from quire.server.link.replicas.elastic import ElasticPool
+from quire.server.link.replicas.scaling import Scaler, ScalingRule
 from tests.server.replicas.local_engines import (
     LocalEngines,
     LocalServer,

@@ -14,7 +14,7 @@ import pytest
 from quire.engine.core import Pending
 from quire.errors import EngineError
 from quire.server.config import ServerConfig
-from quire.server.messages import AddRequest, Updates, encode, pack_tokens
+from quire.server.link.messages import AddRequest, Updates, encode, pack_tokens
 from quire.server.tasks import AttendedClock
 from quire.step import Step
 from tests.server.replicas.local_engines import (

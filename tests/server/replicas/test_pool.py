@@ -13,13 +13,13 @@ import pytest
 
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError, QuireError
-from quire.server import engine_client
 from quire.server.batches.run import BatchJob, run_batch
 from quire.server.config import ServerConfig
-from quire.server.messages import Updates
-from quire.server.replicas import relay, shares
-from quire.server.replicas.pool import ReplicaPool
-from quire.server.replicas.shares import divide, numbered, visible_gpus
+from quire.server.link import engine_client
+from quire.server.link.messages import Updates
+from quire.server.link.replicas import relay, shares
+from quire.server.link.replicas.pool import ReplicaPool
+from quire.server.link.replicas.shares import divide, numbered, visible_gpus
 from tests.server.harness import SMALL_ENGINE
 from tests.server.replicas.local_engines import (
     LocalEngines,

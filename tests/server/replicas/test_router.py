@@ -21,9 +21,9 @@ from quire.engine.block_manager import BlockManager
 from quire.observe.block_names import BlockNamer, Names, pack_names, unpack_names
 from quire.observe.cache_events import CacheEvents
 from quire.sampling_params import SamplingParams
-from quire.server.messages import pack_tokens
-from quire.server.replicas.block_table import BlockTable, Depths
-from quire.server.replicas.router import (
+from quire.server.link.messages import pack_tokens
+from quire.server.link.replicas.block_table import BlockTable, Depths
+from quire.server.link.replicas.router import (
     ANSWER_TOKENS,
     HOME_TOKENS,
     QUEUED_TOKENS,
@@ -373,7 +373,7 @@ class TestChoices:
         assert [router.num_cached_blocks(number) for number in (63, 64, 149)] == [40, 30, 0]
 
     def test_homes_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("quire.server.replicas.router._MOST_HOMES", 10)
+        monkeypatch.setattr("quire.server.link.replicas.router._MOST_HOMES", 10)
         router = new_router()
         for name in range(50):
             router.close(router.place(named([name]), 20, 1, ALL))

@@ -14,11 +14,11 @@ import httpx
 import pytest
 
 from quire.server.app import create_app
-from quire.server.engine_client import Engines
-from quire.server.replicas.open import metrics_for
+from quire.server.link.engine_client import Engines
+from quire.server.link.replicas.open import metrics_for
+from quire.server.link.workers.engines import RemoteEngines
+from quire.server.link.workers.relay import WorkerLink
 from quire.server.service import GenerationService
-from quire.server.workers.engines import RemoteEngines
-from quire.server.workers.relay import WorkerLink
 from tests.server.replicas.local_engines import (
     LocalEngines,
     LocalServer,

@@ -1,0 +1,203 @@
+"""What the bodies of all APIs have in common.
+
+Null means "not given" where OpenAI's documentation allows it; elsewhere it is an error like any
+other wrong type.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Mapping
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, core_schema
+
+from quire.errors import InvalidRequestError
+from quire.sampling_params import MAX_BIASES
+from quire.server.calls.generation import GenerationRequest, Prompt, TextPrompt, TokensPrompt
+from quire.server.calls.response_store import OwnResponses
+
+MAX_TOP_LOGPROBS = 20
+MAX_ENTRIES = MAX_BIASES
+"""Of a mapping whose values are checked."""
+MAX_MESSAGES = 8192
+NO_TEMPLATES = "templates come with the model"
+"""Why `chat_template` is refused wherever there is a chat."""
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
+"""What clients note down with what they ask for, in OpenAI's bounds: it is kept."""
+
+
+def _bound_errors(schema: Any) -> None:
+    """Makes the lists in a schema end at their first error, and puts a bound on its mappings of
+    checked values.
+    """
+    if isinstance(schema, list | tuple):
+        for item in schema:
+            _bound_errors(item)
+        return
+    if not isinstance(schema, dict):
+        return
+    for key, part in schema.items():
+        if key in ("default", "metadata", "serialization"):
+            continue
+        if (
+            isinstance(part, dict)
+            and part.get("type") == "dict"
+            and part["values_schema"]["type"] != "any"
+        ):
+            schema[key] = core_schema.no_info_before_validator_function(_check_size, part)
+        _bound_errors(part)
+    if schema.get("type") == "list":
+        schema["fail_fast"] = True
+
+
+def _check_size(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+        raise ValueError(f"has {len(value)} entries; at most {MAX_ENTRIES} are accepted")
+    return value
+
+
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_LONGEST_NUMBER = 40
+_WORDS = {"true": True, "false": False}
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that a field may have, if it is one of several."""
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return set().union(*map(_kinds, get_args(annotation)))
+    return {annotation}
+
+
+def _from_text(text: str, kind: type) -> Any:
+    """What a text says that stands for a number or for true or false; the text itself if it says
+    none.
+    """
+    if kind is bool:
+        return _WORDS.get(text, text)
+    if len(text) > _LONGEST_NUMBER or _NUMBER.fullmatch(text) is None:
+        return text
+    number = float(text)
+    if kind is float:
+        return number
+    try:
+        return int(text)
+    except ValueError:
+        return int(number) if number.is_integer() else text
+
+
+class Body(BaseModel):
+    """Strict: no 1 for true, no NaN. Fields nobody knows are kept apart. As in vLLM, a number may
+    be written as text ("0.5"), and so may true and false, where a field takes nothing else.
+
+    Checking ends with the first item of a list that is wrong: a million errors would take half a
+    minute to collect.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    _from_text: ClassVar[Mapping[str, type]] = {}
+    """Fields that are a number or a truth value and nothing else, with which of them."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        found = {
+            name: _kinds(field.annotation) - {type(None)}
+            for name, field in cls.model_fields.items()
+        }
+        cls._from_text = {
+            name: kind
+            for name, kinds in found.items()
+            for kind in (bool, int, float)
+            if kinds == {kind}
+        }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_texts(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or cls._from_text.keys().isdisjoint(data):
+            return data
+        return {
+            name: _from_text(value, cls._from_text[name])
+            if isinstance(value, str) and name in cls._from_text
+            else value
+            for name, value in data.items()
+        }
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _bound_errors(schema)
+        return schema
+
+
+class ApiRequest(Body):
+    """The body of a call that the engine works on, of whichever API."""
+
+    ENDPOINT: ClassVar[str]
+    ID_PREFIX: ClassVar[str]
+    """What ids of responses begin with."""
+    FIELDS: ClassVar[Mapping[str, str]] = {}
+    """Parameters as clients of this API write them, where that differs from ours."""
+
+    model: str | None = None
+
+    @property
+    def served_name(self) -> str | None:
+        """The model's name, as the server knows it."""
+        return self.model
+
+    @property
+    def recalls(self) -> bool:
+        """Whether it goes on with what was stored."""
+        return False
+
+    def recall(self, stored: OwnResponses) -> None:
+        """Looks up what it goes on with; called before `to_generation`."""
+
+    @abstractmethod
+    def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
+        """What is asked of the engine; raises InvalidRequestError for fields that don't go
+        together.
+        """
+
+    def check_model_limits(self, hidden_size: int) -> None:
+        """Raises InvalidRequestError for what the model can't do."""
+
+
+def present(**values: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def to_prompts(given: str | list[Any], add_special_tokens: bool) -> tuple[Prompt, ...]:
+    """A text, token ids, or a list of either."""
+    if isinstance(given, str):
+        return (TextPrompt(given, add_special_tokens),)
+    if not given:
+        raise InvalidRequestError("prompt", "is empty")
+    if isinstance(given[0], int):
+        return (TokensPrompt(tuple(given)),)
+    return tuple(
+        TextPrompt(one, add_special_tokens) if isinstance(one, str) else TokensPrompt(tuple(one))
+        for one in given
+    )
+
+
+def function_tool(**function: Any) -> dict[str, Any]:
+    """A tool in OpenAI's form, which chat templates take."""
+    return {"type": "function", "function": present(**function)}
+
+
+def function_call(call_id: str | None, name: str | None, arguments: str) -> dict[str, Any]:
+    """A tool call in OpenAI's form; `arguments` are JSON text."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,0 +1,355 @@
+"""The life of one client's call between its admission and its end, whatever API it came through and
+whatever it asked for: its prompts go to the engine, what comes back waits here for its reader, and
+its end is recorded once.
+
+    call = await service.start(GenerationRequest(...))
+    events = await call.all()                           # or, as they come: on_news and take (`call_stream`)
+    call.usage                                          # complete when the call is over
+
+Whatever is wrong with a request is raised by `start` (ApiError or a quire.errors type; both become
+the right response by themselves), so a stream may send its first byte when it returns. After that
+only an ApiError can come out of it, for what goes wrong later (engine lost, deadline). A call must
+be ended: read it to its end, or call `abort()` (cheap, also when it is over).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol
+
+from quire.errors import NO_TOKEN_LEFT
+from quire.frontend.tokenizer import Tokenizer
+from quire.observe.prometheus import ServerMetrics
+from quire.observe.request_records import RequestRecord
+from quire.observe.step_lines import encode_params
+from quire.observe.tracing import Trace
+from quire.outputs import TokenLogprobs
+from quire.server.calls.generation import GenerationEvent, GenerationRequest, Usage, join_events
+from quire.server.calls.prompts import EncodedPrompt
+from quire.server.config import ServerConfig
+from quire.server.errors import ApiError
+from quire.server.guard.admission import Ticket
+from quire.server.link.engine_client import Engines
+from quire.server.link.messages import AddRequest, Refused, pack_tokens
+from quire.server.listeners import Grow
+from quire.server.tasks import NextTurn
+from quire.step import RequestUpdate
+
+_FAILURES = ("error", "deadline", "abort")
+
+
+class TextSink(Protocol):
+    """Takes what most tokens bring, more text for a choice, without an event being made of it."""
+
+    def push(self, text: str, token_ids: tuple[int, ...], is_reasoning: bool = False) -> bool:
+        """Content or reasoning, and with which tokens it came; False if it does not take that."""
+
+
+class EngineCall(ABC):
+    """Hands prompts over and listens to the engine; subclasses say what an update means. All on the
+    event loop.
+    """
+
+    AT_ONCE: ClassVar[int] = sys.maxsize
+    """Prompts that the engine is given at a time."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[EncodedPrompt],
+        tokenizer: Tokenizer,
+        client: Engines,
+        config: ServerConfig,
+        metrics: ServerMetrics,
+        ticket: Ticket,
+        trace: Trace,
+        next_turn: NextTurn,
+    ) -> None:
+        self.request = request
+        self.prompts = prompts
+        self.tokenizer = tokenizer
+        self.usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts))
+        self.record = RequestRecord(
+            request.response_id,
+            request.request_id,
+            request.endpoint,
+            time.time(),
+            notes=dict(request.notes),
+        )
+        self.record.prompt_tokens = self.usage.prompt_tokens
+        self.ignored = tuple(dict.fromkeys(name for prompt in prompts for name in prompt.ignored))
+        """Fields that turned out to mean nothing to this model."""
+        self._client = client
+        self._metrics = metrics
+        self._ticket = ticket
+        self._trace = trace
+        self.next_turn = next_turn
+        self.on_news: Callable[[], None] | None = None
+        """Called in the loop's next turn when events have come, or the end: once, until it says
+        (`is_told`) that it wants to hear of the next.
+        """
+        self.is_told = False
+        self._queue_seconds = config.queue_seconds
+        self._max_buffered = config.max_buffered_tokens if request.stream else None
+        self._arrival = time.monotonic()
+        seed = request.params.seed
+        self._seeds = [secrets.randbits(64) if seed is None else seed for _ in prompts]
+        """For the answers to each prompt."""
+        self._request_ids = [f"{request.response_id}.{number}" for number in range(len(prompts))]
+        if len(prompts) == 1:
+            self._request_ids = [request.response_id]
+        self._waiting = deque(range(len(prompts)))
+        """Prompts the engine was not given yet."""
+        self._events: list[GenerationEvent] = []
+        """That wait for the reader; the same list all the time."""
+        self._undecided: set[str] = set()
+        """Requests the engine has neither accepted nor refused."""
+        self._names = [self._prepare(number, name) for number, name in enumerate(self._request_ids)]
+        self._prompt_of = {
+            name: number for number, names in enumerate(self._names) for name in names
+        }
+        self._unfinished = set(self._prompt_of)
+        self._started: set[str] = set()
+        self._cached: list[int | None] = [None] * len(prompts)
+        self._silent = set(range(len(prompts) * request.params.n))
+        """Choices of which no event was taken yet."""
+        self._num_buffered = 0
+        self._error: ApiError | None = None
+        self._is_over = False
+        self._wake: asyncio.Future[None] | None = None
+
+    # What a kind of call is
+
+    @abstractmethod
+    def _prepare(self, number: int, request_id: str) -> Sequence[str]:
+        """Makes ready for the answers to a prompt; returns their names."""
+
+    @abstractmethod
+    def _take(self, update: RequestUpdate) -> None:
+        """Makes events of an update. It may be about an answer that is finished already."""
+
+    @abstractmethod
+    def _count_finished(self) -> None:
+        """Tells the metrics of a call that came to its end."""
+
+    # For its reader
+
+    def prompt_logprobs(self, number: int) -> tuple[TokenLogprobs | None, ...] | None:
+        """Of a prompt's tokens, once an event of an answer to it has come; None if they were not
+        asked for.
+        """
+        return None
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will come."""
+        return self._is_over
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._events)
+
+    def take(self) -> list[GenerationEvent]:
+        """What has come and was not taken yet, in as few events as tell it; the first of a choice
+        is one of its own.
+        """
+        events, self._num_buffered = self._events.copy(), 0
+        self._events.clear()
+        return (
+            events if len(events) == 1 and not self._silent else join_events(events, self._silent)
+        )
+
+    def put_back(self, events: Sequence[GenerationEvent]) -> None:
+        """What was taken too early. If that has become too much, the call ends."""
+        if not self._is_over or self._error is None:
+            self._events[:0] = events
+            self._num_buffered += sum(len(event.token_ids) for event in events)
+            self._check_buffer()
+
+    def write_text_to(self, index: int, sink: TextSink) -> None:
+        """Whether the text of a choice comes as events or, as long as none wait, by `sink` makes no
+        difference.
+        """
+        return
+
+    def raise_error(self) -> None:
+        """Raises what ended it, if it did not end well."""
+        if self._error is not None:
+            raise self._error
+
+    async def all(self) -> list[GenerationEvent]:
+        """All events, when it is over."""
+        while not self._is_over:
+            await self._wait()
+        self.raise_error()
+        return self._events
+
+    async def start(self) -> None:
+        """Hands over to the engine and waits for its verdict; raises if the engine refuses or is
+        gone.
+        """
+        try:
+            self._hand_over()
+            while self._undecided and self._error is None:
+                await self._wait()
+            self.raise_error()
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Ends it; does nothing when it is over."""
+        if not self._is_over:
+            self._end("aborted")
+
+    # For the engine client
+
+    def accepted(self, request_id: str) -> None:
+        self._undecided.discard(request_id)
+        self._notify()
+
+    def refused(self, refusal: Refused) -> None:
+        if refusal.kind == "internal":
+            self.fail(ApiError(500, refusal.message))
+            return
+        message, field = refusal.message, refusal.field
+        plan = self.prompts[0].plan
+        if field == "structured.grammar" and plan is not None and plan.tools:
+            field, message = "tools", f"tools: {plan.explain(message)}"
+        if field is not None and field in self.request.fields:
+            message = self.request.fields[field] + message.removeprefix(field)
+            field = self.request.fields[field]
+        self.fail(ApiError(400, message, field=field, code="invalid_value"))
+
+    def started(self, name: str, cached_tokens: int) -> None:
+        if name in self._started:
+            return
+        self._started.add(name)
+        self._trace.started(name, time.monotonic())
+        self.record.state = "running"
+        number = self._prompt_of[name]
+        if self._cached[number] is None:
+            num_tokens = len(self.prompts[number].token_ids)
+            self._cached[number] = cached_tokens
+            self.usage.cached_tokens += min(cached_tokens, num_tokens)
+            self._ticket.begun(num_tokens)
+            self._metrics.prompt_started(num_tokens, min(cached_tokens, num_tokens))
+
+    def update(self, update: RequestUpdate) -> None:
+        if update.finish_reason in _FAILURES and update.request_id in self._unfinished:
+            self.fail(failure(update))
+            return
+        self._take(update)
+        if self._waiting:
+            self._hand_over()
+        if not self._unfinished and not self._is_over:
+            self._end("finished")
+        else:
+            self._check_buffer()
+
+    def grower(self, name: str) -> Grow:
+        return lambda token_ids, now: self.update(RequestUpdate(name, token_ids))
+
+    def _check_buffer(self) -> None:
+        """A stream that nobody reads ends."""
+        if self._max_buffered is not None and self._num_buffered > self._max_buffered:
+            self.fail(ApiError(408, "the stream was not read for too long", code="slow_reader"))
+
+    def fail(self, error: ApiError) -> None:
+        if self._is_over:
+            return
+        self._error = error
+        self.record.error = error.message
+        self._events.clear()
+        self._end("failed")
+
+    def _hand_over(self) -> None:
+        """Gives the engine the next prompts, as many as it may have at a time."""
+        try:
+            while (
+                self._waiting
+                and not self._is_over
+                and len(self._unfinished) - len(self._waiting) < self.AT_ONCE
+            ):
+                number = self._waiting[0]
+                prompt, request_id, seed = (
+                    self.prompts[number],
+                    self._request_ids[number],
+                    self._seeds[number],
+                )
+                params, pooling = encode_params(prompt.params), self.request.pooling
+                packed = pack_tokens(prompt.token_ids)
+                message = AddRequest(
+                    request_id, packed, params, seed, prompt.resolved, self._queue_seconds, pooling
+                )
+                self._client.add(message, self._names[number], self)
+                self._waiting.popleft()
+                self._undecided.add(request_id)
+        except ApiError as error:  # the engine is gone, be it in the middle of the call
+            self.fail(error)
+
+    def _emit(self, event: GenerationEvent) -> None:
+        self._events.append(event)
+        self._num_buffered += len(event.token_ids)
+        if not self.is_told and self.on_news is not None:  # as below: this is for every token
+            self.is_told = True
+            self.next_turn.add(self.on_news)
+
+    def _tell_reader(self) -> None:
+        if not self.is_told and self.on_news is not None:
+            self.is_told = True
+            self.next_turn.add(self.on_news)
+
+    def _end(self, state: str) -> None:
+        self._is_over = True
+        if state == "finished":
+            self._count_finished()
+        else:
+            self._client.abort(self._request_ids)
+            self._metrics.requests_failed(state, len(self._unfinished))
+        self._ticket.release()
+        record = self.record
+        record.state = state
+        record.cached_tokens = self.usage.cached_tokens
+        record.completion_tokens = self.usage.completion_tokens
+        record.timings["total"] = round(time.monotonic() - self._arrival, 6)
+        self._trace.ended(state, record.attributes(), record.error)
+        self._notify()
+
+    async def _wait(self) -> None:
+        self._wake = asyncio.get_running_loop().create_future()
+        try:
+            await self._wake
+        finally:
+            self._wake = None
+
+    def _notify(self) -> None:
+        """For those who wait for a verdict or the end."""
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+        self._tell_reader()
+
+
+def failure(update: RequestUpdate) -> ApiError:
+    """What a client is told about an answer that ended without its result."""
+    if update.finish_reason == "deadline":
+        if update.error is not None:
+            return ApiError(
+                503,
+                f"the request {update.error}; try again later",
+                code="queue_timeout",
+                retry_after=5.0,
+            )
+        return ApiError(
+            504, "the request took longer than it was allowed to", code="deadline_exceeded"
+        )
+    message = update.error or "the request was ended by the server"
+    if message.startswith("structured:") or message == NO_TOKEN_LEFT:  # what was asked for can't be
+        return ApiError(400, message, code="invalid_value")
+    return ApiError(500, message, code="engine_error")

@@ -1,0 +1,1 @@
+"""Between processes: messages, the engine's process, several of them, several HTTP sides."""

@@ -1,0 +1,321 @@
+"""The engine's own process: `python -m quire.server.link.engine_process`, started by `engine_client`.
+
+It reads its configuration from standard input, loads the model, and then turns one loop: take in
+commands, compute a step, tell what came of it. When standard input ends, so does the process:
+nothing is left behind when the HTTP process dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import hashlib
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+import quire
+from quire.assemble import Engine, build_engine
+from quire.backends.select import pick_device
+from quire.checkpoints.sources import resolve
+from quire.config import EngineConfig
+from quire.errors import EngineError, QuireError
+from quire.frontend.progress import ModelBars
+from quire.observe.cache_events import CacheEvents, window_of
+from quire.observe.request_records import describe_request
+from quire.observe.step_log import StepSummary, describe_steps, summarize
+from quire.process import life
+from quire.process.gc_pauses import IdleCollector, full_collections_put_off
+from quire.server.link import messages
+from quire.server.link.engine_memory import EngineMemory
+from quire.server.link.engine_requests import EngineRequests
+from quire.server.link.engine_watch import EngineWatch
+from quire.server.logs import set_up_logging
+from quire.step import RequestUpdate, StepLogEntry
+from quire.tools.explain.explain import explain_request
+from quire.tools.explain.outside import add_grammar
+
+logger = logging.getLogger(__name__)
+
+_MAX_BATCHED_TOKENS = 8192
+"""On a GPU, unless it is set: half of what the engine computes in a step elsewhere."""
+_HIGH_WATER = 1000
+"""Messages the HTTP process may be behind; then the engine waits for it."""
+_FAILURES_IN_A_ROW = 3
+"""Steps. A device that lost its mind fails every one, and only a new process helps."""
+_LAST_STEPS = 20
+_STEP_FAILED = "the engine failed while computing this request; the server's log says why"
+_HEARTBEAT = 1000
+"""Milliseconds between signs of life while there is work but no step: a grammar is being compiled."""
+_SILENCE = 1000
+"""Milliseconds without work or commands, after which nobody is expected for as long as garbage is
+collected.
+"""
+_MAX_COMMANDS = 256
+"""Taken in between two steps, so that a flood of them can't keep a step waiting."""
+
+
+class EngineLoop:
+    """Commands in, steps, updates out. `observe` must be among the step log's listeners."""
+
+    def __init__(self, commands: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
+        self._commands = commands
+        self._events = events
+        self._sending = threading.Lock()
+        self._poller = zmq.Poller()
+        self._poller.register(commands, zmq.POLLIN)
+        self._out = messages.Updates()
+        self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
+        self._asked: list[messages.Describe] = []
+        self._failed_names: set[str] = set()
+        self._failures = 0
+        self._memory: EngineMemory | None = None
+        self._watch: EngineWatch | None = None
+        """While somebody watches."""
+        self._idle_collector = IdleCollector(time.monotonic())
+        self._cache_events: CacheEvents | None = None
+
+    def observe(self, entry: StepLogEntry) -> None:
+        """Hears of every step that is over."""
+        step = entry.step
+        for admission in step.admitted:
+            self._out.started.append(admission.request_id)
+            self._out.cached[admission.request_id] = (
+                admission.num_cached_tokens + admission.num_host_tokens
+            )
+        if entry.error is not None:
+            self._failures += 1
+            self._failed_names.update(one.request_id for one in step.scheduled)
+        elif step.scheduled:
+            self._failures = 0
+        summary = summarize(entry)
+        self._out.steps.append(summary)
+        self._last_steps.append(summary)
+        if self._watch is not None:
+            self._watch.observe(entry)
+
+    def run(self, engine: Engine, block_events: bool = False) -> None:
+        """Returns when told to shut down."""
+        if block_events:
+            self._cache_events = CacheEvents(engine.core.scheduler.blocks)
+        requests = EngineRequests(engine)
+        self._memory = EngineMemory(engine.decoder.device)
+        self._poller.register(requests.wake_fd, zmq.POLLIN)
+        if engine.runner.broken_fd is not None:
+            self._poller.register(engine.runner.broken_fd, zmq.POLLIN)
+        core = engine.core
+        try:
+            while True:
+                if not core.has_work:
+                    self._wait(requests.is_compiling)
+                for _ in range(_MAX_COMMANDS):
+                    if not self._commands.poll(0):
+                        break
+                    command = messages.decode_command(self._commands.recv())
+                    if isinstance(command, messages.Shutdown):
+                        return
+                    self._handle(command, requests, engine)
+                now = time.monotonic()
+                requests.poll(now)
+                updates = core.step(now)
+                if engine.runner.broken is not None:
+                    # The engine is lost, and that is all there is to say: its requests may go on
+                    # elsewhere.
+                    raise EngineError(engine.runner.broken)
+                requests.forget(updates)
+                self._send_updates(requests, updates, engine)
+                self._describe(requests, engine)
+                if self._watch is not None:
+                    for frame in self._watch.take_frames(
+                        time.monotonic(), is_idle=not core.has_work
+                    ):
+                        self.send(frame)
+                if self._failures >= _FAILURES_IN_A_ROW:
+                    raise EngineError(f"{self._failures} steps failed one after the other")
+        finally:
+            requests.close()
+
+    def _wait(self, is_compiling: bool) -> None:
+        """Until there may be something to do. A silence is time to look for garbage."""
+        frame_due = None if self._watch is None else self._watch.wait_seconds(time.monotonic())
+        if frame_due is not None:
+            self._poller.poll(math.ceil(1000 * frame_due))
+        elif is_compiling:
+            self._poller.poll(_HEARTBEAT)
+        elif not self._idle_collector.is_due(time.monotonic()):
+            self._poller.poll()
+        elif not self._poller.poll(_SILENCE):
+            self._idle_collector.collect(time.monotonic())
+
+    def log_last_steps(self) -> None:
+        logger.error("last steps: %s", describe_steps(self._last_steps))
+
+    def send(self, event: messages.Event) -> None:
+        # A socket may be used by one thread after the other: threads that compile give signs of
+        # life.
+        with self._sending:
+            self._events.send(messages.encode(event))
+
+    def _handle(self, command: messages.Command, requests: EngineRequests, engine: Engine) -> None:
+        now = time.monotonic()
+        match command:
+            case messages.AddRequest():
+                requests.add(command, now)
+            case messages.Abort():
+                requests.abort(command.request_ids, now)
+            case messages.End():
+                requests.end(command.name, command.reason, now)
+            case messages.Describe():
+                self._asked.append(command)
+            case messages.Watch():
+                config = engine.core.scheduler.config
+                self._watch = EngineWatch(engine.step_log, config) if command.is_on else None
+                if self._watch is not None and self._memory is not None:
+                    self._memory.look(now)
+                    self._watch.note_memory(self._memory.last)
+
+    def _describe(self, requests: EngineRequests, engine: Engine) -> None:
+        """Answers what was asked about requests: after a step, as that tells of the ends of those
+        before it.
+        """
+        for command in self._asked:
+            entries, before = engine.step_log.about(command.request_id)
+            name, scheduling = command.request_id, engine.core.scheduler.config
+            if command.explain:
+                record = explain_request(entries, name, scheduling, before)
+                if record is not None and (seconds := requests.grammar_seconds(name)) is not None:
+                    add_grammar(record, seconds)
+            else:
+                record = describe_request(entries, name, scheduling)
+            self.send(messages.Described(command.ticket, record))
+        self._asked.clear()
+
+    def _send_updates(
+        self, requests: EngineRequests, updates: list[RequestUpdate], engine: Engine
+    ) -> None:
+        out = self._out
+        out.updates, out.accepted, out.refused = requests.take()
+        if self._failed_names:  # why a step failed is for the log: it may hold anything
+            hidden = self._failed_names
+            updates = [
+                one._replace(error=_STEP_FAILED) if one.error and one[0] in hidden else one
+                for one in updates
+            ]
+        out.add_updates(updates)
+        if not (
+            out.has_updates or out.accepted or out.refused or out.steps or requests.is_compiling
+        ):
+            return
+        out.num_free_blocks = engine.core.scheduler.blocks.pool.num_free
+        if self._memory is not None:
+            out.memory = self._memory.look(time.monotonic())
+            if self._watch is not None:
+                self._watch.note_memory(out.memory)
+        if self._cache_events is not None:
+            out.blocks_stored, out.blocks_removed = self._cache_events.take()
+        self.send(out)
+        self._out = messages.Updates()
+        self._failed_names.clear()
+
+
+def engine_config(options: dict[str, Any]) -> EngineConfig:
+    """The engine's options with this server's own defaults: while a prompt is computed, every
+    running answer waits for its next token, so a step computes fewer tokens here than where only
+    throughput counts.
+    """
+    config = EngineConfig(**options)
+    if config.max_batched_tokens is None and pick_device(config.device).is_gpu:
+        return replace(config, max_batched_tokens=_MAX_BATCHED_TOKENS)
+    return config
+
+
+def main(build: Callable[..., Engine] = build_engine) -> int:
+    """Runs the process; `build` makes the engine (tests make it break)."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # where it hangs, if it hangs
+    # They reach every process of a group; the HTTP process decides what they mean.
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, signal.SIG_IGN)
+    with contextlib.suppress(PermissionError):  # it leads a session, so it has a group of its own
+        os.setpgid(0, 0)  # ranks, compilers and whatever else it starts can be ended with it
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=messages.EngineProcessConfig)
+    folder = Path(config.commands_address.removeprefix("ipc://")).parent
+    threading.Thread(target=_exit_with_parent, args=(folder,), daemon=True).start()
+    set_up_logging(config.log_format, config.log_level, config.log_name)
+    context = zmq.Context()
+    commands: zmq.Socket[bytes] = context.socket(zmq.PULL)
+    commands.set_hwm(0)
+    commands.connect(config.commands_address)
+    events: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+    events.set_hwm(_HIGH_WATER)
+    events.connect(config.events_address)
+    loop = EngineLoop(commands, events)
+    loop.send(messages.Loading())
+    life.listeners.append(life.Heartbeat(lambda: loop.send(messages.Loading())))
+    try:
+        with ModelBars(config.model) as bars:
+            source = resolve(config.model, progress=bars("download"))
+            engine = build(source, engine_config(config.options), bars("load"), [loop.observe])
+        # The weights and modules are here to stay: no need to look through them again and again.
+        gc.collect()
+        gc.freeze()
+        loop.send(_ready(source.name, engine))
+        with full_collections_put_off():
+            loop.run(engine, config.block_events)
+    except QuireError as error:
+        loop.log_last_steps()
+        loop.send(messages.Fatal(str(error), is_users_fault=not isinstance(error, EngineError)))
+        return 1
+    except Exception as error:
+        logger.exception("the engine failed")
+        loop.log_last_steps()
+        loop.send(messages.Fatal(f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        context.destroy(linger=1000)
+    return 0
+
+
+def _ready(name: str, engine: Engine) -> messages.Ready:
+    spec, plan, decoder = engine.spec, engine.plan, engine.decoder
+    scheduler = engine.core.scheduler.config
+    identity = f"{quire.__version__} {name} {spec} {decoder.dtype} {decoder.kernels.name} {decoder.device.type}"
+    return messages.Ready(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=scheduler.max_num_seqs,
+        num_blocks=scheduler.num_usable_blocks,
+        block_size=scheduler.block_size,
+        policy=scheduler.policy,
+        fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
+        memory=EngineMemory(decoder.device).look(time.monotonic()),
+        window=window_of(scheduler),
+    )
+
+
+def _exit_with_parent(folder: Path) -> None:
+    """`folder` holds the sockets; a parent that was killed could not take it away."""
+    # Not through sys.stdin: its lock, held here, would stop the interpreter from shutting down.
+    while os.read(0, 1024):
+        pass
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)  # itself and what it has started
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""One request on its way through a pool of engines: what it has gained so far is kept, so that
+another engine can go on with it where the first one was lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from quire.server.errors import ApiError
+from quire.server.link import messages
+from quire.server.link.replicas.router import Assignment
+from quire.server.listeners import Grow, Listener
+from quire.step import RequestMetrics, RequestUpdate
+
+ENGINE_LOST = "engine_unavailable"
+"""The code of errors that mean: this engine is gone, and another one may do it."""
+_MOST_LOST = 3
+"""Engines that may be lost one after the other while they have a request, without its gaining a
+token. It may be the reason: what kills an engine in its first step, nobody hears of.
+"""
+
+
+class Mover(Protocol):
+    """Who gives requests to engines."""
+
+    def computed(self, relay: Relay) -> None:
+        """Its prompt is computed."""
+
+    def answered(self, relay: Relay) -> None:
+        """One of its answers is complete."""
+
+    def over(self, relay: Relay) -> None:
+        """Nothing more comes of it."""
+
+    def move(self, relay: Relay) -> None:
+        """Its engine is gone."""
+
+
+class Relay:
+    """Stands between an engine and whoever waits for a request."""
+
+    def __init__(
+        self, mover: Mover, message: messages.AddRequest, names: Sequence[str], listener: Listener
+    ) -> None:
+        self.message = message
+        self.names = tuple(names)
+        self.listener = listener
+        self.assignment: Assignment | None = None
+        """None while there is no engine that could take it."""
+        self.fingerprint: str | None = None
+        """Of the engine that has it, or had it last."""
+        self.outputs: dict[str, list[int]] = {name: [] for name in names}
+        """The tokens so far of the answers that are not complete."""
+        self._mover = mover
+        self._arrival = time.monotonic()
+        self._ended: dict[str, int] = {}
+        """Answers that their reader has ended, while the engine has not confirmed it, with their
+        number of tokens.
+        """
+        self._is_accepted = False
+        self._is_computed = False
+        self._num_lost = 0
+        """Engines that were lost since its last token."""
+        self.was_relieved = False
+        """Whether it was taken from an engine that was only silent, since its last token."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """It has gained nothing where it is."""
+        return not self._is_computed
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self._arrival
+
+    def end(self, name: str) -> None:
+        """An answer is complete, says its reader."""
+        if name in self.outputs:
+            self._ended[name] = len(self.outputs.pop(name))
+
+    def relieve(self) -> None:
+        """It leaves an engine that is silent, not lost: that is no sign that the request is the
+        reason.
+        """
+        self.was_relieved = True
+        self._num_lost -= 1
+
+    def again(self) -> messages.AddRequest | ApiError:
+        """What another engine is to be given, or why none is."""
+        self._num_lost += 1
+        if self._num_lost > _MOST_LOST:
+            why = f"{self._num_lost} engines failed one after the other while they had this request"
+            return ApiError(503, why, code=ENGINE_LOST, retry_after=5.0)
+        self._is_computed = False
+        age, message = self.age, self.message
+        params, deadline = message.params, message.params.get("deadline")
+        if deadline is not None:
+            if age >= deadline:
+                return ApiError(
+                    504, "the request took longer than it was allowed to", code="deadline_exceeded"
+                )
+            params = {**params, "deadline": deadline - age}
+        resume = messages.Resume(
+            {name: tuple(tokens) for name, tokens in self.outputs.items()}, age
+        )
+        return msgspec.structs.replace(message, params=params, resume=resume)
+
+    def confirm_ends(self) -> None:
+        """The engine can't confirm the ends that it was told of any more; its reader waits for the
+        count.
+        """
+        for name, num_tokens in self._ended.items():
+            num_prompt = self.message.num_prompt_tokens
+            metrics = RequestMetrics(name, 0.0, None, None, 0.0, num_prompt, num_tokens, 0, 0, 0, 0)
+            self.listener.update(RequestUpdate(name, (), "stop", metrics=metrics))
+        self._ended.clear()
+
+    # For the engine's client
+
+    def accepted(self, request_id: str) -> None:
+        if not self._is_accepted:
+            self._is_accepted = True
+            self.listener.accepted(request_id)
+
+    def refused(self, refusal: messages.Refused) -> None:
+        self._mover.over(self)
+        if self._is_accepted:
+            self.listener.fail(
+                ApiError(
+                    503,
+                    f"its engine was lost, and another one refuses the request: {refusal.message}",
+                )
+            )
+        else:
+            self.listener.refused(refusal)
+
+    def started(self, name: str, cached_tokens: int) -> None:
+        self.listener.started(name, cached_tokens)
+
+    def update(self, update: RequestUpdate) -> None:
+        name = update.request_id
+        if update.new_token_ids:
+            self._note(name, update.new_token_ids)
+        if update.finish_reason is not None:
+            self.outputs.pop(name, None)
+            self._ended.pop(name, None)
+            if self.outputs or self._ended:
+                self._mover.answered(self)
+            else:
+                self._mover.over(self)
+        self.listener.update(update)
+
+    def grower(self, name: str) -> Grow:
+        grow = self.listener.grower(name)
+
+        def note_and_grow(token_ids: tuple[int, ...], now: float) -> None:
+            self._note(name, token_ids)
+            grow(token_ids, now)
+
+        return note_and_grow
+
+    def _note(self, name: str, token_ids: tuple[int, ...]) -> None:
+        self._num_lost = 0
+        self.was_relieved = False
+        if not self._is_computed:
+            self._is_computed = True
+            self._mover.computed(self)
+        if name in self.outputs:
+            self.outputs[name].extend(token_ids)
+
+    def fail(self, error: ApiError) -> None:
+        if error.code == ENGINE_LOST:
+            self._mover.move(self)
+            return
+        self._mover.over(self)
+        self.listener.fail(error)

@@ -1,0 +1,134 @@
+"""One HTTP worker: `python -m quire.server.link.workers.worker`, started by `hub`.
+
+It reads its configuration from standard input, accepts connections from the server's listening
+socket, and ends when its standard input or its link does: nothing is left behind when the server's
+process dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import uvicorn
+
+from quire.checkpoints.sources import resolve
+from quire.frontend.tokenizer import Tokenizer
+from quire.observe.shared_metrics import Numbers
+from quire.observe.tracing import Tracing
+from quire.server.app import create_app
+from quire.server.config import ServerConfig
+from quire.server.guard.counts import Counts
+from quire.server.http_server import (
+    HttpServer,
+    http_settings,
+    open_tokenizer,
+    prepare_process,
+    settle,
+)
+from quire.server.link.engine_client import Engines
+from quire.server.link.replicas.open import metrics_for
+from quire.server.link.workers.accept import Accepting
+from quire.server.link.workers.engines import RemoteEngines
+from quire.server.link.workers.forward import Forward
+from quire.server.link.workers.messages import Listening, WorkerConfig, decode_config
+from quire.server.link.workers.store import RemoteStore
+from quire.server.logs import set_up_logging
+from quire.server.service import GenerationService
+
+logger = logging.getLogger(__name__)
+
+
+class _Server(HttpServer):
+    """Accepts its part of the connections."""
+
+    def __init__(self, settings: uvicorn.Config, listener: socket.socket, counts: Counts) -> None:
+        super().__init__(settings)
+        self._listener = listener
+        self._counts = counts
+        self._accepting: Accepting | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        self._accepting = Accepting(
+            self._listener, self.new_protocol, self.config.ssl, self.handshake_seconds, self._counts
+        )
+        self._accepting.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._accepting is not None:
+            self._accepting.stop()
+        await super().shutdown([])
+
+
+def main() -> int:
+    # They reach every process of a group; the server's own process decides what they mean.
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(one, signal.SIG_IGN)
+    first = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    config = decode_config(first.server)
+    set_up_logging(config.log_format, config.log_level, f"worker-{first.worker}")
+    prepare_process()
+    tokenizer = open_tokenizer(resolve(config.model), config)
+    loop_factory = uvicorn.Config(app="", loop="auto", log_config=None).get_loop_factory()
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(_serve(first, config, tokenizer))
+    return 0
+
+
+async def _serve(first: WorkerConfig, config: ServerConfig, tokenizer: Tokenizer) -> None:
+    folder = Path(first.folder)
+    _, engines = await asyncio.get_running_loop().create_unix_connection(
+        lambda: RemoteEngines(first.ready), str(folder / "link")
+    )
+    counts = Counts(folder / "counts", first.worker, config.http_workers + 1)
+    metrics = metrics_for(config, Numbers(folder / f"numbers-{first.worker}"))
+    endpoint = config.otlp_traces_endpoint
+    tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
+    client, store = cast(Engines, engines), RemoteStore(config, engines)
+    service = GenerationService(
+        config, tokenizer, client, first.ready, metrics, tracing, store, counts
+    )
+    app = Forward(create_app(service), str(folder / "inner"))
+    server = _Server(
+        http_settings(config, app, counts), socket.socket(fileno=first.listener), counts
+    )
+
+    def drain() -> None:
+        service.is_draining = True
+        server.should_exit = True
+
+    def find(name: str, owner: str | None) -> dict[str, object] | None:
+        record = service.records.find(name, owner)
+        return None if record is None else {**record.describe(), "owner": record.owner}
+
+    engines.on_drain, engines.on_find = drain, find
+    settle()
+    server.on_started = lambda: engines.send(Listening(first.worker))
+    serving = asyncio.create_task(server.serve())
+    await asyncio.wait((serving, engines.lost), return_when=asyncio.FIRST_COMPLETED)
+    if not serving.done():
+        logger.error("the server's process is gone; so this worker ends")
+        os._exit(1)
+    serving.result()
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
+
+
+def _exit_with_parent() -> None:
+    while os.read(0, 1024):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
