@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from torch import dtype
+import torch
+from torch import Tensor, dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +57,23 @@ class LayerState:
     @property
     def bytes_per_token(self) -> int:
         return sum(part.nbytes for part in self.per_token)
+
+
+class CarriedPart(NamedTuple):
+    """Where one layer's part of the states lies: heads in the blocks of a state, in runs that are
+    together in one of them.
+    """
+
+    runs: tuple[tuple[int, Tensor], ...]
+    """The number of the block among those of a state, and the memory [num_blocks, heads, *shape]."""
+
+    def read(self, blocks: Tensor) -> Tensor:
+        """[heads, *shape] of the state in these blocks."""
+        return torch.cat([memory[blocks[number]] for number, memory in self.runs])
+
+    def write(self, blocks: Tensor, numbers: Tensor) -> None:
+        first = 0
+        for number, memory in self.runs:
+            end = first + memory.shape[1]
+            memory[blocks[number]] = numbers[first:end].to(memory.dtype)
+            first = end

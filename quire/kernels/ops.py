@@ -28,6 +28,14 @@ from torch import Tensor, dtype, float32, int8
 
 from quire.kernels.formats import Format
 from quire.kernels.layer_state import LayerState, StoredPart
+from quire.kernels.recurrent import (
+    ConvolutionCache,
+    ConvolutionSpec,
+    GatedNormSpec,
+    RecurrentCache,
+    RecurrentSpec,
+    RecurrentWeights,
+)
 from quire.kernels.weights import Weight
 
 Int32Array = npt.NDArray[np.int32]
@@ -56,6 +64,8 @@ class PagedBatch:
     """int64 [rows]: where each row's key and value go, `block * block_size + offset`."""
     max_context_len: int
     """The longest of `context_lens` (a bound for grids; results don't depend on it)."""
+    state_tables: Tensor | None = None
+    """int32 [2, tables, blocks of a state], where layers have states: of even chunks, of odd ones."""
     work: Mapping[str, Tensor] | None = None
     """The lists that the backend's `attention_work` made of the batch, on the device; None:
     `attention` makes them.
@@ -456,6 +466,40 @@ class Kernels(Protocol):
         position. Each head's softmax has one more score, of sinks [num_heads], which adds nothing
         to the output.
         """
+
+    def convolve_(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        spec: ConvolutionSpec,
+        cache: ConvolutionCache,
+        batch: PagedBatch,
+    ) -> Tensor:
+        """The convolution over time of x [rows, channels] with weight [channels, taps], whose last
+        tap is the token's own; sums in float32 from the earliest input on. Inputs are kept in
+        their slots, and the last ones of each chunk that ends in the step in the next one's state.
+        """
+
+    def recur_(
+        self,
+        mixed: Tensor,
+        gates: Tensor,
+        weights: RecurrentWeights,
+        spec: RecurrentSpec,
+        cache: RecurrentCache,
+        batch: PagedBatch,
+    ) -> Tensor:
+        """The recurrence of `recurrent.py` over mixed [rows, query heads | key heads | value heads]
+        (query and key groups are shared by value heads): [rows, value heads * value_dim]. `gates`
+        are the rows' numbers for each value head from which decays (and the delta rule's betas,
+        behind them) are made. Records and the states of chunks that end in the step are kept.
+        """
+
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, spec: GatedNormSpec
+    ) -> Tensor:
+        """RMSNorm of x [rows, size] in groups, times weight, with silu(gate) [rows, size]."""
 
     def moe(
         self,

@@ -34,6 +34,7 @@ from quire.kernels.ops import (
     SampleRows,
 )
 from quire.kernels.quantize import LARGEST_FP8
+from quire.kernels.reference_recurrent import convolve, gated_norm, recur
 from quire.kernels.repeats import match_lengths
 from quire.kernels.scores import score_tokens
 from quire.kernels.weights import Weight
@@ -328,6 +329,9 @@ class ReferenceKernels:
         flags = HAS_NAN * best.isnan().int() + NOTHING_LEFT * (best == float("-inf")).int()
         return token_ids.masked_fill_(flags > 0, 0), flags
 
+    convolve_ = staticmethod(convolve)
+    recur_ = staticmethod(recur)
+    gated_norm = staticmethod(gated_norm)
     filter_rows_ = filter_rows_
     match_lengths = staticmethod(match_lengths)
     score_tokens = staticmethod(score_tokens)

@@ -1,0 +1,292 @@
+"""The definition of the kernels for layers with a state, in plain torch; see `recurrent.py`.
+
+A chunk is computed in matrices of fixed shapes, filled up with zeros, as everything in
+`reference.py` is: so a token has the same bits whether it comes with a prompt or alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.ops import PagedBatch
+from quire.kernels.recurrent import (
+    CHUNK,
+    ConvolutionCache,
+    ConvolutionSpec,
+    GatedNormSpec,
+    RecurrentCache,
+    RecurrentSpec,
+    RecurrentWeights,
+)
+
+_EPSILON = 1e-6
+"""Of the norm of queries and keys in the delta rule."""
+
+
+class _Sequence(NamedTuple):
+    """One sequence of a step: its rows, the position of the first, and where it lies."""
+
+    rows: slice
+    start: int
+    blocks: Tensor
+    """int64 [blocks]: its row of the block table."""
+    states: Tensor | None
+    """int64 [2, blocks of a state]."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.rows.stop - self.rows.start
+
+    def chunks(self) -> Iterator[tuple[int, int, int]]:
+        """The begin of each chunk it computes in, and the positions in it that it computes."""
+        for begin in range(self.start // CHUNK * CHUNK, self.end, CHUNK):
+            yield begin, max(self.start, begin), min(self.end, begin + CHUNK)
+
+    def state_blocks(self, begin: int) -> Tensor:
+        """The blocks of the state at a chunk's begin."""
+        assert self.states is not None
+        return self.states[begin // CHUNK % 2]
+
+    def stored(self, side: Tensor, first: int, end: int) -> Tensor:
+        """What [num_blocks, heads, block_size, ...] keeps of the tokens from `first` to `end`:
+        [heads, tokens, ...].
+        """
+        size = side.shape[2]
+        numbers = side[self.blocks[first // size : -(-end // size)]].transpose(0, 1).flatten(1, 2)
+        skipped = first // size * size
+        return numbers[:, first - skipped : end - skipped]
+
+
+def sequences(batch: PagedBatch) -> Iterator[_Sequence]:
+    starts, lengths = batch.query_start.tolist(), batch.context_lens.tolist()
+    for i, (length, table) in enumerate(zip(lengths, batch.table_rows.tolist(), strict=True)):
+        rows = slice(starts[i], starts[i + 1])
+        states = None if batch.state_tables is None else batch.state_tables[:, table].long()
+        if rows.start < rows.stop:
+            start = length - (rows.stop - rows.start)
+            yield _Sequence(rows, start, batch.block_tables[table].long(), states)
+
+
+def write_records_(side: Tensor, new: Tensor, slot_mapping: Tensor) -> None:
+    """Puts new [rows, heads, ...] into its slots; padding goes to block 0, which nobody owns."""
+    slots, size = slot_mapping.clamp_min(0), side.shape[2]
+    side[slots // size, :, slots % size] = new.to(side.dtype)
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    spec: ConvolutionSpec,
+    cache: ConvolutionCache,
+    batch: PagedBatch,
+) -> Tensor:
+    """See `Kernels.convolve_`."""
+    write_records_(cache.inputs, x.unsqueeze(1), batch.slot_mapping)
+    earlier = spec.taps - 1
+    output = torch.zeros_like(x)
+    for sequence in sequences(batch):
+        inputs = _inputs_before(sequence, cache, earlier, x)
+        inputs = torch.cat([inputs, x[sequence.rows]]).float()
+        count = sequence.end - sequence.start
+        total = torch.zeros(count, x.shape[1], device=x.device)
+        for tap in range(spec.taps):
+            total = total + inputs[tap : tap + count] * weight[:, tap].float()
+        if bias is not None:
+            total = total + bias.float()
+        output[sequence.rows] = (silu(total) if spec.silu else total).to(x.dtype)
+        if cache.tail is not None:
+            _carry_inputs(sequence, cache, earlier, inputs)
+    return output
+
+
+def silu(x: Tensor) -> Tensor:
+    """By exp, as `reference.sigmoid` is."""
+    return x / (1 + (-x).exp())
+
+
+def _inputs_before(
+    sequence: _Sequence, cache: ConvolutionCache, count: int, like: Tensor
+) -> Tensor:
+    """The last `count` inputs before the sequence's first row, with zeros before its begin."""
+    first = max(0, sequence.start - count)
+    begin = sequence.start // CHUNK * CHUNK if cache.tail is not None else 0
+    found = sequence.stored(cache.inputs, max(first, begin), sequence.start)[0]
+    if first < begin:
+        assert cache.tail is not None
+        carried = cache.tail.read(sequence.state_blocks(begin))
+        found = torch.cat([carried[carried.shape[0] - (begin - first) :], found])
+    return F.pad(found, (0, 0, count - found.shape[0], 0)).to(like.dtype)
+
+
+def _carry_inputs(sequence: _Sequence, cache: ConvolutionCache, count: int, inputs: Tensor) -> None:
+    """`inputs` begin `count` before the sequence's first row."""
+    assert cache.tail is not None
+    for begin, _, end in sequence.chunks():
+        if end == begin + CHUNK:
+            last = end - sequence.start + count
+            cache.tail.write(sequence.state_blocks(end), inputs[last - count : last])
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + e^x), also where e^x is too large."""
+    return x.clamp_min(0) + torch.log1p((-x.abs()).exp())
+
+
+def decays_and_betas(
+    gates: Tensor, weights: RecurrentWeights, spec: RecurrentSpec
+) -> tuple[Tensor, Tensor]:
+    """float32 [rows, value heads] both."""
+    heads = spec.num_value_heads
+    steps = softplus(gates[:, :heads].float() + weights.time_bias)
+    if spec.is_delta:
+        return weights.rate * steps, 1 / (1 + (-gates[:, heads:].float()).exp())
+    steps = steps.clamp(*spec.time_limits)
+    return weights.rate * steps, steps
+
+
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, spec: GatedNormSpec
+) -> Tensor:
+    """See `Kernels.gated_norm`."""
+    wide, gates = x.float(), silu(gate.float())
+    if spec.gate_first:
+        wide = wide * gates
+    if spec.group_size:
+        grouped = wide.unflatten(1, (-1, spec.group_size))
+        normed = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + eps)
+        wide = normed.flatten(1).to(x.dtype).float()
+    if weight is not None:
+        repeated = weight.float().repeat(wide.shape[1] // weight.shape[0])
+        wide = wide * repeated
+    return (wide if spec.gate_first else wide * gates).to(x.dtype)
+
+
+def recur(
+    mixed: Tensor,
+    gates: Tensor,
+    weights: RecurrentWeights,
+    spec: RecurrentSpec,
+    cache: RecurrentCache,
+    batch: PagedBatch,
+) -> Tensor:
+    """See `Kernels.recur_`."""
+    decay, beta = decays_and_betas(gates, weights, spec)
+    sizes = (spec.query_size, spec.query_size, spec.value_size)
+    query, key, value = mixed.float().split(sizes, 1)
+    query, key = (x.unflatten(1, (-1, spec.key_dim)) for x in (query, key))
+    if spec.is_delta:
+        query, key = _normed(query) * spec.key_dim**-0.5, _normed(key)
+    value = value.unflatten(1, (-1, spec.value_dim))
+    output = torch.zeros_like(value)
+    for sequence in sequences(batch):
+        carried: Tensor | None = None
+        for begin, first, end in sequence.chunks():
+            rows = slice(
+                sequence.rows.start + first - sequence.start,
+                sequence.rows.start + end - sequence.start,
+            )
+            if carried is None and begin:
+                carried = cache.state.read(sequence.state_blocks(begin))
+            # The slots of this chunk alone: of a long prompt's earlier chunks blocks may be gone.
+            chunk = _Chunk(sequence, begin, first, end, cache, carried, spec, mixed.device)
+            output[rows] = chunk.compute(
+                query[rows], key[rows], value[rows], decay[rows], beta[rows]
+            )
+            chunk.store(cache, batch.slot_mapping[rows])
+            if end == begin + CHUNK:
+                carried = chunk.state_after()
+                cache.state.write(sequence.state_blocks(end), carried)
+    if weights.skip is not None:
+        output = output + weights.skip.unsqueeze(1) * value
+    return output.flatten(1).to(mixed.dtype)
+
+
+def _normed(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _EPSILON)
+
+
+class _Chunk:
+    """The tokens of one chunk: earlier ones from their records, new ones to be computed. Every
+    matrix has a row for each token a chunk can have.
+    """
+
+    def __init__(
+        self,
+        sequence: _Sequence,
+        begin: int,
+        first: int,
+        end: int,
+        cache: RecurrentCache,
+        state: Tensor | None,
+        spec: RecurrentSpec,
+        device: torch.device,
+    ) -> None:
+        self.known, self.count = first - begin, end - begin
+        self.spec = spec
+        self.keys = torch.zeros(spec.num_key_heads, CHUNK, spec.key_dim, device=device)
+        self.changes = torch.zeros(spec.num_value_heads, CHUNK, spec.value_dim, device=device)
+        self.decays = torch.zeros(spec.num_value_heads, CHUNK, device=device)
+        if self.known:
+            for target, side in (
+                (self.keys, cache.keys),
+                (self.changes, cache.changes),
+                (self.decays, cache.decays),
+            ):
+                target[:, : self.known] = sequence.stored(side, begin, first)
+        shape = (spec.num_value_heads, spec.key_dim, spec.value_dim)
+        self.state = torch.zeros(shape, device=device) if state is None else state
+
+    def compute(
+        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
+    ) -> Tensor:
+        """The outputs [rows, value heads, value_dim] of the new tokens, whose records are kept here."""
+        new = slice(self.known, self.count)
+        self.keys[:, new] = key.transpose(0, 1)
+        queries = torch.zeros_like(self.keys)
+        queries[:, new] = query.transpose(0, 1)
+        total = self.decays[:, self.known - 1] if self.known else torch.zeros_like(decay[0])
+        for row in range(len(decay)):  # one after the other: a step has the same sums
+            total = total + decay[row]
+            self.decays[:, self.known + row] = total
+        shared = self.spec.num_value_heads // self.spec.num_key_heads
+        keys, queries = (x.repeat_interleave(shared, 0) for x in (self.keys, queries))
+        order = torch.arange(CHUNK, device=keys.device)
+        fading = (self.decays.unsqueeze(2) - self.decays.unsqueeze(1)).exp()
+        fading = fading.where(order.unsqueeze(1) >= order, 0.0)
+        from_begin = self.decays.exp().unsqueeze(2)
+        values = value.transpose(0, 1)
+        if self.spec.is_delta:
+            overlaps = (keys @ keys.mT * fading).where(order.unsqueeze(1) > order, 0.0)
+            said = keys @ self.state * from_begin
+            for row in range(new.start, new.stop):
+                earlier = (overlaps[:, row : row + 1] @ self.changes)[:, 0]
+                change = values[:, row - self.known] - said[:, row] - earlier
+                self.changes[:, row] = beta[row - self.known].unsqueeze(1) * change
+        else:
+            self.changes[:, new] = values * beta.transpose(0, 1).unsqueeze(2)
+        output = queries @ self.state * from_begin + (queries @ keys.mT * fading) @ self.changes
+        return output[:, new].transpose(0, 1)
+
+    def store(self, cache: RecurrentCache, slots: Tensor) -> None:
+        """Writes the new tokens' records."""
+        new = slice(self.known, self.count)
+        for side, numbers in (
+            (cache.keys, self.keys),
+            (cache.changes, self.changes),
+            (cache.decays, self.decays),
+        ):
+            write_records_(side, numbers[:, new].transpose(0, 1), slots)
+
+    def state_after(self) -> Tensor:
+        """The next chunk's state; this one is whole."""
+        shared = self.spec.num_value_heads // self.spec.num_key_heads
+        keys = self.keys.repeat_interleave(shared, 0)
+        last = self.decays[:, -1:]
+        fading = (last - self.decays).exp().unsqueeze(2)
+        return self.state * last.exp().unsqueeze(2) + (keys * fading).mT @ self.changes
