@@ -9,6 +9,7 @@ what kind of layer it is.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -57,6 +58,19 @@ class LayerState:
     @property
     def bytes_per_token(self) -> int:
         return sum(part.nbytes for part in self.per_token)
+
+
+class CacheMemory(NamedTuple):
+    """The memory of one mixer, from which it makes what its kernels read and write."""
+
+    parts: Sequence[Tensor]
+    """Of `LayerState.per_token`: [num_blocks, heads, block_size, ...] each."""
+    group: int
+    """Its index in `quire.kernels.ops.Batches`."""
+    carried: Sequence[CarriedPart] = ()
+    fp8_scales: tuple[float, float] = (1.0, 1.0)
+    """Of all FP8 keys, and of all FP8 values."""
+    keys_by_dimension: bool = False
 
 
 class CarriedPart(NamedTuple):

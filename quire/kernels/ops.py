@@ -27,7 +27,7 @@ import numpy.typing as npt
 from torch import Tensor, dtype, float32, int8
 
 from quire.kernels.formats import Format
-from quire.kernels.layer_state import LayerState, StoredPart
+from quire.kernels.layer_state import CacheMemory, LayerState, StoredPart
 from quire.kernels.recurrent import (
     ConvolutionCache,
     ConvolutionSpec,
@@ -113,6 +113,10 @@ class LayerCache:
         return self.keys.stride(3) != 1
 
 
+MixerCache = LayerCache | ConvolutionCache | RecurrentCache
+"""What one mixer reads and writes; each says its `group`."""
+
+
 @dataclass(frozen=True, slots=True)
 class HeadShape:
     """The heads of a packed query, key and value row."""
@@ -124,7 +128,9 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """How a layer attends."""
+    """A mixer that attends: what every mixer says of itself (`quire.models.spec.Mixer`), it says
+    from its heads.
+    """
 
     heads: HeadShape
     scale: float
@@ -134,7 +140,17 @@ class AttentionSpec:
     soft_cap: float = 0.0
     """Scaled products become cap * tanh(product / cap); 0: no cap."""
 
-    def layer_state(self, cache_dtype: dtype) -> LayerState:
+    @property
+    def input_size(self) -> int:
+        """Of a packed row of queries, keys and values."""
+        return (self.heads.num_heads + 2 * self.heads.num_kv_heads) * self.heads.head_dim
+
+    @property
+    def output_size(self) -> int:
+        """Of what the output's product takes."""
+        return self.heads.num_heads * self.heads.head_dim
+
+    def layer_state(self, cache_dtype: dtype, model_dtype: dtype) -> LayerState:
         """Keys and values of every token, or of those in the window; with int8, the scales of both."""
         heads = self.heads.num_kv_heads
         sides = (StoredPart(heads, (self.heads.head_dim,), cache_dtype),) * 2
@@ -144,22 +160,29 @@ class AttentionSpec:
             (*sides, *scales), "window" if window else "all", window, self.heads.num_heads
         )
 
-    def layer_cache(
-        self,
-        parts: Sequence[Tensor],
-        group: int,
-        fp8_scales: tuple[float, float],
-        keys_by_dimension: bool,
-    ) -> LayerCache:
-        """What kernels read and write, from the memory of the parts of `layer_state` [num_blocks,
-        heads, block_size, ...].
-        """
-        keys, values, key_scales, value_scales = (*parts, None, None)[:4]
+    def layer_cache(self, memory: CacheMemory) -> LayerCache:
+        """What kernels read and write."""
+        keys, values, key_scales, value_scales = (*memory.parts, None, None)[:4]
         assert keys is not None
         assert values is not None
-        if keys_by_dimension:
+        if memory.keys_by_dimension:
             keys = keys.view(*keys.shape[:2], keys.shape[3], keys.shape[2]).mT
-        return LayerCache(keys, values, key_scales, value_scales, fp8_scales, group)
+        return LayerCache(keys, values, key_scales, value_scales, memory.fp8_scales, memory.group)
+
+    def bytes_read(self, context: int, itemsize: float) -> float:
+        """Of the cache, by a token that is the last of so many; `itemsize` is a key's."""
+        seen = min(context, self.sliding_window or context)
+        return 2 * seen * self.heads.num_kv_heads * self.heads.head_dim * itemsize
+
+    def flops(self, context: int) -> float:
+        """Of a token that is the last of so many: products with keys, and with values."""
+        return 4.0 * min(context, self.sliding_window or context) * self.output_size
+
+    def prompt_flops(self, length: int) -> float:
+        """Of all tokens of a sequence: token i sees i keys, up to the window."""
+        growing = min(length, self.sliding_window or length)
+        seen = growing * (growing + 1) // 2 + (length - growing) * growing
+        return 4.0 * seen * self.output_size
 
 
 class HeadNorms(NamedTuple):
@@ -316,6 +339,11 @@ class Kernels(Protocol):
         takes too much memory.
         """
 
+    def captures(self, mixer: object) -> bool:
+        """Whether steps with such a mixer can be captured or recorded: if its kernels read nothing
+        on the host.
+        """
+
     def compile_together(self, call: Callable[[], object]) -> None:
         """Compiles the kernels that `call` runs, several at once, where they are compiled on first
         use.
@@ -409,7 +437,10 @@ class Kernels(Protocol):
         """
 
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
-        """sigmoid(gate) * x of [rows, 1] and [rows, size]."""
+        """sigmoid(gate) * x of [rows, 1] or [rows, size], and [rows, size]."""
+
+    def multiply(self, x: Tensor, other: Tensor) -> Tensor:
+        """x * other of [rows, size] both."""
 
     def gather_inputs(
         self,

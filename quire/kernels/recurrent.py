@@ -19,14 +19,13 @@ beta_i v_i.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire.kernels.layer_state import CarriedPart, LayerState, StoredPart
+from quire.kernels.layer_state import CacheMemory, CarriedPart, LayerState, StoredPart
 
 CHUNK = 64
 """Tokens of a chunk, in all models: a multiple of every block size."""
@@ -43,16 +42,42 @@ class ConvolutionSpec:
     silu: bool = True
     """Whether the sum goes through SiLU."""
 
-    def layer_state(self, cache_dtype: torch.dtype, dtype: torch.dtype) -> LayerState:
+    def layer_state(self, cache_dtype: torch.dtype, model_dtype: torch.dtype) -> LayerState:
         """For a layer that is nothing else: the inputs of the last few tokens."""
-        inputs = StoredPart(1, (self.channels,), dtype)
+        inputs = StoredPart(1, (self.channels,), model_dtype)
         return LayerState((inputs,), "window", self.taps)
 
-    def layer_cache(
-        self, parts: Sequence[Tensor], group: int, carried: Sequence[CarriedPart]
-    ) -> ConvolutionCache:
-        (inputs,) = parts
-        return ConvolutionCache(inputs, None, group)
+    def layer_cache(self, memory: CacheMemory) -> ConvolutionCache:
+        (inputs,) = memory.parts
+        return ConvolutionCache(inputs, None, memory.group)
+
+    @property
+    def input_size(self) -> int:
+        """Of a row: two gates, one before and one behind the convolution, and its input."""
+        return 3 * self.channels
+
+    @property
+    def output_size(self) -> int:
+        return self.channels
+
+    def bytes_read(self, context: int, itemsize: float) -> float:
+        return min(context, self.taps) * self.channels * itemsize
+
+    def flops(self, context: int) -> float:
+        return 2.0 * self.taps * self.channels
+
+    def prompt_flops(self, length: int) -> float:
+        return length * self.flops(length)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedNormSpec:
+    """How a recurrent layer's output is normed and gated."""
+
+    group_size: int
+    """The mean is taken over so many numbers; 0: there is no norm."""
+    gate_first: bool = False
+    """Whether the gate is applied before the norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +96,9 @@ class RecurrentSpec:
     """
     time_limits: tuple[float, float] = (0.0, math.inf)
     """State spaces: the least and the largest time step."""
+    norm: GatedNormSpec = GatedNormSpec(0)
+    projection_bias: bool = False
+    """Whether the products before and behind it have biases."""
 
     @property
     def query_size(self) -> int:
@@ -85,50 +113,65 @@ class RecurrentSpec:
         """Over rows of all query, key and value heads."""
         return ConvolutionSpec(2 * self.query_size + self.value_size, self.taps, self.conv_bias)
 
-    def layer_state(self, cache_dtype: torch.dtype, dtype: torch.dtype) -> LayerState:
+    def layer_state(self, cache_dtype: torch.dtype, model_dtype: torch.dtype) -> LayerState:
         """A record of each token since the chunk's begin, and the state there with the last inputs
         of the convolution. Sums over time are kept in float32, whatever the cache's dtype is.
         """
         channels = self.convolution.channels
         records = (
-            StoredPart(1, (channels,), dtype),
+            StoredPart(1, (channels,), model_dtype),
             StoredPart(self.num_key_heads, (self.key_dim,), torch.float32),
             StoredPart(self.num_value_heads, (self.value_dim,), torch.float32),
             StoredPart(self.num_value_heads, (), torch.float32),
         )
         carried = (
             StoredPart(self.num_value_heads, (self.key_dim, self.value_dim), torch.float32),
-            StoredPart(self.taps - 1, (channels,), dtype),
+            StoredPart(self.taps - 1, (channels,), model_dtype),
         )
         return LayerState(records, "records", CHUNK, carried=carried)
 
-    def layer_cache(
-        self, parts: Sequence[Tensor], group: int, carried: Sequence[CarriedPart]
-    ) -> RecurrentCache:
-        inputs, keys, changes, decays = parts
-        state, tail = carried
-        convolution = ConvolutionCache(inputs, tail, group)
-        return RecurrentCache(convolution, keys, changes, decays, state, group)
+    def layer_cache(self, memory: CacheMemory) -> RecurrentCache:
+        inputs, keys, changes, decays = memory.parts
+        state, tail = memory.carried
+        convolution = ConvolutionCache(inputs, tail, memory.group)
+        return RecurrentCache(convolution, keys, changes, decays, state, memory.group)
+
+    @property
+    def num_gates(self) -> int:
+        """Numbers of a row from which decays, and betas, are made."""
+        return self.num_value_heads * (2 if self.is_delta else 1)
+
+    @property
+    def input_size(self) -> int:
+        """Of a packed row: queries, keys, values, the output's gate, and gates of decay."""
+        return self.convolution.channels + self.value_size + self.num_gates
+
+    @property
+    def output_size(self) -> int:
+        return self.value_size
+
+    def bytes_read(self, context: int, itemsize: float) -> float:
+        """The state, and the records of half a chunk, which are there on average."""
+        records = self.query_size + self.value_size + self.num_value_heads
+        return 4.0 * (self.value_size * self.key_dim + min(context, CHUNK / 2) * records)
+
+    def flops(self, context: int) -> float:
+        """Products of query and key with the state and with the records, and making the state."""
+        records = min(context, CHUNK / 2) * self.num_value_heads * (self.key_dim + self.value_dim)
+        return 6.0 * self.value_size * self.key_dim + 4.0 * records
+
+    def prompt_flops(self, length: int) -> float:
+        return length * self.flops(length)
 
 
 class RecurrentWeights(NamedTuple):
     """One layer's numbers for each value head, float32."""
 
-    rate: Tensor
-    """Of decay: negative; a log-decay is this times the time step softplus(gate + time_bias)."""
+    log_rate: Tensor
+    """A log-decay is minus e to this, times the time step softplus(gate + time_bias)."""
     time_bias: Tensor
     skip: Tensor | None = None
     """State spaces: how much of a value goes into its own output."""
-
-
-@dataclass(frozen=True, slots=True)
-class GatedNormSpec:
-    """How a recurrent layer's output is normed and gated."""
-
-    group_size: int
-    """The mean is taken over so many numbers; 0: there is no norm."""
-    gate_first: bool = False
-    """Whether the gate is applied before the norm."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,9 @@ class ReferenceKernels:
         # better
         return False
 
+    def captures(self, mixer: object) -> bool:
+        return isinstance(mixer, AttentionSpec)
+
     def compile_together(self, call: Callable[[], object]) -> None:
         """There is nothing to compile."""
 
@@ -198,6 +201,9 @@ class ReferenceKernels:
 
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         return sigmoid(gate).to(x.dtype) * x
+
+    def multiply(self, x: Tensor, other: Tensor) -> Tensor:
+        return x * other
 
     def write_kv_(
         self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor

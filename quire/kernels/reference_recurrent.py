@@ -40,7 +40,7 @@ class _Sequence(NamedTuple):
 
     @property
     def end(self) -> int:
-        return self.start + self.rows.stop - self.rows.start
+        return self.start + int(self.rows.stop - self.rows.start)
 
     def chunks(self) -> Iterator[tuple[int, int, int]]:
         """The begin of each chunk it computes in, and the positions in it that it computes."""
@@ -142,12 +142,12 @@ def decays_and_betas(
     gates: Tensor, weights: RecurrentWeights, spec: RecurrentSpec
 ) -> tuple[Tensor, Tensor]:
     """float32 [rows, value heads] both."""
-    heads = spec.num_value_heads
+    heads, rate = spec.num_value_heads, -weights.log_rate.float().exp()
     steps = softplus(gates[:, :heads].float() + weights.time_bias)
     if spec.is_delta:
-        return weights.rate * steps, 1 / (1 + (-gates[:, heads:].float()).exp())
+        return rate * steps, 1 / (1 + (-gates[:, heads:].float()).exp())
     steps = steps.clamp(*spec.time_limits)
-    return weights.rate * steps, steps
+    return rate * steps, steps
 
 
 def gated_norm(
@@ -158,7 +158,7 @@ def gated_norm(
     if spec.gate_first:
         wide = wide * gates
     if spec.group_size:
-        grouped = wide.unflatten(1, (-1, spec.group_size))
+        grouped = wide.view(len(wide), -1, spec.group_size)
         normed = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + eps)
         wide = normed.flatten(1).to(x.dtype).float()
     if weight is not None:
@@ -178,11 +178,11 @@ def recur(
     """See `Kernels.recur_`."""
     decay, beta = decays_and_betas(gates, weights, spec)
     sizes = (spec.query_size, spec.query_size, spec.value_size)
-    query, key, value = mixed.float().split(sizes, 1)
-    query, key = (x.unflatten(1, (-1, spec.key_dim)) for x in (query, key))
+    query, key, value = mixed.float().split_with_sizes(sizes, 1)
+    query, key = (x.reshape(len(x), -1, spec.key_dim) for x in (query, key))
     if spec.is_delta:
         query, key = _normed(query) * spec.key_dim**-0.5, _normed(key)
-    value = value.unflatten(1, (-1, spec.value_dim))
+    value = value.reshape(len(value), -1, spec.value_dim)
     output = torch.zeros_like(value)
     for sequence in sequences(batch):
         carried: Tensor | None = None

@@ -9,35 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import (
-    AttentionSpec,
-    Batches,
-    ExpertWeights,
-    HeadNorms,
-    Kernels,
-    LayerCache,
-    MoeSpec,
-)
+from quire.kernels.ops import AttentionSpec, Batches, ExpertWeights, Kernels, MixerCache, MoeSpec
 from quire.kernels.tensor_memory import TensorMemory
 from quire.kernels.weights import Weight
 from quire.models.linear import Embedding, Experts, Linear, Rows
+from quire.models.mixers import Batch, Mixers, make_mixer
 from quire.models.parameters import Parameters, SleepLevel, WeightSource
 from quire.models.rope import cos_sin_table
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec, mixer_names
-
-
-@dataclass(frozen=True, slots=True)
-class Batch(Rows):
-    """What every layer is told of the rows it computes."""
-
-    positions: Tensor
-    """int64 [rows]: where in its sequence each row stands."""
-    paged: Batches
 
 
 class Norm:
@@ -65,68 +48,6 @@ class Norm:
         return batch.kernels.add_rms_norm(
             x, residual, self.weight, spec.rms_norm_eps, spec.norm_offset
         )
-
-
-class Attention:
-    """Packed query, key and value projections, perhaps normed heads, rope, attention over the
-    cache.
-    """
-
-    def __init__(
-        self,
-        parameters: Parameters,
-        name: str,
-        spec: ModelSpec,
-        layer: LayerSpec,
-        mixer: AttentionSpec,
-        cos_sin: Tensor | None,
-    ) -> None:
-        self.spec = mixer
-        self.cos_sin = cos_sin
-        self.has_keys = layer.reads_layer is None
-        self.norms: HeadNorms | None = None
-        if layer.qk_norm:
-            query = parameters.vector(f"{name}.query_norm")
-            key = parameters.vector(f"{name}.key_norm") if self.has_keys else query
-            self.norms = HeadNorms(
-                query, key, spec.rms_norm_eps, spec.norm_offset, layer.qk_norm_after_rope
-            )
-        self.sinks = parameters.vector(f"{name}.sinks") if layer.sinks else None
-        self.qkv = parameters.linear(f"{name}.qkv")
-        self.output = parameters.linear(f"{name}.output")
-
-    def __call__(self, batch: Batch, x: Tensor, cache: LayerCache) -> Tensor:
-        kernels, paged, spec = batch.kernels, batch.paged[cache.group], self.spec
-        qkv = self.qkv(batch, x)
-        if self.has_keys:
-            query = kernels.qkv_to_cache_(
-                qkv,
-                spec.heads,
-                self.norms,
-                batch.positions,
-                self.cos_sin,
-                cache,
-                paged.slot_mapping,
-            )
-        else:
-            query = kernels.query_heads(qkv, spec.heads, self.norms, batch.positions, self.cos_sin)
-        attended = kernels.attention(query, cache, paged, spec, self.sinks)
-        return self.output(batch, attended.flatten(1))
-
-
-class Mixers:
-    """A layer's mixer, or several that are side by side: their outputs are added."""
-
-    def __init__(self, parts: Sequence[Attention]) -> None:
-        self.parts = parts
-
-    def __call__(self, batch: Batch, x: Tensor, caches: Sequence[LayerCache]) -> Tensor:
-        total: Tensor | None = None
-        for part, cache in zip(self.parts, caches, strict=True):
-            output = part(batch, x, cache)
-            total = output if total is None else batch.kernels.scale_add(total, 1.0, output)
-        assert total is not None
-        return total
 
 
 class Mlp:
@@ -207,7 +128,7 @@ class DecoderLayer:
         mixers = zip(mixer_names(layer), layer.mixers, tables, strict=True)
         self.attention = Mixers(
             [
-                Attention(parameters, f"{name}.{own}", spec, layer, mixer, table)
+                make_mixer(parameters, f"{name}.{own}", spec, layer, mixer, table)
                 for own, mixer, table in mixers
             ]
         )
@@ -217,7 +138,7 @@ class DecoderLayer:
             self.mlp = kind(parameters, f"{name}.mlp", layer.mlp)  # type: ignore[arg-type]
 
     def __call__(
-        self, batch: Batch, x: Tensor, residual: Tensor | None, caches: Sequence[LayerCache]
+        self, batch: Batch, x: Tensor, residual: Tensor | None, caches: Sequence[MixerCache]
     ) -> tuple[Tensor, Tensor]:
         """Takes x, the last layer's output that is not added to the residual stream yet (adding is
         fused with the norm), and returns this layer's output in the same way, with the residual
@@ -295,7 +216,12 @@ class Decoder:
             return tables[rope, head_dim]
 
         for i, layer in enumerate(spec.layers):
-            own = [table_of(layer.rope, mixer.heads.head_dim) for mixer in layer.mixers]
+            own = [
+                table_of(layer.rope, mixer.heads.head_dim)
+                if isinstance(mixer, AttentionSpec)
+                else None
+                for mixer in layer.mixers
+            ]
             self.layers.append(DecoderLayer(parameters, f"layers.{i}", spec, layer, own))
         self._parameters = parameters
         self._tables = TensorMemory(tables.values())
@@ -306,7 +232,7 @@ class Decoder:
         return self._parameters.weights
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, paged: Batches, caches: Sequence[LayerCache]
+        self, token_ids: Tensor, positions: Tensor, paged: Batches, caches: Sequence[MixerCache]
     ) -> Tensor:
         """The final hidden states [rows, hidden] of int64 token_ids [rows] at int64 positions
         [rows]. `caches` has one for every mixer, in the order of the layers.

@@ -8,6 +8,7 @@ the same functions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 from quire.checkpoints.fields import Fields
 from quire.errors import UnsupportedModelError
 from quire.kernels.ops import Activation, MoeSpec
+from quire.kernels.recurrent import ConvolutionSpec, GatedNormSpec, RecurrentSpec
 from quire.models.config_parts import (
     ROPE_TYPES,
     read_rope,
@@ -24,7 +26,7 @@ from quire.models.config_parts import (
     with_window,
     with_windows,
 )
-from quire.models.spec import MlpSpec, ModelSpec, RopeSpec
+from quire.models.spec import Mixer, MlpSpec, ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class Family:
     """The same for GGUF files, which may have q and k in another order than Hugging Face's."""
     alternating_gate_up: bool = False
     """Gate and up rows of stacked experts alternate (row 0 gate, row 1 up, ...)."""
+    final_norm: str = "model.norm"
     has_guessing_layers: bool = False
     """Files may hold layers after the last one for multi-token prediction; they are ignored."""
 
@@ -231,17 +234,47 @@ def _granite_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def _granite_hybrid(config: Fields, spec: ModelSpec) -> ModelSpec:
-    if not set(config.list_of("layer_types", str, ["mamba"])) <= {"attention", "full_attention"}:
-        raise UnsupportedModelError(
-            f"{config.file}: Mamba layers are not supported, only models without them are."
-        )
     if config.string("position_embedding_type", "nope") != "rope":
         spec = spec.with_layers(rope=None)
     if config.integer("num_local_experts", 8, low=0):
-        return _granite_moe(config, spec)
-    return _granite(config, spec).with_layers(
-        mlp=MlpSpec(config.integer("shared_intermediate_size", 1024))
+        spec = _granite_moe(config, spec)
+    else:
+        shared = config.integer("shared_intermediate_size", 1024)
+        spec = _granite(config, spec).with_layers(mlp=MlpSpec(shared))
+    mamba = _mamba2(config, spec)
+    kinds = {"mamba": mamba, "linear_attention": mamba}
+    return _mixed_layers(config, spec, ["mamba"] * spec.num_layers, kinds)
+
+
+def _mamba2(config: Fields, spec: ModelSpec) -> RecurrentSpec:
+    """A state space layer as Granite, Bamba and others write it."""
+    heads, groups = config.integer("mamba_n_heads", 128), config.integer("mamba_n_groups", 1)
+    inner = config.integer("mamba_expand", 2) * spec.hidden_size
+    return RecurrentSpec(
+        num_key_heads=groups,
+        num_value_heads=heads,
+        key_dim=config.integer("mamba_d_state", 256),
+        value_dim=inner // heads,
+        taps=config.integer("mamba_d_conv", 4, low=2),
+        conv_bias=config.boolean("mamba_conv_bias", True),
+        is_delta=False,
+        time_limits=_time_limits(config),
+        norm=GatedNormSpec(inner // groups, gate_first=True),
+        projection_bias=config.boolean("mamba_proj_bias", False),
     )
+
+
+def _time_limits(config: Fields) -> tuple[float, float]:
+    found = config.raw("time_step_limit")
+    if found is None:
+        return 0.0, math.inf
+    if (
+        not isinstance(found, list)
+        or len(found) != 2
+        or not all(isinstance(one, int | float) and one >= 0 for one in found)
+    ):
+        raise config.error("time_step_limit", "two numbers from 0 on", found)
+    return float(found[0]), float(found[1])
 
 
 def _glm(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -260,7 +293,8 @@ def _glm4_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
 def _cohere2(config: Fields, spec: ModelSpec) -> ModelSpec:
     spec = with_windows(config, _llama(config, spec).with_layers(parallel=True), 4)
     layers = tuple(
-        one if one.mixers[0].sliding_window else replace(one, rope=None) for one in spec.layers
+        one if one.attention and one.attention.sliding_window else replace(one, rope=None)
+        for one in spec.layers
     )
     eps, scale = config.number("layer_norm_eps", 1e-5), config.number("logit_scale", 0.0625)
     return replace(spec, layers=layers, layer_norm=True, rms_norm_eps=eps, logit_scale=scale)
@@ -289,6 +323,86 @@ def _ernie4_5(config: Fields, spec: ModelSpec) -> ModelSpec:
 
 def _hunyuan(config: Fields, spec: ModelSpec) -> ModelSpec:
     return _llama(config, spec).with_layers(qk_norm=True, qk_norm_after_rope=True)
+
+
+def _mixed_layers(
+    config: Fields, spec: ModelSpec, default: list[str], others: Mapping[str, Mixer]
+) -> ModelSpec:
+    """Layers whose `layer_types` are not attention get the mixers of `others`."""
+    kinds = config.list_of("layer_types", str, default)
+    attention = ("full_attention", "attention")
+    if len(kinds) != spec.num_layers or not set(kinds) <= {*attention, *others}:
+        allowed = " or ".join(("full_attention", *others))
+        raise config.error("layer_types", f"{spec.num_layers} of {allowed}", kinds)
+    layers = (
+        layer
+        if kind in attention
+        else replace(
+            layer, mixer=others[kind], rope=None, qk_norm=False, qkv_bias=False, output_bias=False,
+            gated_attention=False,
+        )
+        for layer, kind in zip(spec.layers, kinds, strict=True)
+    )  # fmt: skip
+    return replace(spec, layers=tuple(layers))
+
+
+def _qwen_linear(config: Fields, spec: ModelSpec) -> ModelSpec:
+    """Gated attention in every fourth layer, the gated delta rule in the others."""
+    values = config.integer("linear_value_head_dim", 128)
+    delta = RecurrentSpec(
+        num_key_heads=config.integer("linear_num_key_heads", 16),
+        num_value_heads=config.integer("linear_num_value_heads", 32),
+        key_dim=config.integer("linear_key_head_dim", 128),
+        value_dim=values,
+        taps=config.integer("linear_conv_kernel_dim", 4, low=2),
+        norm=GatedNormSpec(values),
+    )
+    bias = config.boolean("attention_bias", False)
+    spec = replace(spec, norm_offset=1.0).with_layers(
+        qk_norm=True, gated_attention=True, qkv_bias=bias, output_bias=bias
+    )
+    every = config.integer("full_attention_interval", 4)
+    default = [
+        "linear_attention" if (i + 1) % every else "full_attention" for i in range(spec.num_layers)
+    ]
+    return _mixed_layers(config, spec, default, {"linear_attention": delta})
+
+
+def _qwen3_next(config: Fields, spec: ModelSpec) -> ModelSpec:
+    shared = config.integer("shared_expert_intermediate_size", 512, low=0)
+    return with_qwen_experts(config, _qwen_linear(config, spec), shared)
+
+
+def _qwen3_5_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
+    shared = config.integer("shared_expert_intermediate_size", 512, low=0)
+    moe = MoeSpec(
+        num_experts=config.integer("num_experts", 256, high=65_536),
+        top_k=config.integer("num_experts_per_tok", 8),
+        intermediate_size=config.integer("moe_intermediate_size", 512),
+        normalize_weights=True,
+        shared_intermediate_size=shared,
+    )
+    return _qwen_linear(config, spec).with_layers(mlp=moe)
+
+
+def _lfm2(config: Fields, spec: ModelSpec) -> ModelSpec:
+    size = config.integer("block_ff_dim", config.integer("intermediate_size", 12_288))
+    if config.boolean("block_auto_adjust_ff_dim", True):
+        size = int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+        multiple = config.integer("block_multiple_of", 256)
+        size = -(-size // multiple) * multiple
+    conv = ConvolutionSpec(
+        spec.hidden_size,
+        config.integer("conv_L_cache", 3, low=2),
+        config.boolean("conv_bias", False),
+        silu=False,
+    )
+    full = config.list_of("full_attn_idxs", int, list(range(spec.num_layers)))
+    default = ["full_attention" if i in full else "conv" for i in range(spec.num_layers)]
+    spec = replace(spec, rms_norm_eps=config.number("norm_eps", 1e-5)).with_layers(
+        qk_norm=True, mlp=MlpSpec(size)
+    )
+    return _mixed_layers(config, spec, default, {"conv": conv})
 
 
 def _gpt_oss(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -324,6 +438,45 @@ _GRANITE_MOE_NAMES = {
 _GRANITE4_NAMES = _GRANITE_MOE_NAMES | {
     "gate_up": "shared_mlp.input_linear",
     "down": "shared_mlp.output_linear",
+}
+_MAMBA_NAMES = {
+    "mixer_input": "mamba.in_proj",
+    "convolution": "mamba.conv1d",
+    "mixer_log_rate": "mamba.A_log",
+    "mixer_time_bias": "mamba.dt_bias",
+    "mixer_skip": "mamba.D",
+    "mixer_norm": "mamba.norm",
+    "mixer_output": "mamba.out_proj",
+}
+_DELTA_NAMES = {
+    "convolution": "linear_attn.conv1d",
+    "mixer_log_rate": "linear_attn.A_log",
+    "mixer_time_bias": "linear_attn.dt_bias",
+    "mixer_norm": "linear_attn.norm",
+    "mixer_output": "linear_attn.out_proj",
+}
+_QWEN3_NEXT_NAMES = _DELTA_NAMES | {
+    "mixer_input": "linear_attn.in_proj_qkvz",
+    "mixer_gates": "linear_attn.in_proj_ba",
+}
+_QWEN3_5_NAMES = _DELTA_NAMES | {
+    "mixer_qkv": "linear_attn.in_proj_qkv",
+    "mixer_gate": "linear_attn.in_proj_z",
+    "mixer_decay": "linear_attn.in_proj_a",
+    "mixer_beta": "linear_attn.in_proj_b",
+}
+_LFM2_NAMES = {
+    "attention_norm": "operator_norm",
+    "mlp_norm": "ffn_norm",
+    "output": "self_attn.out_proj",
+    "query_norm": "self_attn.q_layernorm",
+    "key_norm": "self_attn.k_layernorm",
+    "gate": "feed_forward.w1",
+    "up": "feed_forward.w3",
+    "down": "feed_forward.w2",
+    "mixer_input": "conv.in_proj",
+    "convolution": "conv.conv",
+    "mixer_output": "conv.out_proj",
 }
 _GLM_NAMES = {"gate_up": "mlp.gate_up_proj"}
 _GLM4_NAMES = {
@@ -386,8 +539,26 @@ FAMILIES: tuple[Family, ...] = (
         "granitemoe", "Granite 3 with experts", ("GraniteMoeForCausalLM",), _granite_moe, "granitemoe",
         names=_GRANITE_MOE_NAMES, gguf_interleaved_rope=True,
     ),
-    Family("granitemoehybrid", "Granite 4 without Mamba layers", ("GraniteMoeHybridForCausalLM",), _granite_hybrid,
-           names=_GRANITE4_NAMES),
+    Family(
+        "granitemoehybrid", "Granite 4", ("GraniteMoeHybridForCausalLM",), _granite_hybrid,
+        names=_GRANITE4_NAMES | _MAMBA_NAMES,
+    ),
+    Family(
+        "qwen3_next", "Qwen3-Next", ("Qwen3NextForCausalLM",), _qwen3_next,
+        head_dim=256, partial_rotary=0.25, names=_QWEN3_NEXT_NAMES,
+    ),
+    Family(
+        "qwen3_5_text", "Qwen3.5 (text)", ("Qwen3_5ForCausalLM",), _qwen_linear,
+        head_dim=256, partial_rotary=0.25, names=_QWEN3_5_NAMES,
+    ),
+    Family(
+        "qwen3_5_moe_text", "Qwen3.5 with experts (text)", ("Qwen3_5MoeForCausalLM",), _qwen3_5_moe,
+        head_dim=256, partial_rotary=0.25, names=_QWEN3_5_NAMES,
+    ),
+    Family(
+        "lfm2", "LFM2", ("Lfm2ForCausalLM",), _lfm2, tie_embeddings=True, rope_theta=1_000_000.0,
+        names=_LFM2_NAMES, final_norm="model.embedding_norm",
+    ),
     Family(
         "glm", "GLM-4-9B", ("GlmForCausalLM",), _glm,
         head_dim=128, partial_rotary=0.5, names=_GLM_NAMES, interleaved_rope=True,

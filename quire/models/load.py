@@ -29,7 +29,7 @@ from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.gguf_spec import read_gguf_spec
 from quire.models.model_config import read_config
-from quire.models.names import Piece, gguf_pieces, huggingface_pieces
+from quire.models.names import Piece, RowRuns, gguf_pieces, huggingface_pieces
 from quire.models.parameters import WeightSource
 from quire.models.weight_plan import ModelFiles, WeightPlan
 from quire.process.life import sign_of_life
@@ -169,10 +169,15 @@ def read_piece(
     if targets[0].dim() > len(checkpoint.tensors[piece.name].shape):  # biases of experts
         targets = tuple(target.squeeze(-1) for target in targets)
     order = piece.order
+    if piece.has_middle:
+        targets = tuple(target.unsqueeze(1) for target in targets)
     if order is None:
         _read_as(checkpoint, piece.name, format, targets)
         return
-    rows = tuple(torch.empty_like(target) for target in targets)
+    if isinstance(order, RowRuns):
+        rows = tuple(target.new_empty(order.total, *target.shape[1:]) for target in targets)
+    else:
+        rows = tuple(torch.empty_like(target) for target in targets)
     _read_as(checkpoint, piece.name, format, rows)
     for source, target in zip(rows, targets, strict=True):  # whatever the format, a row is a row
         target.copy_(

@@ -89,8 +89,9 @@ def check_spec(spec: ModelSpec, file: str) -> None:
             heads.head_dim % 2 == 0, f"head_dim is {heads.head_dim}, but rope needs an even number"
         )
     for layer in spec.layers:
-        if layer.rope is not None and layer.rope.kind == "factors":
-            pairs = (layer.rope.rotated or layer.mixers[0].heads.head_dim) // 2
+        attention = layer.attention
+        if attention is not None and layer.rope is not None and layer.rope.kind == "factors":
+            pairs = (layer.rope.rotated or attention.heads.head_dim) // 2
             for factors in (
                 layer.rope.freq_factors,
                 layer.rope.short_factors or layer.rope.freq_factors,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.kernels.recurrent import RecurrentSpec
 from quire.models.families import family_named
 from quire.models.spec import LayerSpec, ModelSpec, Parameter
 
@@ -43,6 +44,22 @@ class RowOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class RowRuns:
+    """Some rows of a tensor, in runs: what a checkpoint packs in one tensor otherwise than the
+    decoder does.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    """First row and number of rows of each."""
+    total: int
+    """Rows of the tensor."""
+    axis: int = 0
+
+    def index(self, num_rows: int) -> Tensor:
+        return torch.cat([torch.arange(first, first + count) for first, count in self.runs])
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """One tensor of the checkpoint and where it goes."""
 
@@ -56,8 +73,12 @@ class Piece:
     """
     expert: int | None = None
     """Which expert of a stack it is; None: it has all experts, or the parameter has none."""
-    order: RowOrder | None = None
-    """How its rows are rearranged; None: not at all."""
+    order: RowOrder | RowRuns | None = None
+    """How its rows are rearranged, or which are taken; None: all as they are."""
+    has_middle: bool = False
+    """Whether in the checkpoint there is a dimension of one between rows and columns (of
+    convolutions).
+    """
 
     def index(self, parameter: Parameter) -> tuple[int | slice, ...]:
         """The part of the parameter that it fills."""
@@ -71,6 +92,11 @@ class Piece:
         shape = list(parameter.shape)
         if self.part is not None:
             shape[-2 if len(shape) > 1 else -1] = parameter.rows[self.part]
+        if isinstance(self.order, RowRuns):
+            shape[0] = self.order.total
+        if self.has_middle:
+            shape.insert(1, 1)
+            return tuple(shape)
         shape = shape if self.expert is None else shape[1:]
         # biases of experts are stacked vectors
         return tuple(shape[:-1] if shape[2:] == [1] else shape)
@@ -122,9 +148,73 @@ are stacked in it where the files don't pack them.
 _HUGGINGFACE, _GGUF = ({part: pair[i] for part, pair in _LAYER_NAMES.items()} for i in range(2))
 
 
+def recurrent_pieces(
+    names: Mapping[str, str], layer: LayerSpec, linear: str, kind: str, path: str
+) -> Iterator[Piece]:
+    """The tensors of a mixer that is no attention; `linear` and `kind` are its parameter's name."""
+    (mixer,) = layer.mixers
+    own = linear.removeprefix("attention").removeprefix(".")
+    if own == "output":
+        yield Piece(f"{names['mixer_output']}.{kind}", path)
+    elif own == "convolution":
+        order = None
+        if isinstance(mixer, RecurrentSpec) and not mixer.is_delta:
+            # values, keys, queries
+            values, rows = mixer.value_size, mixer.query_size
+            picked = ((values + rows, rows), (values, rows), (0, values))
+            order = RowRuns(picked, mixer.convolution.channels)
+        is_weight = kind == "weight"
+        yield Piece(f"{names['convolution']}.{kind}", path, order=order, has_middle=is_weight)
+    elif own == "input" and isinstance(mixer, RecurrentSpec):
+        for part, (tensor, runs, total) in enumerate(input_rows(mixer, names)):
+            yield Piece(f"{tensor}.{kind}", path, part, order=RowRuns(runs, total))
+    elif own == "input":
+        yield Piece(f"{names['mixer_input']}.{kind}", path)
+    else:
+        tensor = names[f"mixer_{kind}"]
+        yield Piece(f"{tensor}.weight" if kind == "norm" else tensor, path)
+
+
+def input_rows(
+    mixer: RecurrentSpec, names: Mapping[str, str]
+) -> Iterator[tuple[str, tuple[tuple[int, int], ...], int]]:
+    """Where queries, keys, values, the output's gate, decays and betas come from: a tensor, runs of
+    its rows, and how many it has.
+    """
+    rows, values, heads = mixer.query_size, mixer.value_size, mixer.num_value_heads
+    if not mixer.is_delta:  # one tensor: gate, values, keys, queries, decays
+        sizes = (values, values, rows, rows, heads)
+        starts = [sum(sizes[:i]) for i in range(5)]
+        for at in (3, 2, 1, 0, 4):
+            yield names["mixer_input"], ((starts[at], sizes[at]),), sum(sizes)
+    elif "mixer_input" in names:  # by key heads, each with the value heads that share it
+        own = values // mixer.num_key_heads
+        per_head = (mixer.key_dim, mixer.key_dim, own, own)
+        total = 2 * rows + 2 * values
+        for at, size in enumerate(per_head):
+            first = sum(per_head[:at])
+            step = sum(per_head)
+            runs = tuple((step * head + first, size) for head in range(mixer.num_key_heads))
+            yield names["mixer_input"], runs, total
+        shared = heads // mixer.num_key_heads
+        for first in (shared, 0):  # betas are before decays
+            gates = tuple(
+                (2 * shared * head + first, shared) for head in range(mixer.num_key_heads)
+            )
+            yield names["mixer_gates"], gates, 2 * heads
+    else:
+        total = 2 * rows + values
+        for first, size in ((0, rows), (rows, rows), (2 * rows, values)):
+            yield names["mixer_qkv"], ((first, size),), total
+        yield names["mixer_gate"], ((0, values),), values
+        yield names["mixer_decay"], ((0, heads),), heads
+        yield names["mixer_beta"], ((0, heads),), heads
+
+
 def huggingface_pieces(spec: ModelSpec, present: Collection[str]) -> Iterator[Piece]:
     """`present` are the names in the checkpoint: experts come one by one or stacked."""
-    family, ends = family_named(spec.family), ("model.embed_tokens", "model.norm", "lm_head")
+    family = family_named(spec.family)
+    ends = ("model.embed_tokens", family.final_norm, "lm_head")
     return _pieces(
         spec,
         ends,
@@ -197,7 +287,11 @@ class _Layer(NamedTuple):
     def pieces(self, name: str, path: str, parameter: Parameter) -> Iterator[Piece]:
         """The tensors that fill the layer's parameter `name`, which is `path` in the decoder."""
         names, (linear, _, kind) = self.names, name.rpartition(".")
-        if linear in _LINEARS:
+        if name.startswith("attention.") and self.layer.attention is None:
+            yield from recurrent_pieces(names, self.layer, linear, kind, path)
+        elif linear == "attention.qkv" and self.layer.gated_attention:
+            yield from self._gated(kind, path)
+        elif linear in _LINEARS:
             packed, *parts = _LINEARS[linear]
             for part in [packed] if packed in names or not parts else parts:
                 index = None if part == packed else parts.index(part)
@@ -214,12 +308,27 @@ class _Layer(NamedTuple):
                 order=self._order(norm),
             )
 
+    def _gated(self, kind: str, path: str) -> Iterator[Piece]:
+        """Queries, keys, values and gates, where each head's query and gate are together."""
+        assert self.layer.attention is not None
+        heads = self.layer.attention.heads
+        size, total = heads.head_dim, 2 * heads.num_heads * heads.head_dim
+        order = self._order("query")
+        for part, first in ((0, 0), (3, size)):
+            picked = [(2 * size * head + first, size) for head in range(heads.num_heads)]
+            if part == 0 and order is not None:
+                rows = RowRuns(tuple(picked), total).index(total)[order.index(total // 2)]
+                picked = [(row, 1) for row in rows.tolist()]
+            tensor = f"{self.names['query']}.{kind}"
+            yield Piece(tensor, path, part, order=RowRuns(tuple(picked), total))
+        for part, side in ((1, "key"), (2, "value")):
+            yield Piece(f"{self.names[side]}.{kind}", path, part, order=self._order(side))
+
     def _order(self, part: str) -> RowOrder | None:
-        heads, rope, is_whole = (
-            self.layer.mixers[0].heads,
-            self.layer.rope,
-            self.layer.qk_norm_is_whole,
-        )
+        attention = self.layer.attention
+        if attention is None:
+            return None
+        heads, rope, is_whole = attention.heads, self.layer.rope, self.layer.qk_norm_is_whole
         counts = {
             "query": heads.num_heads,
             "key": heads.num_kv_heads,

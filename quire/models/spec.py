@@ -7,12 +7,13 @@ frozen: whatever can be computed from it is a property, so no two fields can dis
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quire.checkpoints.checkpoint import UNSAID, StoredCache
 from quire.kernels.ops import Activation, AttentionSpec, HeadShape, MoeSpec
+from quire.kernels.recurrent import ConvolutionSpec, RecurrentSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +70,14 @@ class SideBySide:
     order.
     """
 
-    parts: tuple[AttentionSpec, ...]
+    parts: tuple[Mixer, ...]
 
 
-Mixer = AttentionSpec | SideBySide
-"""What lets tokens see those before them. A new kind says what it keeps (`layer_state`), which
-parameters it has (`ModelSpec.parameters`), how they are divided among devices
-(`quire.parallel.division`), and how it is computed (a class in decoder.py).
+Mixer = AttentionSpec | ConvolutionSpec | RecurrentSpec
+"""What lets tokens see those before them. A new kind says how wide its packed input and its output
+are, what it keeps (`layer_state`, `layer_cache`) and what it costs (`bytes_read`, `flops`,
+`prompt_flops`). Which parameters it has says `ModelSpec.parameters`, how it is divided among devices
+`quire.parallel.division`, and how it is computed a class in the decoder.
 """
 
 
@@ -83,7 +85,7 @@ parameters it has (`ModelSpec.parameters`), how they are divided among devices
 class LayerSpec:
     """One layer: what lets tokens see those before them (its mixer), and the MLP that follows it."""
 
-    mixer: Mixer
+    mixer: Mixer | SideBySide
     rope: RopeSpec | None
     """How queries and keys are rotated; None: not at all."""
     mlp: MlpSpec | MoeSpec | None
@@ -103,6 +105,8 @@ class LayerSpec:
     """
     parallel: bool = False
     """Attention and MLP take the same normed input, and their sum is added to the residual stream."""
+    gated_attention: bool = False
+    """What attention gives is multiplied by the sigmoid of a gate, number by number."""
     sinks: bool = False
     """Each head has one more score in its softmax, which belongs to no key."""
     reads_layer: int | None = None
@@ -111,15 +115,26 @@ class LayerSpec:
     """
 
     @property
-    def mixers(self) -> tuple[AttentionSpec, ...]:
+    def mixers(self) -> tuple[Mixer, ...]:
         """Its mixer, or those that are side by side."""
         return self.mixer.parts if isinstance(self.mixer, SideBySide) else (self.mixer,)
 
+    @property
+    def attention(self) -> AttentionSpec | None:
+        """Its attention, if it has some; layers have one at most."""
+        return next((one for one in self.mixers if isinstance(one, AttentionSpec)), None)
+
+    def with_mixers(self, changed: Callable[[Mixer], Mixer]) -> LayerSpec:
+        """The same layer with each of its mixers changed."""
+        own = tuple(map(changed, self.mixers))
+        return replace(
+            self, mixer=SideBySide(own) if isinstance(self.mixer, SideBySide) else own[0]
+        )
+
     def with_attention(self, **changes: Any) -> LayerSpec:
         """The same layer with these fields of its attention changed."""
-        changed = tuple(replace(mixer, **changes) for mixer in self.mixers)
-        return replace(
-            self, mixer=SideBySide(changed) if isinstance(self.mixer, SideBySide) else changed[0]
+        return self.with_mixers(
+            lambda one: replace(one, **changes) if isinstance(one, AttentionSpec) else one
         )
 
     @property
@@ -192,10 +207,11 @@ class ModelSpec:
 
     @property
     def head_shapes(self) -> tuple[HeadShape, ...]:
-        """The different shapes of heads among its layers, in the order of the first layers that
+        """The different shapes of heads of its attention, in the order of the first layers that
         have them.
         """
-        return tuple(dict.fromkeys(mixer.heads for layer in self.layers for mixer in layer.mixers))
+        found = (mixer for layer in self.layers for mixer in layer.mixers)
+        return tuple(dict.fromkeys(one.heads for one in found if isinstance(one, AttentionSpec)))
 
     def with_layers(self, **changes: Any) -> ModelSpec:
         """The same model with these fields of all its layers changed."""
@@ -231,9 +247,7 @@ class ModelSpec:
         hidden = self.hidden_size
         for name in layer.norms:
             yield from self._norm(name)
-        for name, mixer in zip(mixer_names(layer), layer.mixers, strict=True):
-            for one, parameter in self._attention_parameters(layer, mixer.heads):
-                yield f"{name}.{one}", parameter
+        yield from self.mixer_parameters(layer)
         mlp = layer.mlp
         if mlp is None:
             return
@@ -256,6 +270,38 @@ class ModelSpec:
         if shared and mlp.shared_gate:
             yield from _linear("mlp.shared_gate", hidden, (1,))
 
+    def mixer_parameters(self, layer: LayerSpec) -> Iterator[tuple[str, Parameter]]:
+        """Those of a layer's mixers, by their names in the layer."""
+        for name, mixer in zip(mixer_names(layer), layer.mixers, strict=True):
+            for one, parameter in self._parameters_of(layer, mixer):
+                yield f"{name}.{one}", parameter
+
+    def _parameters_of(self, layer: LayerSpec, mixer: Mixer) -> Iterator[tuple[str, Parameter]]:
+        if isinstance(mixer, AttentionSpec):
+            return self._attention_parameters(layer, mixer.heads)
+        if isinstance(mixer, ConvolutionSpec):
+            return self._convolution_parameters(mixer)
+        return self._recurrent_parameters(mixer)
+
+    def _convolution_parameters(self, mixer: ConvolutionSpec) -> Iterator[tuple[str, Parameter]]:
+        hidden, size = self.hidden_size, mixer.channels
+        yield from _linear("input", hidden, (size, size, size), mixer.bias)
+        yield from _convolution(mixer)
+        yield from _linear("output", size, (hidden,), mixer.bias)
+
+    def _recurrent_parameters(self, mixer: RecurrentSpec) -> Iterator[tuple[str, Parameter]]:
+        hidden, heads = self.hidden_size, mixer.num_value_heads
+        sizes = (mixer.query_size, mixer.query_size, mixer.value_size, mixer.value_size)
+        gates = (heads,) * (mixer.num_gates // heads)
+        yield from _linear("input", hidden, (*sizes, *gates), mixer.projection_bias)
+        yield from _convolution(mixer.convolution)
+        for name in ("log_rate", "time_bias", *(() if mixer.is_delta else ("skip",))):
+            yield name, Parameter((heads,), wide=True)
+        if mixer.norm.group_size:
+            size = mixer.value_dim if mixer.is_delta else mixer.value_size
+            yield "norm", Parameter((size,))
+        yield from _linear("output", mixer.value_size, (hidden,), mixer.projection_bias)
+
     def _attention_parameters(
         self, layer: LayerSpec, heads: HeadShape
     ) -> Iterator[tuple[str, Parameter]]:
@@ -268,7 +314,9 @@ class ModelSpec:
                 yield "key_norm", Parameter(sizes[1:])
         if layer.sinks:
             yield "sinks", Parameter((heads.num_heads,), wide=True)
-        yield from _linear("qkv", hidden, (query, kv, kv) if has_keys else (query,), layer.qkv_bias)
+        rows = (query, kv, kv) if has_keys else (query,)
+        rows = (*rows, query) if layer.gated_attention else rows
+        yield from _linear("qkv", hidden, rows, layer.qkv_bias)
         yield from _linear("output", query, (hidden,), layer.output_bias)
 
 
@@ -284,6 +332,12 @@ def _linear(
     yield f"{name}.weight", Parameter((sum(rows), size), stacked)
     if bias:
         yield f"{name}.bias", Parameter((sum(rows),), stacked)
+
+
+def _convolution(mixer: ConvolutionSpec) -> Iterator[tuple[str, Parameter]]:
+    yield "convolution.weight", Parameter((mixer.channels, mixer.taps), wide=True)
+    if mixer.bias:
+        yield "convolution.bias", Parameter((mixer.channels,), wide=True)
 
 
 def _mlp(name: str, hidden: int, mlp: MlpSpec) -> Iterator[tuple[str, Parameter]]:

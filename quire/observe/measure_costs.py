@@ -20,7 +20,8 @@ import torch
 
 from quire.config import EngineConfig
 from quire.kernels.ops import MoeSpec, PagedBatch
-from quire.models.decoder import Batch, Decoder
+from quire.models.decoder import Decoder
+from quire.models.mixers import Batch
 from quire.models.spec import ModelSpec
 from quire.observe.step_costs import StepCosts
 from quire.observe.step_log import LoggedModel
@@ -122,7 +123,7 @@ def costs_of_shapes(spec: ModelSpec) -> StepCosts:
         if name not in ("embedding", "head"):
             is_stack = len(parameter.shape) > 2  # of experts, of which a token has a few
             layers += math.prod(parameter.shape) * (part if is_stack else 1.0)
-    heads = (mixer.heads for layer in spec.layers for mixer in layer.mixers)
+    attention = (layer.attention for layer in spec.layers)
     # with the key, and with its value
-    pair = sum(2 * one.num_heads * one.head_dim for one in heads)
+    pair = sum(2 * one.output_size for one in attention if one is not None)
     return StepCosts(spec.vocab_size * spec.hidden_size / layers, pair / layers)

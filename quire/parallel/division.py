@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from quire.errors import InvalidRequestError
-from quire.kernels.ops import HeadShape
-from quire.models.spec import LayerSpec, ModelSpec, Parameter, SideBySide, mixer_names
+from quire.kernels.ops import AttentionSpec, HeadShape
+from quire.models.spec import LayerSpec, Mixer, ModelSpec, Parameter, mixer_names
 
 _UNITS = (64, 16)
 """Rows are divided in runs of so many where there are enough of them: kernels work on whole tiles,
@@ -127,20 +127,24 @@ class Division:
         )
 
     def _local_layer(self, layer: LayerSpec) -> LayerSpec:
-        own = tuple(replace(mixer, heads=self.heads(mixer.heads).shape) for mixer in layer.mixers)
-        return replace(
-            layer, mixer=SideBySide(own) if isinstance(layer.mixer, SideBySide) else own[0]
-        )
+        return layer.with_mixers(self._local_mixer)
+
+    def _local_mixer(self, mixer: Mixer) -> Mixer:
+        if not isinstance(mixer, AttentionSpec):
+            raise InvalidRequestError(
+                "tensor_parallel_size",
+                "divides attention only: a model with recurrent layers runs on one device",
+            )
+        return replace(mixer, heads=self.heads(mixer.heads).shape)
 
     def _heads_of(self, name: str) -> HeadShape | None:
-        """Of the mixer whose parameter has this name; None if it belongs to none."""
+        """Of the attention whose parameter has this name; None if it belongs to none."""
         parts = name.split(".")
         if parts[0] != "layers":
             return None
         layer = self.spec.layers[int(parts[1])]
-        return dict(
-            zip(mixer_names(layer), (mixer.heads for mixer in layer.mixers), strict=True)
-        ).get(parts[2])
+        found = dict(zip(mixer_names(layer), layer.mixers, strict=True)).get(parts[2])
+        return found.heads if isinstance(found, AttentionSpec) else None
 
     def segments(self, name: str, parameter: Parameter) -> tuple[slice, ...]:
         """The rows of a parameter that this rank keeps: one run of each of the tensors stacked in

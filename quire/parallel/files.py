@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.checkpoints.checkpoint import TensorInfo
-from quire.models.names import Piece, RowOrder
+from quire.models.names import Piece, RowOrder, RowRuns
 from quire.models.spec import Parameter
 from quire.models.weight_plan import ModelFiles, check_names_and_shapes
 from quire.parallel.division import Division
@@ -89,9 +89,9 @@ def _own_pieces(
             yield replace(piece, name=cut.name, part=part, expert=expert, order=order), cut
 
 
-def _alternates(order: RowOrder | None, num_rows: int) -> bool:
+def _alternates(order: RowOrder | RowRuns | None, num_rows: int) -> bool:
     """Whether rows of the tensors stacked in it come in turns."""
-    return order is not None and order.heads == 1 and order.head_dim == num_rows
+    return isinstance(order, RowOrder) and order.heads == 1 and order.head_dim == num_rows
 
 
 def _range(run: slice, offset: int = 0) -> Sequence[int]:

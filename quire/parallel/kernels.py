@@ -93,6 +93,12 @@ class ParallelKernels:
         self.scale_add = kernels.scale_add
         self.activate = kernels.activate
         self.sigmoid_mul = kernels.sigmoid_mul
+        self.multiply = kernels.multiply
+        self.captures = kernels.captures
+        # Layers with states are not divided: `Division` refuses them.
+        self.convolve_ = kernels.convolve_
+        self.recur_ = kernels.recur_
+        self.gated_norm = kernels.gated_norm
         self.gather_inputs = kernels.gather_inputs
         # Of logits, which the head's product has gathered.
         self.soft_cap_ = kernels.soft_cap_

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.device import GraphPool
-from quire.kernels.ops import LayerCache
+from quire.kernels.ops import MixerCache
 from quire.kernels.tensor_memory import TensorMemory
 from quire.models.decoder import Decoder
 from quire.process.life import sign_of_life
@@ -63,7 +63,7 @@ class DecodeGraphs:
     def __init__(
         self,
         decoder: Decoder,
-        caches: list[LayerCache],
+        caches: list[MixerCache],
         rows: RequestRows,
         most_tokens: int,
         pool: GraphPool,

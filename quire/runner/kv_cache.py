@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.backends.select import device_of
-from quire.kernels.ops import LayerCache
+from quire.kernels.layer_state import CacheMemory, CarriedPart
+from quire.kernels.ops import MixerCache
 from quire.kernels.tensor_memory import TensorMemory
 from quire.models.spec import ModelSpec
 from quire.runner.layer_groups import LayerGroups, layer_bytes, part_bytes, state_places
@@ -97,7 +99,7 @@ class KVCache:
         number_of = {
             place: group for group, members in enumerate(groups.members) for place in members
         }
-        self.layers: list[LayerCache] = []
+        self.layers: list[MixerCache] = []
         """What each mixer reads and writes; one that has no keys of its own has those of the layer
         it reads.
         """
@@ -112,10 +114,17 @@ class KVCache:
                 fp8_scales = (
                     spec.cache.scales_of(index) if dtype == torch.float8_e4m3fn else (1.0, 1.0)
                 )
-                cache = mixer.layer_cache(
-                    places[place], number_of[place], fp8_scales, keys_by_dimension
+                first = groups.first_carried.get(place)
+                count = len(groups.states[number_of[place]].carried)
+                carried = () if first is None else range(first, first + count)
+                memory = CacheMemory(
+                    places[place],
+                    number_of[place],
+                    [self._carried_part(part) for part in carried],
+                    fp8_scales,
+                    keys_by_dimension,
                 )
-                self.layers.append(cache)
+                self.layers.append(mixer.layer_cache(memory))
 
     @property
     def num_groups(self) -> int:
@@ -129,6 +138,20 @@ class KVCache:
         number, at = places[part][head]
         stored = self._groups.carried[part]
         return number, self._view(at, stored.shape, stored.dtype)
+
+    def _carried_part(self, part: int) -> CarriedPart:
+        """Its heads in runs: those in one block lie at equal distances."""
+        stored = self._groups.carried[part]
+        places, _ = state_places(self._groups.carried, self._groups.block_bytes)
+        runs: list[tuple[int, Tensor]] = []
+        for number, heads in itertools.groupby(places[part], key=lambda place: place[0]):
+            starts = [at for _, at in heads]
+            first = self._view(starts[0], stored.shape, stored.dtype)
+            step = (starts[1] - starts[0]) // stored.dtype.itemsize if len(starts) > 1 else 1
+            shape = (first.shape[0], len(starts), *stored.shape)
+            strides = (first.stride(0), step, *first.stride()[1:])
+            runs.append((number, first.as_strided(shape, strides)))
+        return CarriedPart(tuple(runs))
 
     def _view(self, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The numbers that begin at one byte of every block."""

@@ -9,15 +9,15 @@ bytes, nothing to move together.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from quire.block_groups import BlockGroup, StateSpec
 from quire.errors import UnsupportedModelError
 from quire.kernels.layer_state import LayerState, StoredPart
-from quire.kernels.ops import HeadShape
+from quire.kernels.ops import AttentionSpec, HeadShape
 from quire.models.spec import ModelSpec
 
 MOST_GROUPS = 8
@@ -45,8 +45,10 @@ class LayerGroups:
     state: StateSpec | None = None
     carried: tuple[StoredPart, ...] = ()
     """The parts of a state, those of all recurrent places one after the other."""
-    heads: tuple[HeadShape, ...] = ()
-    """By group, the heads of its attention."""
+    heads: tuple[HeadShape | None, ...] = ()
+    """By group, the heads of its attention; None where it is none."""
+    first_carried: Mapping[int, int] = field(default_factory=dict)
+    """By recurrent place, which of `carried` is its first."""
 
     @property
     def is_uniform(self) -> bool:
@@ -64,20 +66,26 @@ class LayerGroups:
         cache_dtype: torch.dtype,
         keys_at_once: int = 1,
         longest: int | None = None,
+        model_dtype: torch.dtype | None = None,
     ) -> LayerGroups:
         """The groups that take the fewest bytes for a block of tokens. Windows and chunks that are
         no shorter than the `longest` sequence count as none. `keys_at_once` is that of the kernels:
-        how coarsely they round a window's begin.
+        how coarsely they round a window's begin. The cache's dtype is the model's, unless
+        `model_dtype` says so.
         """
         longest = longest or spec.max_position
         states = [
-            None if layer.reads_layer is not None else mixer.layer_state(cache_dtype)
+            None
+            if layer.reads_layer is not None
+            else mixer.layer_state(cache_dtype, model_dtype or cache_dtype)
             for layer in spec.layers
             for mixer in layer.mixers
         ]
         groups = group_layers(states, block_size, keys_at_once, longest)
         mixers = [mixer for layer in spec.layers for mixer in layer.mixers]
-        return replace(groups, heads=tuple(mixers[members[0]].heads for members in groups.members))
+        firsts = (mixers[members[0]] for members in groups.members)
+        heads = tuple(one.heads if isinstance(one, AttentionSpec) else None for one in firsts)
+        return replace(groups, heads=heads)
 
 
 def group_layers(
@@ -93,7 +101,12 @@ def group_layers(
             kinds.setdefault(_as_kept(state, keys_at_once, longest), []).append(place)
     # Those that keep everything come first, as block tables list them.
     order = sorted(kinds, key=lambda kind: kind.keeps != "all")
-    carried = tuple(part for state in states if state is not None for part in state.carried)
+    carried: list[StoredPart] = []
+    first_carried: dict[int, int] = {}
+    for place, state in enumerate(states):
+        if state is not None and state.carried:
+            first_carried[place] = len(carried)
+            carried += state.carried
     block_bytes = _block_bytes([(kind, len(kinds[kind])) for kind in order], carried, block_size)
     members: list[tuple[int, ...]] = []
     held: list[LayerState] = []
@@ -108,7 +121,8 @@ def group_layers(
         members=tuple(members),
         kept=tuple(BlockGroup(kind.keeps, kind.size) for kind in held),
         state=_state_spec(states, carried, block_bytes),
-        carried=carried,
+        carried=tuple(carried),
+        first_carried=first_carried,
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Int32Array, LayerCache
+from quire.kernels.ops import Int32Array, MixerCache
 from quire.models.decoder import Decoder
 from quire.models.spec import MlpSpec
 from quire.runner.batch import StepShape
@@ -45,7 +45,7 @@ class RecordedSteps:
     (an estimate).
     """
 
-    def __init__(self, decoder: Decoder, caches: list[LayerCache], rows: RequestRows) -> None:
+    def __init__(self, decoder: Decoder, caches: list[MixerCache], rows: RequestRows) -> None:
         assert decoder.kernels.record is not None
         self._record = decoder.kernels.record
         self._decoder = decoder

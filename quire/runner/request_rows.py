@@ -111,7 +111,11 @@ class RequestRows:
         batches = zip(self.block_tables, found, self._group_heads, strict=True)
         paged = (
             PagedBatch(
-                block_tables=tables, slot_mapping=slots, work=_lists_for(work, heads), **sequences
+                block_tables=tables,
+                slot_mapping=slots,
+                state_tables=self.state_tables,
+                work=_lists_for(work, heads),
+                **sequences,
             )
             for tables, (_, _, slots), heads in batches
         )
@@ -160,7 +164,7 @@ def _lists_for(
     work: Mapping[HeadShape, Mapping[str, Tensor]] | None, heads: HeadShape | None
 ) -> Mapping[str, Tensor] | None:
     """Those of one group's heads."""
-    if work is None:
+    if not work:
         return None
     if heads is not None and heads in work:
         return work[heads]

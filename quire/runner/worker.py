@@ -101,7 +101,9 @@ def start_worker(
     # A draft model uses the same block tables and may have other windows: then no block is freed by
     # a window.
     longest = config.max_model_len if draft is None else 1
-    groups = LayerGroups.of(spec, config.block_size, cache_dtype, kernels.keys_at_once, longest)
+    groups = LayerGroups.of(
+        spec, config.block_size, cache_dtype, kernels.keys_at_once, longest, dtype
+    )
     plan = plan_cache(spec, config, limits, cache_dtype, device.free_memory(), needs, groups)
     plan = plan if agree is None else agree(plan)
     by_dimension = kernels.keys_by_dimension(cache_dtype, plan.block_size)
@@ -149,6 +151,9 @@ def _make_graphs(
     decoder: Decoder, config: EngineConfig, cache: KVCache, rows: RequestRows
 ) -> Graphs | None:
     kernels = decoder.kernels
+    mixers = (mixer for layer in decoder.spec.layers for mixer in layer.mixers)
+    if not all(map(kernels.captures, mixers)):
+        return None
     if config.cuda_graphs and RecordedSteps.fit(decoder):
         return RecordedSteps(decoder, cache.layers, rows)
     shapes = decoder.spec.head_shapes  # a graph has one list of attention's work

@@ -51,7 +51,7 @@ class Layer:
         self.conv_weight = random(channels, spec.taps, seed=self.seed + 1, scale=0.5)
         self.conv_bias = random(channels, seed=self.seed + 2) if spec.conv_bias else None
         self.weights = RecurrentWeights(
-            -random(heads, seed=self.seed + 3).exp(),
+            random(heads, seed=self.seed + 3),
             random(heads, seed=self.seed + 4),
             None if spec.is_delta else random(heads, seed=self.seed + 5),
         )
@@ -166,7 +166,7 @@ class Layer:
         state = torch.zeros(heads, spec.key_dim, spec.value_dim, dtype=torch.float64)
         outputs = []
         for q, k, v, decay, b in zip(
-            query, key, value, steps * self.weights.rate.double(), beta, strict=True
+            query, key, value, -steps * self.weights.log_rate.double().exp(), beta, strict=True
         ):
             state = state * decay.exp().view(-1, 1, 1)
             said = (state * k.unsqueeze(2)).sum(1) if spec.is_delta else 0
@@ -292,7 +292,9 @@ def test_value_heads_divided_among_devices_have_the_same_bits() -> None:
         mine = torch.cat([side.view(2, -1)[rank] for side in sides])
         own.conv_weight = layer.conv_weight[mine]
         own.inputs = [layer.inputs[0][:, mine]]
-        own.weights = RecurrentWeights(layer.weights.rate[heads], layer.weights.time_bias[heads])
+        own.weights = RecurrentWeights(
+            layer.weights.log_rate[heads], layer.weights.time_bias[heads]
+        )
         own.gates = [layer.gates[0].unflatten(1, (2, 4))[:, :, heads].flatten(1)]
         (found,) = own.step([(0, 0, 100)])
         assert torch.equal(found, expected.view(100, 2, -1)[:, rank])

@@ -257,6 +257,8 @@ def _activated(x: Tensor, activation: Activation, size: int) -> Tensor:
 
 def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
     """sigmoid(gate) * x of [rows, 1] and [rows, size]; the sigmoid is rounded to the dtype first."""
+    if gate.shape[1] != 1:
+        return (1 / (1 + (-gate.float()).exp())).to(x.dtype) * x
     x = as_rows(x)
     rows, size = x.shape
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)

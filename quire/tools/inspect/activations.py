@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidRequestError
-from quire.models.decoder import Batch, Decoder
+from quire.models.decoder import Decoder
+from quire.models.mixers import Batch
 from quire.tools.ladder.contiguous import ContiguousCache, as_token_tensor
 
 

@@ -95,7 +95,8 @@ def spec_facts(spec: ModelSpec) -> dict[str, Any]:
     experts = next((layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)), None)
     if experts is not None:
         facts["experts"] = f"{experts.top_k} of {experts.num_experts}"
-    windows = dict.fromkeys(mixer.sliding_window for layer in spec.layers for mixer in layer.mixers)
+    attention = (layer.attention for layer in spec.layers)
+    windows = dict.fromkeys(one.sliding_window for one in attention if one is not None)
     if any(windows):
         facts["attention_windows"] = ", ".join(
             "all" if one is None else str(one) for one in windows

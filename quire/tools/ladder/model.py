@@ -117,7 +117,8 @@ def forward(decoder: Decoder, tokens: Sequence[int]) -> Tensor:
 
 def _attend(x: Tensor, own: dict[str, Tensor], layer: LayerSpec, eps: float) -> Tensor:
     """Projects to queries, keys and values, lets tokens look back, and mixes the heads."""
-    heads = layer.mixers[0].heads
+    assert layer.attention is not None
+    heads = layer.attention.heads
     projected = x @ own["attention.qkv.weight"].T + own.get("attention.qkv.bias", torch.zeros(()))
     sizes = [
         count * heads.head_dim
@@ -163,7 +164,8 @@ def _check(spec: ModelSpec) -> None:
 
 def _plain(layer: LayerSpec) -> LayerSpec:
     """A layer of the same sizes without anything special."""
-    heads, mlp = layer.mixers[0].heads, layer.mlp
+    assert layer.attention is not None
+    heads, mlp = layer.attention.heads, layer.mlp
     assert mlp is not None
     same: MlpSpec | MoeSpec = MlpSpec(mlp.intermediate_size)
     if isinstance(mlp, MoeSpec):

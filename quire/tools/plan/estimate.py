@@ -135,10 +135,7 @@ def _activations(spec: ModelSpec, num_tokens: int, num_scored: int, itemsize: in
     """
     width = 0
     for layer in spec.layers:
-        projected = (
-            2 * (one.num_heads + 2 * one.num_kv_heads) * one.head_dim
-            for one in (m.heads for m in layer.mixers)
-        )
+        projected = (2 * mixer.input_size for mixer in layer.mixers)
         width = max(width, 3 * mlp_width(layer), *projected)
     return (
         num_tokens * (4 * spec.hidden_size + width) * itemsize

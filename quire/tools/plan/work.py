@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.kernels.ops import HeadShape
-from quire.models.spec import LayerSpec, MlpSpec, ModelSpec
+from quire.models.spec import LayerSpec, Mixer, MlpSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +70,16 @@ def decode_work(
     `itemsize` is what a weight takes, on average or by kind; a key or value takes what plain
     weights do, unless `key_itemsize` says otherwise.
     """
-    rows = len(contexts)
-    keys = _keys_seen(spec, contexts)
-    key_bytes = sum(2 * count * _kv_width(heads) for heads, count in keys.items()) * (
-        key_itemsize or _by_kind(itemsize).plain
-    )
-    return Work(
-        bytes_read=_weight_bytes(spec, rows, itemsize) + key_bytes,
-        flops=2.0 * rows * (_layer_parameters(spec) + spec.vocab_size * spec.hidden_size)
-        + _key_flops(keys),
-    )
+    rows, lengths = len(contexts), Counter(contexts)
+    each = key_itemsize or _by_kind(itemsize).plain
+    states = Work()
+    """What layers keep of the sequences."""
+    for mixer, count in _mixers(spec).items():
+        for context, times in lengths.items():
+            read, flops = mixer.bytes_read(context, each), mixer.flops(context)
+            states += Work(count * times * read, count * times * flops)
+    flops = 2.0 * rows * (_layer_parameters(spec) + spec.vocab_size * spec.hidden_size)
+    return states + Work(_weight_bytes(spec, rows, itemsize), flops)
 
 
 def prompt_work(spec: ModelSpec, lengths: Sequence[int], itemsize: float | Itemsizes) -> Work:
@@ -87,13 +87,15 @@ def prompt_work(spec: ModelSpec, lengths: Sequence[int], itemsize: float | Items
     cache.
     """
     rows = sum(lengths)
-    keys: Counter[HeadShape] = Counter()
-    for length in lengths:
-        keys.update(_keys_seen_by_all(spec, length))
+    mixed = sum(
+        count * mixer.prompt_flops(length)
+        for mixer, count in _mixers(spec).items()
+        for length in lengths
+    )
     head = 2.0 * len(lengths) * spec.vocab_size * spec.hidden_size
     return Work(
         bytes_read=_weight_bytes(spec, rows, itemsize),
-        flops=2.0 * rows * _layer_parameters(spec) + head + _key_flops(keys),
+        flops=2.0 * rows * _layer_parameters(spec) + head + mixed,
     )
 
 
@@ -120,9 +122,7 @@ def gathered(
     hidden = spec.hidden_size
     numbers = 0
     for layer in spec.layers:
-        numbers += (
-            sum(_query_width(mixer.heads) for mixer in layer.mixers) + mlp_width(layer) + 2 * hidden
-        )
+        numbers += sum(mixer.output_size for mixer in layer.mixers) + mlp_width(layer) + 2 * hidden
     total = rows * (numbers + ranks * hidden) + num_scored * spec.vocab_size
     return 4 * len(spec.layers) + 2, total * itemsize * (ranks - 1) / ranks
 
@@ -131,7 +131,7 @@ def layer_inputs(spec: ModelSpec) -> int:
     """Of the four products of a layer, one after the other."""
     layer = spec.layers[0]
     size = 0 if layer.mlp is None else layer.mlp.intermediate_size
-    return 2 * spec.hidden_size + sum(_query_width(mixer.heads) for mixer in layer.mixers) + size
+    return 2 * spec.hidden_size + sum(mixer.output_size for mixer in layer.mixers) + size
 
 
 def _by_kind(itemsize: float | Itemsizes) -> Itemsizes:
@@ -167,9 +167,8 @@ def _parameters_by_kind(spec: ModelSpec, rows: int | None = None) -> tuple[float
     """
     matrices = routers = experts = 0.0
     for layer in spec.layers:
-        for mixer in layer.mixers:
-            own_keys = 0 if layer.reads_layer is not None else _kv_width(mixer.heads)
-            matrices += spec.hidden_size * 2 * (_query_width(mixer.heads) + own_keys)
+        shapes = (parameter.shape for _, parameter in spec.mixer_parameters(layer))
+        matrices += sum(math.prod(shape) for shape in shapes if len(shape) > 1)
         moe = layer.mlp
         if moe is None:
             continue
@@ -187,43 +186,6 @@ def _parameters_by_kind(spec: ModelSpec, rows: int | None = None) -> tuple[float
     return matrices, routers, experts
 
 
-def _query_width(heads: HeadShape) -> int:
-    return heads.num_heads * heads.head_dim
-
-
-def _kv_width(heads: HeadShape) -> int:
-    return heads.num_kv_heads * heads.head_dim
-
-
-def _attentions(spec: ModelSpec) -> Counter[tuple[HeadShape, int | None]]:
-    """How many there are, by their heads and windows."""
-    return Counter(
-        (mixer.heads, mixer.sliding_window) for layer in spec.layers for mixer in layer.mixers
-    )
-
-
-def _keys_seen(spec: ModelSpec, contexts: Sequence[int]) -> Counter[HeadShape]:
-    """By the last tokens of sequences, over all layers with such heads."""
-    lengths = Counter(contexts)
-    seen: Counter[HeadShape] = Counter()
-    for (heads, window), count in _attentions(spec).items():
-        seen[heads] += count * sum(
-            times * min(context, window or context) for context, times in lengths.items()
-        )
-    return seen
-
-
-def _keys_seen_by_all(spec: ModelSpec, length: int) -> Counter[HeadShape]:
-    """By all tokens of a sequence, over all layers with such heads: token i sees i keys, up to the
-    window.
-    """
-    seen: Counter[HeadShape] = Counter()
-    for (heads, window), count in _attentions(spec).items():
-        growing = min(length, window or length)
-        seen[heads] += count * (growing * (growing + 1) // 2 + (length - growing) * growing)
-    return seen
-
-
-def _key_flops(keys: Counter[HeadShape]) -> float:
-    """Per query and key: a product with the key and one with the value, in every head."""
-    return sum(4.0 * count * _query_width(heads) for heads, count in keys.items())
+def _mixers(spec: ModelSpec) -> Counter[Mixer]:
+    """How often each one occurs."""
+    return Counter(mixer for layer in spec.layers for mixer in layer.mixers)

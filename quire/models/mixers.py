@@ -1,0 +1,174 @@
+"""What lets tokens see those before them: attention, recurrences, convolutions over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from quire.kernels.ops import AttentionSpec, Batches, HeadNorms, LayerCache, MixerCache
+from quire.kernels.recurrent import (
+    ConvolutionCache,
+    ConvolutionSpec,
+    RecurrentCache,
+    RecurrentSpec,
+    RecurrentWeights,
+)
+from quire.models.linear import Rows
+from quire.models.parameters import Parameters
+from quire.models.spec import LayerSpec, Mixer, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Rows):
+    """What every layer is told of the rows it computes."""
+
+    positions: Tensor
+    """int64 [rows]: where in its sequence each row stands."""
+    paged: Batches
+
+
+class MixerModule(Protocol):
+    """One mixer with its weights."""
+
+    def __call__(self, batch: Batch, x: Tensor, cache: MixerCache) -> Tensor: ...
+
+
+class Attention:
+    """Packed query, key and value projections, perhaps normed heads, rope, attention over the
+    cache.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        name: str,
+        spec: ModelSpec,
+        layer: LayerSpec,
+        mixer: AttentionSpec,
+        cos_sin: Tensor | None,
+    ) -> None:
+        self.spec = mixer
+        self.cos_sin = cos_sin
+        self.has_keys = layer.reads_layer is None
+        self.is_gated = layer.gated_attention
+        self.norms: HeadNorms | None = None
+        if layer.qk_norm:
+            query = parameters.vector(f"{name}.query_norm")
+            key = parameters.vector(f"{name}.key_norm") if self.has_keys else query
+            self.norms = HeadNorms(
+                query, key, spec.rms_norm_eps, spec.norm_offset, layer.qk_norm_after_rope
+            )
+        self.sinks = parameters.vector(f"{name}.sinks") if layer.sinks else None
+        self.qkv = parameters.linear(f"{name}.qkv")
+        self.output = parameters.linear(f"{name}.output")
+
+    def __call__(self, batch: Batch, x: Tensor, cache: MixerCache) -> Tensor:
+        assert isinstance(cache, LayerCache)
+        kernels, paged, spec = batch.kernels, batch.paged[cache.group], self.spec
+        qkv, gate = self.qkv(batch, x), None
+        if self.is_gated:
+            packed, gate = qkv.split_with_sizes(
+                (qkv.shape[1] - spec.output_size, spec.output_size), 1
+            )
+            qkv = packed.contiguous()
+        if self.has_keys:
+            query = kernels.qkv_to_cache_(
+                qkv,
+                spec.heads,
+                self.norms,
+                batch.positions,
+                self.cos_sin,
+                cache,
+                paged.slot_mapping,
+            )
+        else:
+            query = kernels.query_heads(qkv, spec.heads, self.norms, batch.positions, self.cos_sin)
+        attended = kernels.attention(query, cache, paged, spec, self.sinks)
+        output = attended.flatten(1)
+        return self.output(batch, output if gate is None else kernels.sigmoid_mul(gate, output))
+
+
+class Recurrent:
+    """Packed projections, a convolution over time, a recurrence with a state, a norm with a gate."""
+
+    def __init__(
+        self, parameters: Parameters, name: str, spec: ModelSpec, mixer: RecurrentSpec
+    ) -> None:
+        self.spec = mixer
+        self.eps = spec.rms_norm_eps
+        self.input = parameters.linear(f"{name}.input")
+        self.taps = parameters.vector(f"{name}.convolution.weight")
+        self.taps_bias = parameters.optional_vector(f"{name}.convolution.bias")
+        self.weights = RecurrentWeights(
+            parameters.vector(f"{name}.log_rate"),
+            parameters.vector(f"{name}.time_bias"),
+            parameters.optional_vector(f"{name}.skip"),
+        )
+        self.norm = parameters.optional_vector(f"{name}.norm")
+        self.output = parameters.linear(f"{name}.output")
+
+    def __call__(self, batch: Batch, x: Tensor, cache: MixerCache) -> Tensor:
+        assert isinstance(cache, RecurrentCache)
+        kernels, paged, spec = batch.kernels, batch.paged[cache.group], self.spec
+        convolution = spec.convolution
+        sizes = (convolution.channels, spec.value_size, spec.num_gates)
+        mixed, gate, gates = self.input(batch, x).split_with_sizes(sizes, 1)
+        mixed = kernels.convolve_(
+            mixed, self.taps, self.taps_bias, convolution, cache.convolution, paged
+        )
+        output = kernels.recur_(mixed, gates, self.weights, spec, cache, paged)
+        output = kernels.gated_norm(output, gate, self.norm, self.eps, spec.norm)
+        return self.output(batch, output)
+
+
+class ShortConvolution:
+    """A convolution over time between two gates."""
+
+    def __init__(self, parameters: Parameters, name: str, mixer: ConvolutionSpec) -> None:
+        self.spec = mixer
+        self.input = parameters.linear(f"{name}.input")
+        self.taps = parameters.vector(f"{name}.convolution.weight")
+        self.taps_bias = parameters.optional_vector(f"{name}.convolution.bias")
+        self.output = parameters.linear(f"{name}.output")
+
+    def __call__(self, batch: Batch, x: Tensor, cache: MixerCache) -> Tensor:
+        assert isinstance(cache, ConvolutionCache)
+        kernels, paged = batch.kernels, batch.paged[cache.group]
+        before, behind, inputs = self.input(batch, x).chunk(3, 1)
+        inputs = kernels.multiply(before, inputs)
+        mixed = kernels.convolve_(inputs, self.taps, self.taps_bias, self.spec, cache, paged)
+        return self.output(batch, kernels.multiply(behind, mixed))
+
+
+def make_mixer(
+    parameters: Parameters,
+    name: str,
+    spec: ModelSpec,
+    layer: LayerSpec,
+    mixer: Mixer,
+    cos_sin: Tensor | None,
+) -> MixerModule:
+    """The mixer with the parameters of this name."""
+    if isinstance(mixer, AttentionSpec):
+        return Attention(parameters, name, spec, layer, mixer, cos_sin)
+    if isinstance(mixer, ConvolutionSpec):
+        return ShortConvolution(parameters, name, mixer)
+    return Recurrent(parameters, name, spec, mixer)
+
+
+class Mixers:
+    """A layer's mixer, or several that are side by side: their outputs are added."""
+
+    def __init__(self, parts: Sequence[MixerModule]) -> None:
+        self.parts = parts
+
+    def __call__(self, batch: Batch, x: Tensor, caches: Sequence[MixerCache]) -> Tensor:
+        total: Tensor | None = None
+        for part, cache in zip(self.parts, caches, strict=True):
+            output = part(batch, x, cache)
+            total = output if total is None else batch.kernels.scale_add(total, 1.0, output)
+        assert total is not None
+        return total
