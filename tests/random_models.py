@@ -15,10 +15,11 @@ from quire.engine import EngineCore, Request, Scheduler, SchedulerConfig, make_r
 from quire.engine.invariants import check_invariants
 from quire.engine.scheduler import Guess
 from quire.kernels.ops import Activation, Kernels, MoeSpec
+from quire.kernels.recurrent import ConvolutionSpec, GatedNormSpec, RecurrentSpec
 from quire.kernels.weights import Weight
 from quire.models.config_parts import plain_attention
 from quire.models.decoder import Decoder
-from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec, SideBySide
 from quire.observe.step_log import StepLog
 from quire.runner.kv_cache import KVCache
 from quire.runner.layer_groups import LayerGroups
@@ -55,6 +56,31 @@ _CAPPED = replace(
     mlp=MlpSpec(96, Activation.GELU_TANH),
     post_norms=True,
 )
+
+_DELTA = RecurrentSpec(2, 4, 8, 12, taps=4, norm=GatedNormSpec(12))
+_STATE_SPACE = RecurrentSpec(
+    1, 4, 8, 32, taps=4, conv_bias=True, is_delta=False, norm=GatedNormSpec(64, gate_first=True)
+)
+_CONVOLUTION = ConvolutionSpec(64, 3, silu=False)
+_GATED = replace(_LAYER, gated_attention=True, qk_norm=True)
+
+WITH_STATES: dict[str, ModelSpec] = {
+    "delta rule": replace(
+        _PLAIN, family="qwen3_5_text", layers=(replace(_LAYER, mixer=_DELTA), _GATED)
+    ),
+    "state space": replace(
+        _PLAIN, family="granitemoehybrid", layers=(replace(_LAYER, mixer=_STATE_SPACE), _LAYER)
+    ),
+    "convolution": replace(
+        _PLAIN, family="lfm2", layers=(replace(_LAYER, mixer=_CONVOLUTION), _LAYER)
+    ),
+    "side by side": replace(
+        _PLAIN,
+        family="falcon_h1",
+        layers=(replace(_LAYER, mixer=SideBySide((_LAYER.mixer, _STATE_SPACE))),) * 2,
+    ),
+}
+"""Layers that know earlier tokens by a state, or by their last few inputs."""
 
 SPECS: dict[str, ModelSpec] = {
     "llama": replace(_PLAIN, tie_embeddings=True).with_layers(mlp=MlpSpec(96, bias=True)),
@@ -179,7 +205,12 @@ class Bench:
         cache_dtype: torch.dtype | None = None,
     ) -> None:
         dtype = cache_dtype or decoder.dtype
-        groups = LayerGroups.of(decoder.spec, block_size, dtype, decoder.kernels.keys_at_once, 1024)
+        groups = LayerGroups.of(
+            decoder.spec, block_size, dtype, decoder.kernels.keys_at_once, 1024, decoder.dtype
+        )
+        if groups.state is not None:  # often enough to be met, and room for some
+            groups = replace(groups, state=groups.state._replace(interval=2 * groups.state.chunk))
+            num_blocks += 4 * max_num_seqs * groups.state.num_blocks
         count = len(groups.members)
         num_blocks, num_host_blocks = 1 + (num_blocks - 1) * count, num_host_blocks * count
         config = SchedulerConfig(
@@ -192,16 +223,22 @@ class Bench:
             prefix_caching=prefix_caching,
             groups=groups.kept,
             bytes_per_block=groups.block_bytes,
+            state=groups.state,
         )
         spec, device = decoder.spec, decoder.device
         by_dimension = decoder.kernels.keys_by_dimension(dtype, block_size)
         cache = KVCache(
             spec, num_blocks, num_host_blocks, block_size, dtype, device, by_dimension, groups
         )
-        for layer in cache.layers:  # whoever reads what nobody wrote is found out
-            for side, scales in zip((layer.keys, layer.values), layer.scales, strict=True):
-                (side if scales is None else scales).fill_(float("nan"))
-        rows = RequestRows(max_num_seqs, 1024, block_size, device, groups.heads)
+        for parts in cache.places.values():  # whoever reads what nobody wrote is found out
+            for part in parts:
+                if part.dtype.is_floating_point:
+                    part.fill_(float("nan"))
+        for number, part in enumerate(groups.carried):
+            for head in range(part.heads):
+                cache.state_head(number, head)[1].fill_(float("nan"))
+        num_state_blocks = 0 if groups.state is None else groups.state.num_blocks
+        rows = RequestRows(max_num_seqs, 1024, block_size, device, groups.heads, num_state_blocks)
         graphs = (
             RecordedSteps(decoder, cache.layers, rows)
             if recorded and RecordedSteps.fit(decoder)

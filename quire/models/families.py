@@ -268,13 +268,11 @@ def _time_limits(config: Fields) -> tuple[float, float]:
     found = config.raw("time_step_limit")
     if found is None:
         return 0.0, math.inf
-    if (
-        not isinstance(found, list)
-        or len(found) != 2
-        or not all(isinstance(one, int | float) and one >= 0 for one in found)
-    ):
-        raise config.error("time_step_limit", "two numbers from 0 on", found)
-    return float(found[0]), float(found[1])
+    if isinstance(found, list):  # how transformers writes what JSON has no number for
+        found = [math.inf if one == {"__float__": "Infinity"} else one for one in found]
+        if len(found) == 2 and all(isinstance(one, int | float) and one >= 0 for one in found):
+            return float(found[0]), float(found[1])
+    raise config.error("time_step_limit", "two numbers from 0 on", found)
 
 
 def _glm(config: Fields, spec: ModelSpec) -> ModelSpec:

@@ -206,12 +206,17 @@ class ModelSpec:
         return len(self.layers)
 
     @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Those of all layers, in their order."""
+        return tuple(mixer for layer in self.layers for mixer in layer.mixers)
+
+    @property
     def head_shapes(self) -> tuple[HeadShape, ...]:
         """The different shapes of heads of its attention, in the order of the first layers that
         have them.
         """
-        found = (mixer for layer in self.layers for mixer in layer.mixers)
-        return tuple(dict.fromkeys(one.heads for one in found if isinstance(one, AttentionSpec)))
+        found = (one.heads for one in self.mixers if isinstance(one, AttentionSpec))
+        return tuple(dict.fromkeys(found))
 
     def with_layers(self, **changes: Any) -> ModelSpec:
         """The same model with these fields of all its layers changed."""

@@ -64,6 +64,7 @@ class RecordedSteps:
             isinstance(layer.mlp, MlpSpec) and layer.reads_layer is None for layer in layers
         )
         is_plain = is_plain and len(decoder.spec.head_shapes) == 1
+        is_plain = is_plain and all(map(decoder.kernels.captures, decoder.spec.mixers))
         stored = decoder.weights["embedding"].parts[0].tensors[0].dtype
         keeps_dtype = decoder.dtype in (torch.float32, stored)
         return decoder.kernels.record is not None and is_plain and keeps_dtype

@@ -151,14 +151,12 @@ def _make_graphs(
     decoder: Decoder, config: EngineConfig, cache: KVCache, rows: RequestRows
 ) -> Graphs | None:
     kernels = decoder.kernels
-    mixers = (mixer for layer in decoder.spec.layers for mixer in layer.mixers)
-    if not all(map(kernels.captures, mixers)):
-        return None
     if config.cuda_graphs and RecordedSteps.fit(decoder):
         return RecordedSteps(decoder, cache.layers, rows)
     shapes = decoder.spec.head_shapes  # a graph has one list of attention's work
     has_lists = len(shapes) == 1 and bool(kernels.decode_lists(1, 1, 1, shapes[0]))
-    can_decode = has_lists and kernels.sample_rows is not None
+    can_capture = all(map(kernels.captures, decoder.spec.mixers))
+    can_decode = has_lists and can_capture and kernels.sample_rows is not None
     device = device_of(decoder.device)
     if config.cuda_graphs and can_decode and (pool := device.graph_pool()) is not None:
         most_tokens = config.limits(on_gpu=device.is_gpu).graph_tokens

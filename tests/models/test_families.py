@@ -21,6 +21,7 @@ from quire.models.families import FAMILIES
 from quire.models.load import open_model
 from tests.decoding import all_logits, greedy, load_decoder
 from tests.long_runs import short_or_long
+from tests.models.test_recurrent_families import RECURRENT
 
 NUM_LAYERS = st.integers(1, 3)
 
@@ -345,7 +346,9 @@ def check_family(family: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("family", [one.name for one in FAMILIES if one.name != "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", [one.name for one in FAMILIES if one.name not in ("gpt_oss", *RECURRENT)]
+)
 def test_family_matches_transformers(family: str) -> None:
     @settings(max_examples=short_or_long(4, 30))
     @given(st.data())

@@ -188,4 +188,4 @@ def _parameters_by_kind(spec: ModelSpec, rows: int | None = None) -> tuple[float
 
 def _mixers(spec: ModelSpec) -> Counter[Mixer]:
     """How often each one occurs."""
-    return Counter(mixer for layer in spec.layers for mixer in layer.mixers)
+    return Counter(spec.mixers)
