@@ -131,7 +131,15 @@ def moe(
     products = _expert_product(activated, down, experts.down_bias, tiles, spec, is_gated=False)
     block = min(_COMBINE_BLOCK, next_power_of_2(hidden))
     _combine_kernel[(rows, cdiv(hidden, block))](
-        products, weights, out, hidden, top_k, block, USE_PDL, num_warps=4, **LAUNCH
+        products=products,
+        weights=weights,
+        out=out,
+        SIZE=hidden,
+        TOP_K=top_k,
+        BLOCK=block,
+        PDL=USE_PDL,
+        num_warps=4,
+        **LAUNCH,
     )
     return out
 
@@ -148,19 +156,19 @@ def route(
     weights = torch.empty(rows * top_k, dtype=torch.float32, device=logits.device)
     block = next_power_of_2(num_experts)
     _route_kernel[(rows,)](
-        logits,
-        logits if choice_bias is None else choice_bias,
-        expert_ids,
-        weights,
-        row_stride(logits),
-        spec.weight_scale,
-        num_experts,
-        block,
-        top_k,
-        spec.normalize_weights,
-        spec.sigmoid_scores,
-        choice_bias is not None,
-        USE_PDL,
+        router_logits=logits,
+        bias=logits if choice_bias is None else choice_bias,
+        expert_ids=expert_ids,
+        weights=weights,
+        stride=row_stride(logits),
+        weight_scale=spec.weight_scale,
+        EXPERTS=num_experts,
+        BLOCK=block,
+        TOP_K=top_k,
+        NORMALIZE=spec.normalize_weights,
+        SIGMOID=spec.sigmoid_scores,
+        BIAS=choice_bias is not None,
+        PDL=USE_PDL,
         num_warps=1,
         **LAUNCH,
     )
