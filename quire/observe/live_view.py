@@ -353,6 +353,7 @@ class LiveView:
         return {
             "wall": round(wall, 3),
             "block_size": self._config.block_size,
+            "bytes_per_block": self._config.bytes_per_block,
             "max_num_seqs": self._config.max_num_seqs,
             "blocks": self.blocks.runs(),
             "names": [[index, self._names[index]] for index in sorted(owners & self._names.keys())],

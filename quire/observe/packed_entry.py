@@ -35,6 +35,7 @@ _PLAIN = [field.name for field in fields(Admission) if field.name not in (*_OBJE
 _NAME, _NEW_BLOCKS = (
     ScheduledRequest._fields.index(name) for name in ("request_id", "new_block_ids")
 )
+_OWNER, _STATES = (_PLAIN.index(name) for name in ("request_id", "state_ids"))
 _COUNTS = [field.name for field in fields(Step) if field.name.startswith("num_")]
 _plain_fields = attrgetter(*_PLAIN)
 _preemption_fields = attrgetter(*(field.name for field in fields(Preemption)))
@@ -112,13 +113,16 @@ def block_events(entries: Sequence[StepLogEntry]) -> Iterator[BlockEvents]:
     if not isinstance(entries, UnpackedEntries):
         for entry in reversed(entries):
             step = entry.step
-            yield BlockEvents(
-                [(one.request_id, one.new_block_ids) for one in step.scheduled], step.copies
-            )
+            taken = [(one.request_id, one.new_block_ids) for one in step.scheduled]
+            for one in step.admitted:
+                taken += ((one.request_id, state) for state in one.state_ids)
+            yield BlockEvents(taken, step.copies)
         return
     for packed in reversed(entries.packed):
         values = _Values.of(packed)
         taken = [(one[_NAME], one[_NEW_BLOCKS]) for one in values.scheduled if one[_NEW_BLOCKS]]
+        for about, _ in values.admitted:
+            taken += ((about[_OWNER], state) for state in about[_STATES])
         yield BlockEvents(taken, [BlockCopy(*one) for one in values.copies])
 
 

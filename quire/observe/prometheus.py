@@ -63,6 +63,7 @@ _GAUGES = {
     "vllm:num_requests_running": "Requests in the running batch.",
     "vllm:num_requests_waiting": "Requests that wait.",
     "vllm:kv_cache_usage_perc": "Part of the cache's blocks in use; 1 is all.",
+    "quire_kv_cache_used_bytes": "The cache's blocks in use, in bytes.",
 }
 _MEMORY = {
     "engine_resident_memory": "Memory the engine process holds.",
@@ -168,6 +169,8 @@ class ServerMetrics:
         self._waiting = Gauge(
             "vllm:num_requests_waiting_by_reason", text, [*names, "reason"], registry=registry
         )
+        text = "All blocks that requests can use, in bytes."
+        self._cache_bytes = Gauge("quire_kv_cache_bytes", text, names, registry=registry)
         text = "The cache of keys and values: always 1, with its sizes as labels."
         cache_labels = ["block_size", "num_gpu_blocks", "engine"]
         self._cache_sizes: tuple[str, ...] | None = None
@@ -183,6 +186,7 @@ class ServerMetrics:
         for why in ("aborted", "failed"):
             self._aborted.labels(why=why)
         self._num_blocks = 1
+        self._bytes_per_block = 0
         # Every token comes by here.
         self._generated = self._counters["vllm:generation_tokens"]
         self._between_tokens = self._histograms["vllm:inter_token_latency_seconds"]
@@ -219,9 +223,11 @@ class ServerMetrics:
         self._gauges, self._memory = labelled("gauges"), labelled("memory")
         self._counters, self._histograms = labelled("counters"), labelled("histograms")
 
-    def set_cache(self, num_blocks: int, block_size: int) -> None:
+    def set_cache(self, num_blocks: int, block_size: int, bytes_per_block: int) -> None:
         """What the engine said about its cache when it started."""
         self._num_blocks = max(1, num_blocks)
+        self._bytes_per_block = bytes_per_block
+        self._cache_bytes.labels(**self._labels).set(num_blocks * bytes_per_block)
         if self._cache_sizes is not None:
             self._cache_config.remove(*self._cache_sizes)
         self._cache_sizes = (str(block_size), str(num_blocks), self._labels["engine"])
@@ -246,6 +252,8 @@ class ServerMetrics:
         self._gauges["vllm:num_requests_waiting"].set(steps[-1].num_waiting)
         self._waiting.labels(**self._labels, reason="capacity").set(steps[-1].num_waiting)
         self._gauges["vllm:kv_cache_usage_perc"].set(1 - num_free_blocks / self._num_blocks)
+        num_used = self._num_blocks - num_free_blocks
+        self._gauges["quire_kv_cache_used_bytes"].set(num_used * self._bytes_per_block)
 
     def memory(self, found: Mapping[str, int]) -> None:
         """What the engine process takes, by the names of `_MEMORY`; those of a GPU stay 0 where

@@ -16,6 +16,8 @@ from quire.engine.config import SchedulerConfig
 from quire.engine.invariants import InvariantError, check_invariants
 from quire.engine.request import Request
 from quire.errors import CapacityError, InvalidRequestError
+from quire.tools.explain.explain import explain_request
+from quire.tools.explain.text import explanation_text
 from tests.engine.harness import VOCAB, Harness, config
 from tests.engine.test_guesses import Oracle
 
@@ -304,6 +306,53 @@ def test_states_that_can_not_be_are_refused(
     with pytest.raises(InvalidRequestError) as refusal:
         config(groups=groups, state=state)
     assert refusal.value.field == field
+
+
+def test_states_are_not_kept_in_blocks_that_running_requests_need() -> None:
+    """A long prompt makes states faster than its steps come back, beside answers that grow."""
+
+    def preemptions(prefix_caching: bool) -> int:
+        tight = settings(
+            "records alone",
+            interval=CHUNK,
+            num_blocks=60,
+            max_num_seqs=8,
+            max_batched_tokens=24,
+            prefix_caching=prefix_caching,
+        )
+        engine = Harness(tight, depth=4)
+        for i in range(4):
+            engine.add(str(i), PROMPT[i : i + 5], max_tokens=24)
+        for _ in range(3):
+            engine.turn()
+        engine.add("long", [11 * i % VOCAB for i in range(120)], max_tokens=1)
+        check_end(engine)
+        return sum(request.preemptions for request in engine.requests.values())
+
+    assert preemptions(prefix_caching=True) == preemptions(prefix_caching=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_explain_tells_who_made_a_state_and_what_it_takes(kind: str) -> None:
+    engine = Harness(settings(kind, bytes_per_block=1000))
+    engine.add("a", PROMPT[:30], max_tokens=4)
+    engine.run()
+    engine.add("b", [*PROMPT, 1], max_tokens=4)
+    engine.run()
+    found = cached(engine, "c", [*PROMPT, 1, 2, 3, 4])
+    explanation = explain_request(list(engine.log), "c", engine.config)
+    assert explanation is not None
+    answer = explanation["answers"][0]
+    whose = answer["admissions"][0]["computed_by"]
+    assert sum(whose.values()) == found > 32
+    # whoever has no token of the first chunks any more knows them by the state that b has made
+    assert set(whose) == ({"b"} if kind == "records alone" else {"a", "b"})
+    assert answer["cache"]["state_blocks"] == 2 * 2
+    fresh = len(engine.config.groups) * -(-(found + 9) // engine.config.block_size)
+    assert 2 * 2 < answer["cache"]["blocks"] <= 2 * 2 + fresh
+    assert answer["cache"]["bytes"] == 1000 * answer["cache"]["blocks"]
+    assert f"{answer['cache']['blocks']} blocks of the cache" in explanation_text(explanation)
+    assert "4 of them for states" in explanation_text(explanation)
 
 
 def test_settings_of_old_and_new_logs_are_read() -> None:

@@ -155,7 +155,9 @@ def test_a_frame_is_bounded_and_adds_up() -> None:
     view = LiveView(CONFIG, is_complete=True)
     for number in range(1000):
         view.observe(entry(number, number / 1000, num_running=number % 3, num_waiting=7))
-    steps = [Column(*one) for one in view.take_frame()[0]["steps"]]
+    frame, _ = view.take_frame()
+    assert frame["key"]["bytes_per_block"] == CONFIG.bytes_per_block
+    steps = [Column(*one) for one in frame["steps"]]
     assert len(steps) <= 32
     assert sum(one.steps for one in steps) == 1000
     assert sum(one.seconds for one in steps) == pytest.approx(10.0)

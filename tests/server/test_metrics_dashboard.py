@@ -136,6 +136,28 @@ def test_the_numbers_are_right(server: Server) -> None:
     )
 
 
+def test_the_cache_is_counted_in_bytes_too(server: Server) -> None:
+    total, used = (
+        server.metric(name) for name in ("quire_kv_cache_bytes", "quire_kv_cache_used_bytes")
+    )
+    config = server.get("/server_info").json()["config"]
+    assert total == config["num_blocks"] * config["bytes_per_block"] > 0
+    assert used == server.metric("vllm:kv_cache_usage_perc") * total == 0  # nothing runs
+
+
+def test_dashboard_and_docs_know_every_metric_of_our_own(server: Server) -> None:
+    names = {
+        one.name
+        for one in text_string_to_metric_families(server.get("/metrics").text)
+        if one.name.startswith("quire_")
+    }
+    shown = " ".join(queries(json.loads(DASHBOARD.read_text(encoding="utf-8"))))
+    described = (ROOT / "docs" / "observing.md").read_text(encoding="utf-8")
+    for name in names:
+        assert re.search(rf"\b{name}", shown), name
+        assert f"`{name}" in described, name
+
+
 def test_the_engines_memory_is_there(server: Server) -> None:
     families = {
         one.name: one for one in text_string_to_metric_families(server.get("/metrics").text)

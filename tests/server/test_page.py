@@ -112,7 +112,7 @@ def test_an_engine_that_comes_after_another_is_watched_too() -> None:
     client = EngineClient(ServerConfig(), metrics, lambda: None)  # type: ignore[arg-type]
     sent: list[Command] = []
     client._link = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
-    ready: Any = SimpleNamespace(memory={}, num_blocks=1, block_size=1)
+    ready: Any = SimpleNamespace(memory={}, num_blocks=1, block_size=1, bytes_per_block=1)
     client._became_ready(ready)
     assert sent == []
     client.watch(lambda watched: None)

@@ -209,7 +209,7 @@ class EngineClient:
 
     def _became_ready(self, ready: messages.Ready) -> None:
         self.ready = ready
-        self._metrics.set_cache(ready.num_blocks, ready.block_size)
+        self._metrics.set_cache(ready.num_blocks, ready.block_size, ready.bytes_per_block)
         self._metrics.memory(ready.memory)
         self.state = "ready"
         self._heard()

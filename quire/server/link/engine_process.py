@@ -304,6 +304,7 @@ def _ready(name: str, engine: Engine) -> messages.Ready:
         policy=scheduler.policy,
         fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
         memory=EngineMemory(decoder.device).look(time.monotonic()),
+        bytes_per_block=scheduler.bytes_per_block,
         window=window_of(scheduler),
     )
 

@@ -119,6 +119,8 @@ class Ready(msgspec.Struct, tag="ready", omit_defaults=True):
     """Changes when the tokens of an answer might."""
     memory: dict[str, int] = {}
     """Bytes the engine process takes, by name."""
+    bytes_per_block: int = 0
+    """Of every block, whatever it holds."""
     window: int = 0
     """Tokens that the layers look back, if all of them have windows: of a prefix, the cache need
     not have more.

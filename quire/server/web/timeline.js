@@ -32,6 +32,7 @@ export class Timeline {
     this.memory = {};
     this.wall = 0;
     this.blockSize = 16;
+    this.blockBytes = 0;
   }
 
   get last() {
@@ -82,6 +83,7 @@ export class Timeline {
   applyKey(key, undo) {
     this.wall = key.wall;
     this.blockSize = key.block_size;
+    this.blockBytes = key.bytes_per_block;
     const codes = [];
     for (let at = 0; at < key.blocks.length; at += 2) for (let count = key.blocks[at + 1]; count > 0; count--) codes.push(key.blocks[at]);
     undo.allBlocks = this.blocks;

@@ -188,13 +188,14 @@ export function startWatch() {
     const isIdle = timeline.requests.size === 0;
     const memory = timeline.memory;
     const bytes = memory.gpu_memory_used ?? memory.engine_resident_memory;
+    const inBytes = (blocks) => (timeline.blockBytes ? `, ${((blocks * timeline.blockBytes) / 2 ** 30).toFixed(2)} GiB` : "");
     const values = [
       [rate(sum(STEP.sampled) / span), "tok/s"],
       [rate(sum(STEP.prompt) / span), "tok/s"],
       [String(isIdle || !last ? timeline.requests.size : last[STEP.running]), ""],
       [String(Math.max(timeline.queue.length, isIdle || !last ? 0 : last[STEP.waiting])), ""],
       sum(STEP.admitted) ? [`${Math.round((100 * sum(STEP.cached)) / sum(STEP.admitted))} %`, ""] : ["–", ""],
-      [(isIdle ? 0 : used).toLocaleString("en"), `of ${total.toLocaleString("en")}`],
+      [(isIdle ? 0 : used).toLocaleString("en"), `of ${total.toLocaleString("en")}${inBytes(isIdle ? 0 : used)}`],
       [counts[CACHED].toLocaleString("en"), "blocks"],
       steps.length ? duration(sum(STEP.seconds) / sum(STEP.steps)).split(" ") : ["–", ""],
       bytes ? [(bytes / 2 ** 30).toFixed(2), `GiB${memory.gpu_memory_total ? ` of ${(memory.gpu_memory_total / 2 ** 30).toFixed(0)}` : ""}`] : ["–", ""],

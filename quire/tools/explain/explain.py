@@ -85,7 +85,7 @@ def explain_request(
         return None
     limits = Limits.of(log, config)
     told = sorted(lives.items())[:_MOST_ANSWERS]
-    answers = [_Explanation(log, life, limits, before).describe() for _, life in told]
+    answers = [_Explanation(log, life, limits, before, config).describe() for _, life in told]
     return {
         "request_id": request_id,
         "answers": answers,
@@ -144,9 +144,11 @@ class _Explanation:
         life: _Life,
         limits: Limits,
         before: Sequence[StepLogEntry],
+        config: SchedulerConfig | None,
     ) -> None:
         self._log = log
         self._before = before
+        self._config = config
         self._life = life
         self._limits = limits
         self.segments: list[Segment] = []
@@ -163,6 +165,7 @@ class _Explanation:
         self._decodes |= {"slowest_seconds": 0.0, "slowest_step": None, "slowest_tokens": 0}
         self._drafted = self._accepted = 0
         self._computed_before = 0
+        self._num_blocks = self._most_blocks = 0
         self._row: int | None = None
         self._failure: str | None = None
         self._walk()
@@ -172,7 +175,7 @@ class _Explanation:
     def _walk(self) -> None:
         life = self._life
         preempted = {step.step_id: preemption for step, preemption in life.preemptions}
-        admitted = {step.step_id for step, _ in life.admissions}
+        admitted = {step.step_id: admission for step, admission in life.admissions}
         for entry in self._log:
             step = entry.step
             if entry.committed <= life.arrival and step.step_id not in admitted:
@@ -187,6 +190,7 @@ class _Explanation:
             if step.step_id in admitted:
                 self._advance(self._waiting_part, step.now)
                 self._row = 0
+                self._num_blocks = _blocks_at_first(admitted[step.step_id])
             if self._row is None:
                 self._wait(entry)
             else:
@@ -269,6 +273,8 @@ class _Explanation:
         part = self._part(own)
         seconds = self._advance(part, entry.committed, step.step_id)
         self._num_steps += 1
+        self._num_blocks += len(own.new_block_ids)
+        self._most_blocks = max(self._most_blocks, self._num_blocks)
         self._num_computed += own.num_tokens
         real = own.start + own.num_tokens - len(own.guesses)
         again = max(0, min(real, self._computed_before) - own.start)
@@ -342,6 +348,7 @@ class _Explanation:
             "chunks": self._chunks,
             "decodes": self._decodes,
             "steps": self._num_steps,
+            "cache": self._describe_cache(),
             "computed_tokens": self._num_computed,
             "recomputed_tokens": self._num_recomputed,
             "drafted_tokens": drafted,
@@ -355,6 +362,16 @@ class _Explanation:
             "segments": [segment._asdict() for segment in _joined(self.segments)],
         }
 
+    def _describe_cache(self) -> dict[str, int | None]:
+        """What it took of the cache, blocks that it gave up on its way included."""
+        states = max((_state_blocks(one) for _, one in self._life.admissions), default=0)
+        each = None if self._config is None else self._config.bytes_per_block or None
+        return {
+            "blocks": self._most_blocks,
+            "state_blocks": states,
+            "bytes": None if each is None else each * self._most_blocks,
+        }
+
     def _describe_wait(self, wait: dict[str, Any]) -> dict[str, Any]:
         by_time = sorted(wait["because_of"].items(), key=lambda item: -item[1])
         return {**wait, "because_of": [name for name, _ in by_time[:_MOST_NAMES]]}
@@ -366,7 +383,7 @@ class _Explanation:
             "row": admission.row,
             "cached_tokens": admission.num_cached_tokens,
             "host_tokens": admission.num_host_tokens,
-            "computed_by": cached_from(self._log, step, admission, self._before),
+            "computed_by": cached_from(self._log, step, admission, self._before, self._config),
         }
 
     def _describe_preemption(self, step: Step, preemption: Preemption) -> dict[str, Any]:
@@ -397,6 +414,15 @@ class _Explanation:
             else None,
             "recompute_seconds": sum(one.end - one.start for one in own if one.part == "recompute"),
         }
+
+
+def _state_blocks(admission: Admission) -> int:
+    return sum(map(len, admission.state_ids))
+
+
+def _blocks_at_first(admission: Admission) -> int:
+    """Those of cached tokens, and of the states of recurrent layers."""
+    return sum(map(bool, admission.block_ids)) + _state_blocks(admission)
 
 
 def _joined(segments: Sequence[Segment]) -> list[Segment]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
+from quire.config import format_bytes
+
 TITLES = {
     "queue": "waiting to be admitted",
     "prompt": "computing the prompt",
@@ -68,6 +70,7 @@ def _sentences(answer: Mapping[str, Any]) -> Iterator[str]:
     for preemption in answer["preemptions"]:
         yield _preemption(preemption)
     yield from _decodes(answer)
+    yield from _cache(answer["cache"])
     if answer["drafted_tokens"]:
         yield f"Of {answer['drafted_tokens']} guessed tokens {answer['accepted_tokens']} were right."
     company = list(answer["shared_steps_with"].items())
@@ -141,6 +144,13 @@ def _decodes(answer: Mapping[str, Any]) -> Iterator[str]:
             f"Its answer took {decodes['steps']} steps of {_time(each)} on average; the slowest, step "
             f"{decodes['slowest_step']}, took {slowest} for {tokens} token{'s' * (tokens != 1)} of all requests in it."
         )
+
+
+def _cache(cache: Mapping[str, Any]) -> Iterator[str]:
+    if cache["blocks"]:
+        size = "" if cache["bytes"] is None else f" ({format_bytes(cache['bytes'])})"
+        states = f", {cache['state_blocks']} of them for states" if cache["state_blocks"] else ""
+        yield f"It took {cache['blocks']} blocks of the cache{size}{states}."
 
 
 def _time(seconds: float) -> str:

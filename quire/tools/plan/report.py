@@ -11,6 +11,7 @@ from rich.table import Table
 
 from quire.config import format_bytes
 from quire.errors import InvalidRequestError
+from quire.runner.memory import CachePlan
 from quire.tools.plan.devices import PlannedDevice
 from quire.tools.plan.estimate import Estimate, Load, Serving, estimate
 from quire.tools.plan.forms import Form, forms_of
@@ -119,6 +120,8 @@ def advice(findings: Findings) -> Iterator[str]:
         )
         yield f"({whose} holds the whole model and a share of the requests.)"
     assert first.plan is not None
+    if len(first.plan.groups.kept) > 1 or first.plan.groups.state is not None:
+        yield _what_is_kept(first.plan)
     limit = first.plan.num_tokens // (load.input_tokens + load.output_tokens)
     if limit <= first.at_once and first.at_once < 8:
         yield "The cache decides how many: shorter requests, smaller weights or more memory for it give more."
@@ -145,6 +148,29 @@ def advice(findings: Findings) -> Iterator[str]:
                 f"A first token within {load.ttft:g} s is not kept: more devices, a smaller model, shorter prompts, or "
                 "a common beginning of prompts (the prefix cache computes it once) would help."
             )
+
+
+def _state_bytes(plan: CachePlan) -> int:
+    """Of the state of all recurrent layers at one place; 0 if there are none."""
+    state = plan.groups.state
+    return 0 if state is None else state.num_blocks * plan.bytes_per_block
+
+
+def _what_is_kept(plan: CachePlan) -> str:
+    """Of a model whose layers differ in what they keep."""
+    count, size = plan.num_blocks - 1, format_bytes(plan.bytes_per_block)
+    groups = ", ".join(
+        "all tokens"
+        if group.keeps == "all"
+        else f"a window of {group.size:,}"
+        if group.keeps == "window"
+        else f"chunks of {group.size:,}"
+        for group in plan.groups.kept
+    )
+    text = f"The cache has {count:,} blocks of {size} for groups of layers that keep {groups}"
+    if not _state_bytes(plan):
+        return f"{text}."
+    return f"{text}; each request also has two states of {format_bytes(_state_bytes(plan))}."
 
 
 def _asked(form: Form) -> str:
@@ -224,6 +250,11 @@ def _form_json(one: Estimate, num_engines: int, load: Load) -> dict[str, Any]:
         **base,
         "fits": True,
         "cache_tokens": one.plan.num_tokens * num_engines,
+        "cache_blocks": (one.plan.num_blocks - 1) * num_engines,
+        "cache_bytes": (one.plan.num_blocks - 1) * one.plan.bytes_per_block * num_engines,
+        "bytes_per_block": one.plan.bytes_per_block,
+        "layer_groups": [group._asdict() for group in one.plan.groups.kept],
+        "state_bytes": _state_bytes(one.plan),
         "requests_at_once": one.at_once * num_engines,
         "prompt_seconds": one.prompt_seconds,
         "step_seconds": one.step_seconds,

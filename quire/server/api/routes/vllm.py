@@ -87,6 +87,7 @@ async def server_info(request: Request) -> Response:
         "max_num_seqs": ready.max_num_seqs,
         "block_size": ready.block_size,
         "num_blocks": ready.num_blocks,
+        "bytes_per_block": ready.bytes_per_block,
         "vocab_size": ready.vocab_size,
         "hidden_size": ready.hidden_size,
         "policy": ready.policy,
