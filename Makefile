@@ -37,13 +37,12 @@ check: .venv/test-installed
 	@$(BIN)/python scripts/statements.py
 
 bench: .venv/test-installed
-	$(BIN)/python bench/scheduler.py
-	$(BIN)/python bench/kernels_cpu.py
-	$(BIN)/python bench/sampling.py
-	$(BIN)/python bench/throughput_cpu.py
-	$(BIN)/python bench/server.py
-	$(BIN)/python bench/watch_cost.py
-	$(BIN)/python bench/stalls.py
+	$(BIN)/python -m quire.tools.bench.engine.scheduler
+	$(BIN)/python -m quire.tools.bench.cpu.kernels
+	$(BIN)/python -m quire.tools.bench.engine.sampling
+	$(BIN)/python -m quire.tools.bench.cpu.throughput
+	$(BIN)/python -m quire.tools.bench.server_costs.served
+	$(BIN)/python -m quire.tools.bench.server_costs.stalls
 
 clients: .venv/test-installed
 	$(BIN)/python -m tests.server.client_packages

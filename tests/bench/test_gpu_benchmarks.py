@@ -11,16 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import decode, long_contexts, prefill, startup, throughput
-from bench.ceiling import Itemsizes, Rates, Work, decode_work, prompt_work, workload_work
-from bench.gpu_all import run_job
-from bench.gpu_peers import compare
-from bench.profiling import gpu_times
-from bench.random_engine import Run, random_decoder
-from bench.report import Result, read_results, report
-from bench.shapes import CONFIGS, spec_of
 from quire.backends.cpu.kernels import CpuKernels
+from quire.tools.bench.gpu import decode, long_contexts, prefill, startup, throughput
+from quire.tools.bench.gpu.all import run_job
+from quire.tools.bench.gpu.ceiling import (
+    Itemsizes,
+    Rates,
+    Work,
+    decode_work,
+    prompt_work,
+    workload_work,
+)
+from quire.tools.bench.gpu.peers import compare
+from quire.tools.bench.gpu.profiling import gpu_times
+from quire.tools.bench.gpu.report import Result, read_results, report
+from quire.tools.bench.random_checkpoint import write_checkpoint
+from quire.tools.bench.random_engine import Run, random_decoder
 from quire.tools.bench.report import cell_text
+from quire.tools.bench.shapes import CONFIGS, spec_of
 from tests.decoding import all_logits
 from tests.random_models import SPECS
 
@@ -212,7 +220,7 @@ def test_long_contexts_are_swept(
 
 
 def test_startup_is_timed_from_outside_the_process(tmp_path: Path) -> None:
-    startup.write_checkpoint("tiny", tmp_path)
+    write_checkpoint("tiny", tmp_path)
     seconds, parts, about = startup.time_start(tmp_path, "cpu", "float32", tmp_path / "kernels")
     assert "float32" in about
     assert [part.rsplit(" ", 1)[0] for part in parts.split(", ")][:2] == ["python", "imports"]

@@ -12,14 +12,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench.shapes import CONFIGS, spec_of
-from bench.throughput import nano_workload
 from quire.checkpoints.checkpoint import StoredCache
 from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError, ModelNotFoundError
 from quire.runner.layer_groups import LayerGroups
 from quire.runner.memory import Needs, plan_cache
+from quire.tools.bench.gpu.throughput import nano_workload
+from quire.tools.bench.shapes import CONFIGS, spec_of
 from quire.tools.plan.devices import PCIE, PlannedDevice, Shares, named_device
 from quire.tools.plan.estimate import Estimate, Load, StepTimes, estimate, serve
 from quire.tools.plan.forms import Form, forms_of

@@ -24,7 +24,7 @@ def ladder(
     ] = False,
     output: Annotated[
         Path, Option(metavar="FOLDER", help="Where results.md, results.json and the plot go.")
-    ] = Path("bench/results"),
+    ] = Path("ladder-results"),
     plot: Annotated[str, Option(metavar="svg|png", help="The plot's format.")] = "svg",
 ) -> None:
     """Climb from the naive loop to the full engine and measure what each rung buys.

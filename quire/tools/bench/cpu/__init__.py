@@ -1,0 +1,1 @@
+"""Benchmarks of the CPU: single kernels, and throughput beside transformers."""
