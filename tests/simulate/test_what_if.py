@@ -21,7 +21,7 @@ from quire.observe.step_costs import StepCosts
 from quire.observe.step_log import LoggedEngine, StepLog, last_run
 from quire.sampling_params import SamplingParams
 from quire.step import Step, StepLogEntry, StepResult
-from quire.tools.simulate import players
+from quire.tools.what_if import players
 from quire.tools.what_if.recorded import recorded_requests
 from quire.tools.what_if.step_times import StepTimes, fit_step_times
 from quire.tools.what_if.what_if import (
@@ -120,9 +120,9 @@ def close(summary: Summary, measured: Summary, tolerance: float) -> None:
 def test_the_same_settings_give_what_was_recorded(
     entries: list[StepLogEntry], times: StepTimes
 ) -> None:
-    played, refused = play(recorded_requests(entries), Setting(CONFIG), times)
-    assert refused == 0
-    close(Summary.of(played), Summary.of(derive_metrics(entries)), 0.10)
+    found = predict(recorded_requests(entries), Setting(CONFIG), times)
+    assert found.refused == 0
+    close(found.run, Summary.of(derive_metrics(entries)), 0.10)
 
 
 @pytest.mark.parametrize(
