@@ -21,7 +21,7 @@ from quire.runner.memory import Needs, plan_cache
 from quire.tools.bench.gpu.throughput import nano_workload
 from quire.tools.bench.shapes import CONFIGS, spec_of
 from quire.tools.plan.devices import PCIE, PlannedDevice, Shares, named_device
-from quire.tools.plan.estimate import Estimate, Load, StepTimes, estimate, serve
+from quire.tools.plan.estimate import Estimate, Load, PlannedTimes, estimate, serve
 from quire.tools.plan.forms import Form, forms_of
 from quire.tools.plan.model import PlannedModel, described_model
 from quire.tools.plan.report import Findings, advice
@@ -64,9 +64,9 @@ def jobs_of_nano() -> list[tuple[int, int]]:
     return list(zip(map(len, prompts), new_tokens, strict=True))
 
 
-def times_of(name: str) -> StepTimes:
+def times_of(name: str) -> PlannedTimes:
     model = planned(name)
-    return StepTimes(model.spec, H200, next(iter(forms_of(model, H200))))
+    return PlannedTimes(model.spec, H200, next(iter(forms_of(model, H200))))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_steps_with_quantised_weights_take_what_was_measured(
 ) -> None:
     """docs/performance.md, "Quantised weights, Qwen3-8B"."""
     model = planned("qwen3-8b")
-    times = StepTimes(model.spec, H200, form_named(model, quantization))
+    times = PlannedTimes(model.spec, H200, form_named(model, quantization))
     assert 1e3 * times.step(rows, 256) == pytest.approx(milliseconds, rel=0.15)
 
 
@@ -106,7 +106,7 @@ def test_prompts_with_quantised_weights_take_what_was_measured(
     quantization: str, tokens_per_second: float
 ) -> None:
     model = planned("qwen3-8b")
-    seconds = StepTimes(model.spec, H200, form_named(model, quantization)).prompt(*[2048] * 32)
+    seconds = PlannedTimes(model.spec, H200, form_named(model, quantization)).prompt(*[2048] * 32)
     assert 32 * 2048 / seconds == pytest.approx(tokens_per_second, rel=0.15)
 
 
@@ -117,7 +117,7 @@ def test_whole_workloads_with_quantised_weights_take_what_was_measured(
     """Nothing was fitted to these lines."""
     model = planned("qwen3-8b")
     seconds = workload_seconds(
-        StepTimes(model.spec, H200, form_named(model, quantization)), jobs_of_nano()
+        PlannedTimes(model.spec, H200, form_named(model, quantization)), jobs_of_nano()
     )
     assert sum(new for _, new in jobs_of_nano()) / seconds == pytest.approx(
         tokens_per_second, rel=0.15

@@ -17,7 +17,7 @@ from quire.cli.what_if import play_and_print
 from quire.engine import EngineCore, Scheduler, SchedulerConfig, make_requests
 from quire.errors import InvalidRequestError
 from quire.observe.engine_metrics import derive_metrics
-from quire.observe.step_costs import StepCosts
+from quire.observe.row_costs import RowCosts
 from quire.observe.step_log import LoggedEngine, StepLog, last_run
 from quire.sampling_params import SamplingParams
 from quire.step import Step, StepLogEntry, StepResult
@@ -173,7 +173,7 @@ def test_from_few_rows_to_eight(
         return machine
 
     monkeypatch.setattr(Machine, "submit", submit)
-    costs = StepCosts(0.0012 / 0.0045, 0.0003)
+    costs = RowCosts(0.0012 / 0.0045, 0.0003)
     if jump:
         layers, head = [products(rows, jump) for rows in ROWS], [0.0012 * rows for rows in ROWS]
         costs = replace(costs, rows=ROWS, layers=tuple(layers), head=tuple(head[:5]))
@@ -194,7 +194,7 @@ def test_from_few_rows_to_eight(
 
 
 def test_the_work_of_rows_that_were_measured_and_of_others() -> None:
-    costs = StepCosts(0.5, rows=(1, 2, 4, 8), layers=(10.0, 12.0, 18.0, 24.0), head=(1.0, 3.0))
+    costs = RowCosts(0.5, rows=(1, 2, 4, 8), layers=(10.0, 12.0, 18.0, 24.0), head=(1.0, 3.0))
     row = (24.0 - 10.0) / 7
     assert costs.work(1, 0) == 0.0
     assert costs.work(2, 1) == pytest.approx((2.0 + 1.0) / row)

@@ -107,7 +107,7 @@ def estimate(
     except CapacityError as error:
         return Estimate(form, False, str(error).split(":")[0])
     at_once = min(limits.max_num_seqs, (plan.num_blocks - 1) // plan.blocks_at(length))
-    times = StepTimes(model.spec, device, form)
+    times = PlannedTimes(model.spec, device, form)
     context = load.input_tokens + load.output_tokens // 2
     step, prompt = times.step(at_once, context), times.prompt(load.input_tokens)
     # Each request takes the engine for its prompt, and shares the steps of its answer.
@@ -146,7 +146,7 @@ def _activations(spec: ModelSpec, num_tokens: int, num_scored: int, itemsize: in
     )
 
 
-class StepTimes:
+class PlannedTimes:
     """How long steps take."""
 
     def __init__(self, spec: ModelSpec, device: PlannedDevice, form: Form) -> None:
@@ -220,7 +220,7 @@ def serve(
     which has it).
     """
     assert load.rate is not None
-    times = StepTimes(model.spec, device, found.form)
+    times = PlannedTimes(model.spec, device, found.form)
     rate = load.rate / num_devices
     context = load.input_tokens + load.output_tokens // 2
     most = found.tokens_per_second / load.output_tokens * num_devices

@@ -18,7 +18,7 @@ _MOST_REQUESTS = 100_000
 
 
 class StepSeconds(Protocol):
-    """How long steps take (`quire.tools.plan.estimate.StepTimes`)."""
+    """How long steps take (`quire.tools.plan.estimate.PlannedTimes`)."""
 
     def prompt(self, *lengths: int) -> float: ...
 

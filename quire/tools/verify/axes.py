@@ -235,9 +235,9 @@ def _drafted(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
 def _devices(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
     """Each process has a part of the weights, and they gather what the others have computed."""
     with model.divided(cases, model.num_devices, _num_rows(cases)) as engine:
-        told = engine.description.rpartition("rank 0 of ")[2]
+        ranks = engine.description.rpartition("rank 0 of ")[2]
         return Comparison(
-            pairs_of(alone, run_cases(engine, cases).answers), f"divided among {told}"
+            pairs_of(alone, run_cases(engine, cases).answers), f"divided among {ranks}"
         )
 
 

@@ -34,7 +34,7 @@ class HostTimes:
     ) -> None:
         """`others`: of sizes that the log does not have."""
         self._graph_tokens = graph_tokens
-        own = [one for one in (*timeline.steps, *timeline.told) if one.host > 0]
+        own = [one for one in (*timeline.steps, *timeline.empty_steps) if one.host > 0]
         steps = [*own, *(one for one in others if one.host > 0)]
         inputs, times = (
             np.array([self._features(one.step) for one in steps]),

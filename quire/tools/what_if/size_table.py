@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.tools.what_if.step_shapes import StepKind
+from quire.tools.what_if.step_mix import StepKind
 
 _SAME_SIZE = 1.1
 """Steps whose sizes differ by less, as a factor, are of about the same size."""
@@ -44,7 +44,7 @@ class _Knot(NamedTuple):
     rows: float
     seconds: float
     """Less those of their keys."""
-    count: int
+    num_steps: int
     ratios: list[float]
     """What each took, over what the table says."""
 
@@ -153,11 +153,11 @@ def _rising(knots: Sequence[_Knot]) -> list[_Knot]:
     for knot in knots:
         while found and found[-1].seconds > knot.seconds:
             last = found.pop()
-            count = last.count + knot.count
+            num_steps = last.num_steps + knot.num_steps
             knot = _Knot(
-                (last.rows * last.count + knot.rows * knot.count) / count,
-                (last.seconds * last.count + knot.seconds * knot.count) / count,
-                count,
+                (last.rows * last.num_steps + knot.rows * knot.num_steps) / num_steps,
+                (last.seconds * last.num_steps + knot.seconds * knot.num_steps) / num_steps,
+                num_steps,
                 [],
             )
         found.append(knot)

@@ -13,16 +13,16 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.errors import InvalidRequestError
-from quire.observe.step_costs import StepCosts
+from quire.observe.row_costs import RowCosts
 from quire.step import Step, StepLogEntry
 from quire.tools.what_if.host_times import HostTimes
 from quire.tools.what_if.size_table import Sample, Size, SizeTable
+from quire.tools.what_if.step_mix import SeenSteps, StepMix
 from quire.tools.what_if.step_parts import TimedStep, is_split, timed_steps
-from quire.tools.what_if.step_shapes import SeenSteps, StepShape
 
 _FEWEST = 30
 """Steps, below which there is nothing to make a table of."""
-_UNKNOWN = StepCosts()
+_UNKNOWN = RowCosts()
 _HELD_OUT = 0.2
 _FAR_ERROR = 0.3
 """What steps of twice the size are taken to be off by where the log can't say."""
@@ -57,7 +57,7 @@ class StepTimes:
         self,
         table: SizeTable,
         seen: SeenSteps,
-        costs: StepCosts,
+        costs: RowCosts,
         pause: float = 0.0,
         quality: FitQuality | None = None,
         host: HostTimes | None = None,
@@ -99,14 +99,14 @@ class StepTimes:
     def expected(self, step: Step) -> Drawn:
         """What such steps took in the median."""
         inner = self._inner
-        if inner is not None and not inner[0].seen.distance(StepShape.of(step)):
+        if inner is not None and not inner[0].seen.distance(StepMix.of(step)):
             return inner[0].expected(step)
         device = self._table.seconds(size_of(step, self._costs, self._graph_tokens))
         return Drawn(self.host.expected(step) if self.host is not None else 0.0, device)
 
     def draw(self, step: Step) -> Drawn:
         """With the noise of one of the steps that are about as long."""
-        shape, fit, error = StepShape.of(step), self, 0.0
+        shape, fit, error = StepMix.of(step), self, 0.0
         distance = self.seen.distance(shape) if step.scheduled else 0.0
         if distance:
             error = (1 + self.far_error) ** distance - 1
@@ -152,12 +152,12 @@ class StepTimes:
                 one.host.restart(seed)
         self.seconds, self.tokens = 0.0, 0
         """Of the steps drawn since."""
-        self.outside: dict[StepShape, float] = {}
+        self.outside: dict[StepMix, float] = {}
         """The seconds of those among them whose sizes are outside of what was measured."""
         self.tokens_outside = 0
 
 
-def size_of(step: Step, costs: StepCosts, graph_tokens: int | None) -> Size:
+def size_of(step: Step, costs: RowCosts, graph_tokens: int | None) -> Size:
     """The work of its rows: their products, those of the scores of rows that are sampled, and of
     pairs of queries and keys in prompts, in rows of the layers' matrices.
     """
@@ -168,7 +168,7 @@ def size_of(step: Step, costs: StepCosts, graph_tokens: int | None) -> Size:
     )
     keys = float(sum(one.start + one.num_tokens for one in step.scheduled))
     rows = 1 + costs.work(*_counts(step)) + costs.pair_share * pairs
-    return Size(StepShape.of(step).kind(graph_tokens), rows, keys)
+    return Size(StepMix.of(step).kind(graph_tokens), rows, keys)
 
 
 def _counts(step: Step) -> tuple[int, int]:
@@ -178,7 +178,7 @@ def _counts(step: Step) -> tuple[int, int]:
 
 def fit_step_times(
     entries: Sequence[StepLogEntry],
-    costs: StepCosts = _UNKNOWN,
+    costs: RowCosts = _UNKNOWN,
     seed: int = 0,
     others: Sequence[TimedStep] = (),
     graph_tokens: int = 0,
@@ -195,7 +195,7 @@ def fit_step_times(
         )
     limit = graph_tokens if timeline.has_parts else None
 
-    seen = SeenSteps((StepShape.of(one.step) for one in [*timeline.steps, *others]), limit)
+    seen = SeenSteps((StepMix.of(one.step) for one in [*timeline.steps, *others]), limit)
     measured = list(timeline.steps)
     random.Random(seed).shuffle(measured)
     cut = max(1, int(len(measured) * _HELD_OUT))
@@ -221,7 +221,7 @@ def fit_step_times(
     return StepTimes(every, seen, costs, timeline.pause, quality, host, limit)
 
 
-def _table(steps: Sequence[TimedStep], costs: StepCosts, graph_tokens: int | None) -> SizeTable:
+def _table(steps: Sequence[TimedStep], costs: RowCosts, graph_tokens: int | None) -> SizeTable:
     """Of steps whose times are known. Those that took at most as long as they say count where the
     others have them longer; where the host hardly ever waits for the device, what a step takes at
     most is what it takes.
@@ -234,12 +234,12 @@ def _table(steps: Sequence[TimedStep], costs: StepCosts, graph_tokens: int | Non
     return SizeTable(known + [one for one in bounds if table.seconds(one.size) > one.seconds])
 
 
-def _sample(one: TimedStep, costs: StepCosts, graph_tokens: int | None) -> Sample:
+def _sample(one: TimedStep, costs: RowCosts, graph_tokens: int | None) -> Sample:
     return Sample(size_of(one.step, costs, graph_tokens), one.seconds)
 
 
 def _beyond_error(
-    steps: Sequence[TimedStep], costs: StepCosts, graph_tokens: int | None
+    steps: Sequence[TimedStep], costs: RowCosts, graph_tokens: int | None
 ) -> float | None:
     """The larger half of the steps as a table of the smaller half has them: by tokens, and by those
     behind which one is sampled, whichever is worse.

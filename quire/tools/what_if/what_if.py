@@ -17,7 +17,7 @@ from quire.errors import CapacityError, InvalidRequestError
 from quire.observe.engine_metrics import EngineMetrics
 from quire.step import RequestMetrics, Step, StepResult
 from quire.tools.what_if.recorded import RecordedRequest
-from quire.tools.what_if.step_shapes import StepShape
+from quire.tools.what_if.step_mix import StepMix
 from quire.tools.what_if.step_times import StepTimes
 
 _CHANGES = ("max_num_seqs", "max_batched_tokens", "max_model_len", "num_blocks", "num_host_blocks")
@@ -144,7 +144,7 @@ class Prediction:
     """
     refused: int
     """Requests that could never have run with these settings."""
-    outside: Mapping[StepShape, float]
+    outside: Mapping[StepMix, float]
     """Seconds of steps whose sizes are outside of what was measured."""
     share_outside: float
     """Of the time of all steps."""
@@ -181,7 +181,7 @@ class Found(NamedTuple):
 
     run: Summary
     refused: int
-    outside: Mapping[StepShape, float]
+    outside: Mapping[StepMix, float]
     share_outside: float
     tokens_outside: float
 

@@ -118,7 +118,7 @@ def bench_quantized(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> N
         size = weights[0].nbytes
         for rows in (1, 4, 32, 256):
             x = torch.randn(rows, depth)
-            ours, wide = seconds_each(
+            ours, plain_float = seconds_each(
                 [
                     partial(call_copy, kernels.linear, x, weights),
                     partial(call_copy, kernels.linear, x, plain),
@@ -126,7 +126,7 @@ def bench_quantized(kernels: CpuKernels, dtype: torch.dtype, budget: float) -> N
                 budget,
             )
             print(
-                f"{name:10} {rows:4} {ours * 1e6:9.1f} {wide * 1e6:9.1f} {wide / ours:6.2f} "
+                f"{name:10} {rows:4} {ours * 1e6:9.1f} {plain_float * 1e6:9.1f} {plain_float / ours:6.2f} "
                 f"{size / ours / 1e9:7.1f} {rows * columns * depth / ours / 1e9:8.0f}"
             )
     print()

@@ -36,7 +36,7 @@ from quire.config import EngineConfig
 from quire.engine import make_requests
 from quire.observe.engine_metrics import derive_metrics
 from quire.observe.measure_costs import costs_of_shapes, measured_costs
-from quire.observe.step_costs import StepCosts
+from quire.observe.row_costs import RowCosts
 from quire.observe.step_log import LoggedEngine, LoggedModel, StepLog, last_run
 from quire.process.gc_pauses import full_collections_put_off
 from quire.sampling_params import SamplingParams
@@ -44,7 +44,7 @@ from quire.step import StepLogEntry
 from quire.tools.verify.calibrate import SECONDS, SHARES
 from quire.tools.what_if.calibration import Calibration, Calibrator, config_for
 from quire.tools.what_if.recorded import recorded_requests
-from quire.tools.what_if.step_shapes import StepShape, add_seconds
+from quire.tools.what_if.step_mix import StepMix, add_seconds
 from quire.tools.what_if.step_times import StepTimes, fit_step_times
 from quire.tools.what_if.what_if import Setting, Summary, parse_changes, predict
 
@@ -133,7 +133,7 @@ def drive(engine: Engine, clock: Clock, jobs: Jobs) -> None:
 
 
 def measure(
-    first: Engine, costs: StepCosts, changes: str, options: argparse.Namespace, number: int
+    first: Engine, costs: RowCosts, changes: str, options: argparse.Namespace, number: int
 ) -> tuple[Setting, list[StepLogEntry]]:
     """All requests with a setting, after a few that warm it up; `number` of its runs so far."""
     limits = limits_of(changes)
@@ -188,7 +188,7 @@ class Measured:
     """A setting's runs: the log of the first, and what all of them were like."""
 
     setting: Setting
-    costs: StepCosts
+    costs: RowCosts
     entries: Sequence[StepLogEntry]
     runs: list[dict[str, float]]
 
@@ -201,7 +201,7 @@ class Measured:
         return (max(values) - min(values)) / self.mean(name)
 
 
-def told(changes: str) -> str:
+def all_limits(changes: str) -> str:
     return ",".join(f"{name}={value}" for name, value in limits_of(changes).items())
 
 
@@ -213,7 +213,7 @@ def print_table(columns: Sequence[tuple[str, dict[str, float], Measured]]) -> No
         print(f"{name:28}" + "".join(f"{cell:>40}" for cell in cells))
 
 
-def run_all(first: Engine, costs: StepCosts, options: argparse.Namespace) -> dict[str, Measured]:
+def run_all(first: Engine, costs: RowCosts, options: argparse.Namespace) -> dict[str, Measured]:
     """Every setting, one after the other and then again, so that a slow minute is not one
     setting's.
     """
@@ -234,10 +234,10 @@ def run_all(first: Engine, costs: StepCosts, options: argparse.Namespace) -> dic
     return runs
 
 
-def read_all(folder: Path) -> tuple[dict[str, Measured], StepCosts]:
+def read_all(folder: Path) -> tuple[dict[str, Measured], RowCosts]:
     """What `--save` kept."""
     runs: dict[str, Measured] = {}
-    costs = StepCosts()
+    costs = RowCosts()
     for path in sorted(
         folder.glob("*.jsonl"), key=lambda path: (" again " in path.stem, path.stem)
     ):
@@ -292,12 +292,12 @@ def within(all_off: Sequence[Off]) -> int:
     return sum(one.part <= GOAL for one in all_off)
 
 
-def unknown(log: Measured, runs: dict[str, Measured], times: StepTimes) -> dict[StepShape, float]:
+def unknown(log: Measured, runs: dict[str, Measured], times: StepTimes) -> dict[StepMix, float]:
     """Seconds of steps of sizes that `times` do not know, of all settings that lead to many."""
-    outside: dict[StepShape, float] = {}
+    outside: dict[StepMix, float] = {}
     for other in runs:
         found = predict(
-            recorded_requests(log.entries), parse_changes(told(other), log.setting), times
+            recorded_requests(log.entries), parse_changes(all_limits(other), log.setting), times
         )
         outside = add_seconds(outside, found.outside) if found.is_outside else outside
     return outside
@@ -308,7 +308,7 @@ def compare(changes: str, runs: dict[str, Measured], times: StepTimes, all_off: 
     log, columns = runs[changes], []
     for other, measured in runs.items():
         found = predict(
-            recorded_requests(log.entries), parse_changes(told(other), log.setting), times
+            recorded_requests(log.entries), parse_changes(all_limits(other), log.setting), times
         )
         off = {name: value / measured.mean(name) - 1 for name, value in figures(found.run).items()}
         columns.append(("replayed" if other == changes else other, off, measured))

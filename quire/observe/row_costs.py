@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class StepCosts:
+class RowCosts:
     """By the model's shapes and, where they were measured (`measure_costs`), by its kernels, which
     compute rows in tiles: the fifth may take as long as the two before it.
     """

@@ -19,7 +19,7 @@ _WORTH = 0.005
 StepKind = tuple[bool, bool]
 
 
-class StepShape(NamedTuple):
+class StepMix(NamedTuple):
     """What is in a step."""
 
     answers: int
@@ -29,7 +29,7 @@ class StepShape(NamedTuple):
     prompt_tokens: int
 
     @classmethod
-    def of(cls, step: Step) -> StepShape:
+    def of(cls, step: Step) -> StepMix:
         answers = prompts = prompt_tokens = 0
         for one in step.scheduled:
             if one.samples and one.num_tokens == 1 + len(one.guesses):
@@ -60,7 +60,7 @@ class SeenSteps:
     own (graphs, recorded calls), of others, and of those that are too large for a graph.
     """
 
-    def __init__(self, shapes: Iterable[StepShape], graph_tokens: int | None = None) -> None:
+    def __init__(self, shapes: Iterable[StepMix], graph_tokens: int | None = None) -> None:
         """`graph_tokens`: of the largest with a graph; None where nobody knows, or none has."""
         self._graph_tokens = graph_tokens
         self._ends: dict[StepKind, tuple[int, int]] = {}
@@ -72,7 +72,7 @@ class SeenSteps:
             self.most_tokens = max(self.most_tokens, tokens)
             self.most_requests = max(self.most_requests, shape.requests)
 
-    def distance(self, shape: StepShape) -> float:
+    def distance(self, shape: StepMix) -> float:
         """How often the size of a step was doubled, or halved, beyond any that was measured; 0
         within them.
         """
@@ -85,8 +85,8 @@ class SeenSteps:
 
 
 def add_seconds(
-    some: Mapping[StepShape, float], more: Mapping[StepShape, float]
-) -> dict[StepShape, float]:
+    some: Mapping[StepMix, float], more: Mapping[StepMix, float]
+) -> dict[StepMix, float]:
     """Of both, by shape."""
     return {
         shape: some.get(shape, 0.0) + more.get(shape, 0.0)
@@ -94,17 +94,17 @@ def add_seconds(
     }
 
 
-def shapes_to_measure(seconds: Mapping[StepShape, float], limit: int) -> list[StepShape]:
+def mixes_to_measure(seconds: Mapping[StepMix, float], limit: int) -> list[StepMix]:
     """At most so many for each kind of step, out of those that take `seconds` in all: the largest
     and some about half, a quarter and so on as large, each the one of its size that takes the most
     time. The smallest first.
     """
-    chosen: list[StepShape] = []
+    chosen: list[StepMix] = []
     least = _WORTH * sum(seconds.values())
     for kind in (False, True):
         own = [shape for shape in seconds if (shape.prompts > 0) is kind]
         largest = max((shape.tokens for shape in own), default=1)
-        groups: dict[int, list[StepShape]] = {}
+        groups: dict[int, list[StepMix]] = {}
         for shape in own:
             groups.setdefault(math.floor(math.log2(largest / shape.tokens) + 0.5), []).append(shape)
         sums = {group: sum(seconds[shape] for shape in found) for group, found in groups.items()}
