@@ -38,9 +38,9 @@ check: .venv/test-installed
 
 bench: .venv/test-installed
 	$(BIN)/python -m quire.tools.bench.engine.scheduler
-	$(BIN)/python -m quire.tools.bench.cpu.kernels
+	$(BIN)/python -m quire.tools.bench.engine.cpu_kernels
 	$(BIN)/python -m quire.tools.bench.engine.sampling
-	$(BIN)/python -m quire.tools.bench.cpu.throughput
+	$(BIN)/quire bench compare --peer transformers --requests 32 --prompt-tokens 100-300 --new-tokens 64-128
 	$(BIN)/python -m quire.tools.bench.server_costs.served
 	$(BIN)/python -m quire.tools.bench.server_costs.stalls
 

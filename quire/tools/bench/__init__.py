@@ -4,6 +4,6 @@
 reports in `report`.
 
 And what developers measure, each a command of its own (`python -m quire.tools.bench.gpu.decode
---help`): `gpu`, `cpu`, `engine`, `server_costs`, with random models (`shapes`, `random_engine`,
+--help`): `gpu`, `engine`, `server_costs`, with random models (`shapes`, `random_engine`,
 `random_checkpoint`).
 """

@@ -1,1 +1,3 @@
-"""Benchmarks of the engine's own work: scheduling, sampling, speculation, and what-if's predictions."""
+"""Benchmarks of parts of the engine: its kernels on a CPU, scheduling, sampling, speculation, and
+what-if's predictions.
+"""

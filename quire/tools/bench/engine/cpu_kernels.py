@@ -1,6 +1,6 @@
 """CPU kernels next to torch's, on the shapes of SmolLM2-135M.
 
-    python -m quire.tools.bench.cpu.kernels [--dtype float32] [--only attention] [--seconds 0.3]
+    python -m quire.tools.bench.engine.cpu_kernels [--dtype float32] [--only attention] [--seconds 0.3]
 
 Weights go round through enough copies that they come from where a real step finds them (a model's
 weights don't stay in a core's own cache). Contenders take turns and each figure is the best of its

@@ -1,1 +1,0 @@
-"""Benchmarks of the CPU: single kernels, and throughput beside transformers."""
