@@ -256,7 +256,7 @@ def requests_for(
 
 
 @dataclass(slots=True)
-class Run:
+class DrivenRun:
     """What driving the engine gave."""
 
     began: float
@@ -272,13 +272,13 @@ class Run:
 
 def drive(
     core: EngineCore, requests: Sequence[Request], before_step: Callable[[int], None] | None = None
-) -> Run:
+) -> DrivenRun:
     """Runs the requests to their end. A request that fails ends the benchmark.
 
     `before_step` is called with the number of steps so far.
     """
     clock = time.perf_counter
-    run = Run(clock())
+    run = DrivenRun(clock())
     for request in requests:
         core.add_request(request, run.began)
     with full_collections_put_off():  # as `LLM.generate` does

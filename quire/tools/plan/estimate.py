@@ -17,11 +17,11 @@ from quire.tools.plan.devices import PlannedDevice
 from quire.tools.plan.forms import Form
 from quire.tools.plan.model import PlannedModel
 from quire.tools.plan.work import Work, decode_work, gathered, layer_inputs, mlp_width, prompt_work
-from quire.tools.plan.workload import Job, workload_seconds
+from quire.tools.plan.workload import RequestLengths, workload_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ExpectedLoad:
     """What is expected of it."""
 
     input_tokens: int
@@ -30,13 +30,13 @@ class Load:
     """Requests a second."""
     ttft: float | None = None
     """Seconds to the first token that are wanted."""
-    jobs: tuple[Job, ...] = ()
+    jobs: tuple[RequestLengths, ...] = ()
     """Requests that come all at once; their mean lengths are those above."""
 
     @classmethod
     def of_jobs(
-        cls, jobs: tuple[Job, ...], rate: float | None = None, ttft: float | None = None
-    ) -> Load:
+        cls, jobs: tuple[RequestLengths, ...], rate: float | None = None, ttft: float | None = None
+    ) -> ExpectedLoad:
         prompts, answers = sum(job.prompt for job in jobs), sum(job.answer for job in jobs)
         return cls(round(prompts / len(jobs)), max(1, round(answers / len(jobs))), rate, ttft, jobs)
 
@@ -77,7 +77,7 @@ class Estimate:
 
 
 def estimate(
-    model: PlannedModel, device: PlannedDevice, form: Form, load: Load, num_engines: int = 1
+    model: PlannedModel, device: PlannedDevice, form: Form, load: ExpectedLoad, num_engines: int = 1
 ) -> Estimate:
     """One form, in an engine with the usual limits and sequences as long as the load's."""
     spec = Division(model.spec, 0, form.ranks).local_spec  # of the rank that has most
@@ -214,7 +214,11 @@ class Serving:
 
 
 def serve(
-    model: PlannedModel, device: PlannedDevice, found: Estimate, load: Load, num_devices: int
+    model: PlannedModel,
+    device: PlannedDevice,
+    found: Estimate,
+    load: ExpectedLoad,
+    num_devices: int,
 ) -> Serving:
     """With the rate spread over the devices, each with the whole model (or groups of them, each of
     which has it).

@@ -38,7 +38,7 @@ class Sample(NamedTuple):
     seconds: float
 
 
-class _Knot(NamedTuple):
+class _Bucket(NamedTuple):
     """Steps of about one size."""
 
     rows: float
@@ -63,11 +63,11 @@ class SizeTable:
         groups = {kind: list(_groups(found)) for kind, found in of_kind.items()}
         self._counts = {kind: len(found) for kind, found in of_kind.items()}
         self._per_key = _slope_of_keys([one for found in groups.values() for one in found])
-        self._knots = {
-            kind: _rising([_knot(one, self._per_key) for one in found])
+        self._buckets = {
+            kind: _monotone([_bucket(one, self._per_key) for one in found])
             for kind, found in groups.items()
         }
-        self._slope = _slope([knot for knots in self._knots.values() for knot in knots])
+        self._slope = _slope([bucket for buckets in self._buckets.values() for bucket in buckets])
         """Of a curve with a single size: as of all sizes together."""
         for found in of_kind.values():
             for sample in found:
@@ -76,33 +76,37 @@ class SizeTable:
 
     def seconds(self, size: Size) -> float:
         """Usually."""
-        knots = self._of(size.kind)
-        above = bisect_left(knots, size.rows, key=lambda knot: knot.rows)
-        if above == len(knots) or len(knots) == 1:
-            near, rise = knots[-1], self._beyond(knots)
+        buckets = self._of(size.kind)
+        above = bisect_left(buckets, size.rows, key=lambda bucket: bucket.rows)
+        if above == len(buckets) or len(buckets) == 1:
+            near, rise = buckets[-1], self._beyond(buckets)
         else:
-            near, other = (knots[0], knots[1]) if not above else (knots[above - 1], knots[above])
+            near, other = (
+                (buckets[0], buckets[1]) if not above else (buckets[above - 1], buckets[above])
+            )
             rise = (other.seconds - near.seconds) / (other.rows - near.rows)
-        curve = max(near.seconds + rise * (size.rows - near.rows), knots[0].seconds / 2)
+        curve = max(near.seconds + rise * (size.rows - near.rows), buckets[0].seconds / 2)
         return curve + self._per_key * size.keys
 
     def draw(self, size: Size, source: random.Random) -> float:
         """What a step of about that size took, over what such steps usually take."""
         return source.choice(self._nearest(size).ratios or [1.0])
 
-    def _nearest(self, size: Size) -> _Knot:
-        return min(self._of(size.kind), key=lambda knot: abs(knot.rows - size.rows))
+    def _nearest(self, size: Size) -> _Bucket:
+        return min(self._of(size.kind), key=lambda bucket: abs(bucket.rows - size.rows))
 
-    def _of(self, kind: StepKind) -> list[_Knot]:
-        if kind not in self._knots:
+    def _of(self, kind: StepKind) -> list[_Bucket]:
+        if kind not in self._buckets:
             kind = max(self._counts, key=lambda one: (one[0] == kind[0], self._counts[one]))
-        return self._knots[kind]
+        return self._buckets[kind]
 
-    def _beyond(self, knots: Sequence[_Knot]) -> float:
-        if len(knots) == 1:
+    def _beyond(self, buckets: Sequence[_Bucket]) -> float:
+        if len(buckets) == 1:
             return self._slope
-        lower = max(0, bisect_left(knots, knots[-1].rows / 2, key=lambda knot: knot.rows) - 1)
-        return _slope(knots[lower:])
+        lower = max(
+            0, bisect_left(buckets, buckets[-1].rows / 2, key=lambda bucket: bucket.rows) - 1
+        )
+        return _slope(buckets[lower:])
 
 
 def _groups(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
@@ -133,32 +137,32 @@ def _slope_of_keys(groups: Iterable[Sequence[Sample]]) -> float:
     return max(0.0, products / max(squares, 1e-9))
 
 
-def _knot(group: Sequence[Sample], per_key: float) -> _Knot:
+def _bucket(group: Sequence[Sample], per_key: float) -> _Bucket:
     rows = float(np.mean([sample.size.rows for sample in group]))
     seconds = np.median([sample.seconds - per_key * sample.size.keys for sample in group])
-    return _Knot(rows, max(float(seconds), 1e-9), len(group), [])
+    return _Bucket(rows, max(float(seconds), 1e-9), len(group), [])
 
 
-def _slope(knots: Sequence[_Knot]) -> float:
+def _slope(buckets: Sequence[_Bucket]) -> float:
     """From the smallest to the largest."""
-    low, high = min(knots), max(knots)
+    low, high = min(buckets), max(buckets)
     return max(0.0, (high.seconds - low.seconds) / max(high.rows - low.rows, 1e-9))
 
 
-def _rising(knots: Sequence[_Knot]) -> list[_Knot]:
+def _monotone(buckets: Sequence[_Bucket]) -> list[_Bucket]:
     """Neighbours of which the larger took less are taken together (isotonic regression): nothing in
     a step makes it shorter.
     """
-    found: list[_Knot] = []
-    for knot in knots:
-        while found and found[-1].seconds > knot.seconds:
+    found: list[_Bucket] = []
+    for bucket in buckets:
+        while found and found[-1].seconds > bucket.seconds:
             last = found.pop()
-            num_steps = last.num_steps + knot.num_steps
-            knot = _Knot(
-                (last.rows * last.num_steps + knot.rows * knot.num_steps) / num_steps,
-                (last.seconds * last.num_steps + knot.seconds * knot.num_steps) / num_steps,
+            num_steps = last.num_steps + bucket.num_steps
+            bucket = _Bucket(
+                (last.rows * last.num_steps + bucket.rows * bucket.num_steps) / num_steps,
+                (last.seconds * last.num_steps + bucket.seconds * bucket.num_steps) / num_steps,
                 num_steps,
                 [],
             )
-        found.append(knot)
+        found.append(bucket)
     return found

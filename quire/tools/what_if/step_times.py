@@ -43,7 +43,7 @@ class FitQuality:
     """
 
 
-class Drawn(NamedTuple):
+class HostAndDevice(NamedTuple):
     """What a step takes."""
 
     host: float
@@ -96,15 +96,15 @@ class StepTimes:
         self._inner = log, error
         return self
 
-    def expected(self, step: Step) -> Drawn:
+    def expected(self, step: Step) -> HostAndDevice:
         """What such steps took in the median."""
         inner = self._inner
         if inner is not None and not inner[0].seen.distance(StepMix.of(step)):
             return inner[0].expected(step)
         device = self._table.seconds(size_of(step, self._costs, self._graph_tokens))
-        return Drawn(self.host.expected(step) if self.host is not None else 0.0, device)
+        return HostAndDevice(self.host.expected(step) if self.host is not None else 0.0, device)
 
-    def draw(self, step: Step) -> Drawn:
+    def draw(self, step: Step) -> HostAndDevice:
         """With the noise of one of the steps that are about as long."""
         shape, fit, error = StepMix.of(step), self, 0.0
         distance = self.seen.distance(shape) if step.scheduled else 0.0
@@ -131,7 +131,7 @@ class StepTimes:
             self.tokens_outside += shape.tokens
         self.seconds += host + device
         self.tokens += shape.tokens
-        return Drawn(host, device)
+        return HostAndDevice(host, device)
 
     def draw_pause(self, now: float, has_result: bool) -> float:
         """Until the next turn, after one that had a result or not."""

@@ -176,7 +176,7 @@ class Play(NamedTuple):
     """Of what those may be off whose sizes the log does not have."""
 
 
-class Found(NamedTuple):
+class PlayResult(NamedTuple):
     """What came of one."""
 
     run: Summary
@@ -186,7 +186,7 @@ class Found(NamedTuple):
     tokens_outside: float
 
 
-PlayAll = Callable[[Sequence[Play]], Sequence[Found]]
+PlayAll = Callable[[Sequence[Play]], Sequence[PlayResult]]
 
 
 def predict(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes) -> Prediction:
@@ -216,7 +216,7 @@ def predict_all(settings: Sequence[Setting], play_all: PlayAll) -> list[Predicti
     return predictions
 
 
-def play_once(requests: Sequence[RecordedRequest], times: StepTimes, one: Play) -> Found:
+def play_once(requests: Sequence[RecordedRequest], times: StepTimes, one: Play) -> PlayResult:
     times.restart(one.seed, one.scale, one.far)
     played, refused = play(requests, one.setting, times)
     share = sum(times.outside.values()) / max(times.seconds, 1e-9)
@@ -226,7 +226,7 @@ def play_once(requests: Sequence[RecordedRequest], times: StepTimes, one: Play) 
         for number, request in enumerate(requests)
         if request.finish_reason
     }
-    return Found(
+    return PlayResult(
         Summary.of(played, ended or None),
         refused,
         times.outside,

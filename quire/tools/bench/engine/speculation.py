@@ -154,7 +154,7 @@ def decode(
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Speedup:
     """Two engines with the same work in turn."""
 
     ratios: Spread
@@ -184,7 +184,7 @@ class Comparison:
 
 def compare(
     llms: dict[str, LLM], prompts: Sequence[list[int]], params: SamplingParams, rounds: int
-) -> Comparison:
+) -> Speedup:
     """Without and with guesses, in turn; the answers must be the same."""
     times: dict[str, list[float]] = {name: [] for name in llms}
     drafted = accepted = 0
@@ -201,12 +201,12 @@ def compare(
     plain, guessed = times.values()
     ratios = Spread.of((one / two for one, two in zip(plain, guessed, strict=True)), "×")
     medians = statistics.median(plain), statistics.median(guessed)
-    return Comparison(ratios, medians, drafted, accepted, tuple(steps[list(llms)[1]]))
+    return Speedup(ratios, medians, drafted, accepted, tuple(steps[list(llms)[1]]))
 
 
 def compare_steps(
     llms: dict[str, LLM], prompts: Sequence[list[int]], params: SamplingParams, rounds: int
-) -> Comparison:
+) -> Speedup:
     """The same step by step in turn, by the medians of steps: where there are no guesses, and a
     step takes as long as the one before, it sees far smaller differences. Not with steps in flight:
     they would wait for each other's.
@@ -234,7 +234,7 @@ def compare_steps(
             medians[name] += [statistics.median(values)] * (number > 0)
     plain, guessed = medians.values()
     ratios = Spread.of((one / two for one, two in zip(plain, guessed, strict=True)), "×")
-    return Comparison(
+    return Speedup(
         ratios, (statistics.median(plain), statistics.median(guessed)), drafted, accepted
     )
 
@@ -271,7 +271,7 @@ def table_self(options: argparse.Namespace) -> Figures:
                 medians.append(found.medians)
                 drafted, accepted = drafted + found.drafted, accepted + found.accepted
             plain, guessed = (statistics.median(values) for values in zip(*medians, strict=True))
-            detail = Comparison(Spread.of(ratios), (plain, guessed), drafted, accepted).detail
+            detail = Speedup(Spread.of(ratios), (plain, guessed), drafted, accepted).detail
             yield Figure(
                 "self", f"temperature {temperature}", Spread.of(ratios, "×"), 1.5, detail=detail
             )

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from quire.tools.bench.gpu.report import Result, read_results, report
+from quire.tools.bench.gpu.report import Measurement, read_results, report
 from quire.tools.bench.shapes import CONFIGS
 
 BENCHMARKS = ("throughput", "decode", "prefill", "startup")
@@ -48,7 +48,7 @@ EVERYTHING = (
 )
 
 
-def run_job(job: str, extra: list[str], seconds: float) -> tuple[list[Result], str]:
+def run_job(job: str, extra: list[str], seconds: float) -> tuple[list[Measurement], str]:
     """The figures (as far as it came), and what went wrong if anything did."""
     benchmark, shape, format = (*job.split(":"), "", "")[:3]
     with TemporaryDirectory() as folder:
@@ -86,7 +86,7 @@ def main() -> None:
                 f"{job}: there are {', '.join(BENCHMARKS)}, each with :SHAPE or :SHAPE:FORMAT"
             )
     ends = time.monotonic() + 60 * options.minutes
-    results: list[Result] = []
+    results: list[Measurement] = []
     problems: list[str] = []
     for job in options.jobs:
         left = ends - time.monotonic()

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 
 from quire.tools.bench.gpu.ceiling import Work, decode_work
 from quire.tools.bench.gpu.profiling import profile
-from quire.tools.bench.gpu.report import Result, run
-from quire.tools.bench.random_engine import Machine, Run, drive, random_prompts, requests_for
+from quire.tools.bench.gpu.report import Measurement, run
+from quire.tools.bench.random_engine import DrivenRun, Machine, drive, random_prompts, requests_for
 
 
-def steady_times(run: Run, batch: int) -> list[float]:
+def steady_times(run: DrivenRun, batch: int) -> list[float]:
     """Seconds between neighbouring steps that both brought a token for every request. The first of
     them may still have waited for the prompts, so it is left out.
     """
@@ -36,7 +36,7 @@ def steady_times(run: Run, batch: int) -> list[float]:
 
 def measure_batch(
     machine: Machine, batch: int, prompt_len: int, steps: int, repeats: int
-) -> Result:
+) -> Measurement:
     runs = []
     for i in range(repeats):
         prompts = random_prompts(batch, prompt_len, seed=1000 * batch + i)
@@ -46,7 +46,7 @@ def measure_batch(
     work = Work()
     for step in range(1, steps):
         work += decode_work(machine.spec, [prompt_len + step] * batch, machine.itemsize)
-    return Result(
+    return Measurement(
         machine.shape,
         f"decode {batch}",
         1e3 * statistics.mean(fastest),
@@ -64,7 +64,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=256, help="new tokens of each request")
 
 
-def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Result]:
+def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Measurement]:
     for batch in map(int, options.batches.split(",")):
         result = measure_batch(machine, batch, options.prompt, options.steps, options.repeats)
         print(f"{result.measure}: {result.value:.3f} ms, {result.detail}", flush=True)

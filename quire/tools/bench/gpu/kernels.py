@@ -45,7 +45,7 @@ EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One kernel at one size."""
 
     make: Callable[[int], Callable[[], object]]
@@ -60,27 +60,27 @@ def randn(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-def norm_case(spec: ModelSpec, rows: int) -> Case:
+def norm_case(spec: ModelSpec, rows: int) -> KernelCase:
     weight = randn(spec.hidden_size)
 
     def make(_: int) -> Callable[[], object]:
         x = randn(rows, spec.hidden_size)
         return lambda: rms_norm(x, weight, EPS)
 
-    return Case(make, 2 * rows * spec.hidden_size * SIZE)
+    return KernelCase(make, 2 * rows * spec.hidden_size * SIZE)
 
 
-def add_norm_case(spec: ModelSpec, rows: int) -> Case:
+def add_norm_case(spec: ModelSpec, rows: int) -> KernelCase:
     weight = randn(spec.hidden_size)
 
     def make(_: int) -> Callable[[], object]:
         x, residual = randn(rows, spec.hidden_size), randn(rows, spec.hidden_size)
         return lambda: add_rms_norm(x, residual, weight, EPS)
 
-    return Case(make, 4 * rows * spec.hidden_size * SIZE)
+    return KernelCase(make, 4 * rows * spec.hidden_size * SIZE)
 
 
-def heads_case(spec: ModelSpec, rows: int) -> Case:
+def heads_case(spec: ModelSpec, rows: int) -> KernelCase:
     heads = spec.head_shapes[0]
     num_heads, num_kv_heads, head_dim = heads.num_heads, heads.num_kv_heads, heads.head_dim
     norm = HeadNorms(randn(head_dim), randn(head_dim), EPS) if spec.layers[0].qk_norm else None
@@ -99,10 +99,10 @@ def heads_case(spec: ModelSpec, rows: int) -> Case:
         cache = LayerCache(keys, values)
         return lambda: qkv_to_cache_(qkv, heads, norm, positions, cos_sin, cache, slots)
 
-    return Case(make, 2 * size)
+    return KernelCase(make, 2 * size)
 
 
-def silu_case(spec: ModelSpec, rows: int) -> Case | None:
+def silu_case(spec: ModelSpec, rows: int) -> KernelCase | None:
     mlp = spec.layers[0].mlp
     if not isinstance(mlp, MlpSpec):
         return None  # it is part of the experts' product there
@@ -111,28 +111,28 @@ def silu_case(spec: ModelSpec, rows: int) -> Case | None:
         gate_up = randn(rows, 2 * mlp.intermediate_size)
         return lambda: gate_rows(gate_up, Activation.SILU)
 
-    return Case(make, 3 * rows * mlp.intermediate_size * SIZE)
+    return KernelCase(make, 3 * rows * mlp.intermediate_size * SIZE)
 
 
-def sigmoid_case(spec: ModelSpec, rows: int) -> Case:
+def sigmoid_case(spec: ModelSpec, rows: int) -> KernelCase:
     def make(_: int) -> Callable[[], object]:
         gate, x = randn(rows, 1), randn(rows, spec.hidden_size)
         return lambda: sigmoid_mul(gate, x)
 
-    return Case(make, 2 * rows * spec.hidden_size * SIZE)
+    return KernelCase(make, 2 * rows * spec.hidden_size * SIZE)
 
 
-def embedding_case(spec: ModelSpec, rows: int) -> Case:
+def embedding_case(spec: ModelSpec, rows: int) -> KernelCase:
     weight = randn(spec.vocab_size, spec.hidden_size)
 
     def make(_: int) -> Callable[[], object]:
         token_ids = torch.randint(spec.vocab_size, (rows,), device=DEVICE)
         return lambda: embedding(token_ids, weight)
 
-    return Case(make, 2 * rows * spec.hidden_size * SIZE)
+    return KernelCase(make, 2 * rows * spec.hidden_size * SIZE)
 
 
-def argmax_case(spec: ModelSpec, rows: int, temperature: float) -> Case | None:
+def argmax_case(spec: ModelSpec, rows: int, temperature: float) -> KernelCase | None:
     if rows > MOST_SAMPLED:
         return None
     keys = torch.from_numpy(noise_keys(np.arange(rows, dtype=np.uint64), np.arange(rows))).to(
@@ -144,10 +144,10 @@ def argmax_case(spec: ModelSpec, rows: int, temperature: float) -> Case | None:
         logits = randn(rows, spec.vocab_size)
         return lambda: gumbel_argmax(logits, temperatures, keys)
 
-    return Case(make, rows * spec.vocab_size * SIZE)
+    return KernelCase(make, rows * spec.vocab_size * SIZE)
 
 
-def sample_case(spec: ModelSpec, rows: int) -> Case | None:
+def sample_case(spec: ModelSpec, rows: int) -> KernelCase | None:
     if rows > MOST_SAMPLED:
         return None
     row_index = torch.arange(rows, dtype=torch.int32, device=DEVICE)
@@ -159,10 +159,10 @@ def sample_case(spec: ModelSpec, rows: int) -> Case | None:
         logits = randn(rows, spec.vocab_size)
         return lambda: sample_rows(logits, row_index, seeds, temperatures, positions, token_ids)
 
-    return Case(make, rows * spec.vocab_size * SIZE)
+    return KernelCase(make, rows * spec.vocab_size * SIZE)
 
 
-def moe_case(spec: ModelSpec, rows: int) -> Case | None:
+def moe_case(spec: ModelSpec, rows: int) -> KernelCase | None:
     mlp = spec.layers[0].mlp
     if not isinstance(mlp, MoeSpec):
         return None
@@ -186,12 +186,12 @@ def moe_case(spec: ModelSpec, rows: int) -> Case | None:
         return lambda: moe(x, router_logits, weights, mlp)
 
     flops = 2.0 * rows * top_k * 3 * intermediate * hidden
-    return Case(
+    return KernelCase(
         make, weight_bytes + 2 * rows * hidden * SIZE, flops, copied_bytes=COLD_BYTES / len(logits)
     )
 
 
-OPS: dict[str, Callable[[ModelSpec, int], Case | None]] = {
+OPS: dict[str, Callable[[ModelSpec, int], KernelCase | None]] = {
     "rms_norm": norm_case,
     "add_rms_norm": add_norm_case,
     "qkv_to_cache": heads_case,
@@ -205,7 +205,7 @@ OPS: dict[str, Callable[[ModelSpec, int], Case | None]] = {
 }
 
 
-def microseconds(case: Case, budget_ms: float = 30.0) -> float:
+def microseconds(case: KernelCase, budget_ms: float = 30.0) -> float:
     """Of one call inside a graph: the least of five rounds, what else happens on the machine can
     only add.
     """

@@ -85,7 +85,7 @@ PEERS: dict[str, dict[str, Figures]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class PeerFigure:
     """One other figure beside ours."""
 
     name: str
@@ -103,10 +103,10 @@ def times_better(measure: str, ours: float, other: float) -> float:
     return ours / other if is_rate(measure) else other / ours
 
 
-def compare(shape: str, measure: str, ours: float) -> list[Comparison]:
+def compare(shape: str, measure: str, ours: float) -> list[PeerFigure]:
     """Our figure next to the goal and every engine that was measured."""
     return [
-        Comparison(name, figures[measure], times_better(measure, ours, figures[measure]))
+        PeerFigure(name, figures[measure], times_better(measure, ours, figures[measure]))
         for name, figures in PEERS.get(shape, {}).items()
         if measure in figures
     ]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from quire.tools.bench.gpu.ceiling import prompt_work
 from quire.tools.bench.gpu.profiling import profile
-from quire.tools.bench.gpu.report import Result, run
+from quire.tools.bench.gpu.report import Measurement, run
 from quire.tools.bench.random_engine import Machine, drive, random_prompts, requests_for
 
 
@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of each prompt")
 
 
-def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Result]:
+def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Measurement]:
     count, length = options.prompts, options.length
     rates = []
     for i in range(options.repeats + 1):  # a first one to see these sizes
@@ -37,7 +37,7 @@ def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Result]:
             flush=True,
         )
     work = prompt_work(machine.spec, [length] * count, machine.itemsize)
-    yield Result(
+    yield Measurement(
         machine.shape,
         "prefill",
         max(rates[1:]),

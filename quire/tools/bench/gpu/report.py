@@ -23,7 +23,7 @@ COLUMNS = (GOAL, VLLM, VLLM_EXACT, NANO_VLLM)
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Measurement:
     """One figure."""
 
     shape: str
@@ -54,7 +54,9 @@ class Result:
         return self.shape, self.measure, value, ceiling, *others.values(), self.detail
 
 
-def report(results: Sequence[Result], engine: str, device: torch.device | None = None) -> Report:
+def report(
+    results: Sequence[Measurement], engine: str, device: torch.device | None = None
+) -> Report:
     """`engine` says which one, on which device."""
     note = "Percentages say how much of the ceiling or goal is reached, factors how much faster than a peer we are."
     columns = ("shape", "measure", "quire", "ceiling", *COLUMNS, "")
@@ -63,14 +65,14 @@ def report(results: Sequence[Result], engine: str, device: torch.device | None =
     return Report(table.title, facts, (table,), {"results": [asdict(result) for result in results]})
 
 
-def read_results(path: Path) -> list[Result]:
-    return [Result(**entry) for entry in json.loads(path.read_text())["results"]]
+def read_results(path: Path) -> list[Measurement]:
+    return [Measurement(**entry) for entry in json.loads(path.read_text())["results"]]
 
 
 def run(
     about: str,
     add: Callable[[argparse.ArgumentParser], None],
-    measure: Callable[[Machine, argparse.Namespace], Iterator[Result]],
+    measure: Callable[[Machine, argparse.Namespace], Iterator[Measurement]],
 ) -> None:
     """A benchmark's `main`: its options beside the usual ones, an engine, its figures, a report of
     them.
@@ -83,7 +85,7 @@ def run(
     options = parser.parse_args()
     machine = open_machine(options)
     device = machine.engine.decoder.device
-    results: list[Result] = []
+    results: list[Measurement] = []
     for result in measure(machine, options):
         results.append(result)
         # After each, so that what was measured is there should time run out.

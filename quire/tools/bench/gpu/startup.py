@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from quire.tools.bench.gpu.report import Result, report
+from quire.tools.bench.gpu.report import Measurement, report
 from quire.tools.bench.random_checkpoint import write_checkpoint
 from quire.tools.bench.shapes import CONFIGS
 
@@ -65,7 +65,7 @@ def main() -> None:
             kind = "nothing compiled" if i == 0 else "kernels compiled"
             print(f"{kind}: {starts[-1][0]:.2f} s ({starts[-1][1]})", flush=True)
     cold, warm = starts[0][0], min(seconds for seconds, _, _ in starts[1:])
-    result = Result(options.shape, "startup", warm, detail=f"{cold:.2f} s the first time")
+    result = Measurement(options.shape, "startup", warm, detail=f"{cold:.2f} s the first time")
     found = report([result], starts[0][2])
     found.print()
     found.write(None, options.json)

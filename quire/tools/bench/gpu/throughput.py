@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from quire.tools.bench.gpu.ceiling import workload_work
 from quire.tools.bench.gpu.profiling import profile
-from quire.tools.bench.gpu.report import Result, run
+from quire.tools.bench.gpu.report import Measurement, run
 from quire.tools.bench.random_engine import Machine, drive, requests_for
 
 
@@ -39,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Result]:
+def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Measurement]:
     prompts, new_tokens = nano_workload(options.requests, longest=options.longest)
     total = sum(new_tokens)
 
@@ -59,7 +59,7 @@ def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Result]:
     work = workload_work(
         machine.spec, list(zip(map(len, prompts), new_tokens, strict=True)), machine.itemsize
     )
-    yield Result(
+    yield Measurement(
         machine.shape,
         "throughput",
         max(rates),

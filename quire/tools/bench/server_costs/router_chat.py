@@ -39,7 +39,7 @@ class Conversation:
 
 
 @dataclass
-class Run:
+class ChatRun:
     """What came of it."""
 
     prompt_tokens: int = 0
@@ -56,7 +56,7 @@ class Run:
         return sorted(self.ttft)[int(part * (len(self.ttft) - 1))]
 
 
-class Replica:
+class SimulatedReplica:
     """An engine whose steps take as long as is said above."""
 
     def __init__(self, num_blocks: int, max_num_seqs: int) -> None:
@@ -93,7 +93,9 @@ class Chat:
         self, num_replicas: int, by_prefix: bool, conversations: int, turns: int, seed: int = 0
     ) -> None:
         shared = BLOCKS * 3 // num_replicas
-        self._replicas = [Replica(shared, 64 * 3 // num_replicas) for _ in range(num_replicas)]
+        self._replicas = [
+            SimulatedReplica(shared, 64 * 3 // num_replicas) for _ in range(num_replicas)
+        ]
         self._router = PrefixRouter(num_replicas)
         for number in range(num_replicas):
             self._router.join(number, 16, shared, 64 * 3 // num_replicas)
@@ -104,14 +106,14 @@ class Chat:
         self._source = random.Random(seed)
         self._queue: list[tuple[float, int, Event]] = []
         self._running: dict[str, tuple[Conversation, float, Assignment | None, list[int]]] = {}
-        self.run = Run(each=[0] * num_replicas)
+        self.run = ChatRun(each=[0] * num_replicas)
         system = [self._source.randrange(30_000) for _ in range(300)]
         for number in range(conversations):
             one = Conversation(number, list(system), turns, random.Random(seed * 1000 + number))
             one.ask()
             self._at(self._source.uniform(0, 10), one)
 
-    def play(self) -> Run:
+    def play(self) -> ChatRun:
         while self._queue:
             now, _, event = heapq.heappop(self._queue)
             if isinstance(event, Conversation):
@@ -183,7 +185,7 @@ class Chat:
             self._at(now + self._source.expovariate(0.5), conversation)
 
 
-def chat_runs(conversations: int = 50, turns: int = 8) -> dict[str, Run]:
+def chat_runs(conversations: int = 50, turns: int = 8) -> dict[str, ChatRun]:
     """The same conversations, three ways."""
     settings = {"one engine": (1, True), "router": (3, True), "round robin": (3, False)}
     return {name: Chat(*setting, conversations, turns).play() for name, setting in settings.items()}
