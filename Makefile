@@ -37,13 +37,12 @@ check: .venv/test-installed
 	@$(BIN)/python scripts/statements.py
 
 bench: .venv/test-installed
-	$(BIN)/python bench/scheduler.py
-	$(BIN)/python bench/kernels_cpu.py
-	$(BIN)/python bench/sampling.py
-	$(BIN)/python bench/throughput_cpu.py
-	$(BIN)/python bench/server.py
-	$(BIN)/python bench/watch_cost.py
-	$(BIN)/python bench/stalls.py
+	$(BIN)/python -m quire.tools.bench.engine.scheduler
+	$(BIN)/python -m quire.tools.bench.engine.cpu_kernels
+	$(BIN)/python -m quire.tools.bench.engine.sampling
+	$(BIN)/quire bench compare --peer transformers --requests 32 --prompt-tokens 100-300 --new-tokens 64-128
+	$(BIN)/python -m quire.tools.bench.server_costs.served
+	$(BIN)/python -m quire.tools.bench.server_costs.stalls
 
 clients: .venv/test-installed
 	$(BIN)/python -m tests.server.client_packages

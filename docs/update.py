@@ -1,10 +1,10 @@
-"""Puts what the docs quote into them: tables of bench/results/results.md and of files like it, and
+"""Puts what the docs quote into them: tables of docs/results/results.md and of files like it, and
 code.
 
 A quotation stands between two comments, the first of which says what it is:
 
     <!-- results: The ladder | rung, adds, time -->     a table, or some of its columns
-    <!-- results: h200/results.md The ladder -->        the same of another machine's results in bench/results/
+    <!-- results: h200/results.md The ladder -->        the same of another machine's results in docs/results/
     <!-- code: quire/tools/ladder/naive.py generate_naive --> a function, a class or one of its methods
     <!-- families: all -->                              the table of model families
     <!-- end -->
@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench" / "results" / "results.md"
+RESULTS = ROOT / "docs" / "results" / "results.md"
 _QUOTATION = re.compile(
     r"(<!-- (results|code|families): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL
 )
@@ -62,7 +62,7 @@ def quote_table(what: str, document: Path) -> str:
     if columns:
         rows = _columns(rows, [name.strip() for name in columns.split(",")], document)
     name = results.relative_to(RESULTS.parent)
-    source = f"[bench/results/{name}]({_relative(results, document)})"
+    source = f"[docs/results/{name}]({_relative(results, document)})"
     origin = (
         f"`{facts['command']}`, {facts['model']}, {facts['machine']}; {facts['date']}; {source}"
     )

@@ -19,7 +19,7 @@ import typer
 from typer import Argument, Option
 from typer.models import OptionInfo
 
-from quire.cli.toml import check_value, format_value
+from quire.cli.toml import check_value, toml_line
 from quire.errors import InvalidRequestError
 from quire.frontend.settings_file import SettingsFile, read_settings
 
@@ -183,7 +183,7 @@ def as_toml(model: str | None, groups: list[OptionGroup]) -> str:
         "# Settings for `quire run`, `chat` and `serve` (--config FILE) and for LLM(config=FILE)."
     ]
     if model is not None:
-        lines.append(f"model = {format_value(str(model))}")
+        lines.append(toml_line("model", str(model)))
     for group in groups:
         if not group.section:
             continue
@@ -199,8 +199,6 @@ def as_toml(model: str | None, groups: list[OptionGroup]) -> str:
                     "# api_key is not written out: keep keys in a file of their own (api_key_file)"
                 )
             else:
-                lines.append(
-                    f"# {name} is not set" if value is None else f"{name} = {format_value(value)}"
-                )
-        lines += [f"{name} = {format_value(value)}" for name, value in group.others.items()]
+                lines.append(f"# {name} is not set" if value is None else toml_line(name, value))
+        lines += [toml_line(name, value) for name, value in group.others.items()]
     return "\n".join(lines) + "\n"

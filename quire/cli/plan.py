@@ -85,12 +85,13 @@ def plan(
     quire plan --model config.json --gpu l4 --gpus 4 --json
     quire plan Qwen3-32B/config.json --gpu h100 --gpus 4 --tensor-parallel-size 2
     """
+    from quire.tools.bench.jobs import Lengths
     from quire.tools.plan.devices import named_device, this_device
-    from quire.tools.plan.estimate import Load, estimate, serve
+    from quire.tools.plan.estimate import ExpectedLoad, estimate, serve
     from quire.tools.plan.forms import forms_of
     from quire.tools.plan.model import open_planned
     from quire.tools.plan.report import Findings, as_json, print_plan
-    from quire.tools.plan.workload import Lengths, draw_jobs, read_jobs
+    from quire.tools.plan.workload import draw_jobs, read_jobs
 
     planned = open_planned(model)
     device = this_device() if gpu is None else named_device(gpu)
@@ -103,11 +104,11 @@ def plan(
             raise InvalidRequestError(
                 "--requests", "is not given beside --workload, which has its own number of them"
             )
-        load = Load.of_jobs(read_jobs(workload), rate, ttft)
+        load = ExpectedLoad.of_jobs(read_jobs(workload), rate, ttft)
     elif requests is not None or prompts.low < prompts.high or answers.low < answers.high:
-        load = Load.of_jobs(draw_jobs(requests or _DRAWN, prompts, answers), rate, ttft)
+        load = ExpectedLoad.of_jobs(draw_jobs(requests or _DRAWN, prompts, answers), rate, ttft)
     else:
-        load = Load(prompts.mean, answers.mean, rate, ttft)
+        load = ExpectedLoad(prompts.mean, answers.mean, rate, ttft)
     engines = _num_engines(gpus, tensor_parallel_size, device.is_gpu)
     forms = forms_of(planned, device, tensor_parallel_size)
     found = [estimate(planned, device, form, load, engines) for form in forms]

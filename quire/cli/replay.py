@@ -145,10 +145,15 @@ def _print_tokens(
     requests: int, tokens: int, different: list[tuple[str, int]], skipped: int, json_output: bool
 ) -> None:
     if json_output:
-        told = [{"request": name, "first_difference": place} for name, place in different]
+        differences = [{"request": name, "first_difference": place} for name, place in different]
         print(
             json.dumps(
-                {"requests": requests, "tokens": tokens, "skipped": skipped, "different": told},
+                {
+                    "requests": requests,
+                    "tokens": tokens,
+                    "skipped": skipped,
+                    "different": differences,
+                },
                 indent=1,
             )
         )

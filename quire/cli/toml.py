@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import reprlib
 import types
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
+
+import tomli_w
 
 from quire.errors import InvalidRequestError
 
@@ -52,13 +53,6 @@ def _is_union(kind: Any) -> bool:
     return get_origin(kind) in (Union, types.UnionType)
 
 
-def format_value(value: Any) -> str:
-    """As TOML writes it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(format_value, value))}]"
-    if isinstance(value, int | float):
-        return repr(value)
-    # What JSON escapes in a text, TOML reads; it wants DEL escaped, too.
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+def toml_line(name: str, value: Any) -> str:
+    """`name = value`, as TOML writes it."""
+    return tomli_w.dumps({name: str(value) if isinstance(value, Path) else value}).rstrip("\n")

@@ -76,7 +76,7 @@ def verify(
             verdict, facts = verify_server(url, key, served, concurrency, seconds, seed, bar.show)
         what = "that came alone"
     else:
-        from quire.tools.verify.axes import LoadedModel
+        from quire.tools.verify.axes import ModelSubject
         from quire.tools.verify.check import verify as check
         from quire.tools.verify.engines import Model
 
@@ -90,7 +90,7 @@ def verify(
         loaded.num_devices = devices
         facts = {"model": loaded.first_engine.description}
         with TimeBar("Verifying", seconds) as bar:
-            verdict = check(LoadedModel(loaded), seconds, seed, bar.show)
+            verdict = check(ModelSubject(loaded), seconds, seed, bar.show)
         what = "alone"
     from quire.tools.verify.report import as_json, print_verdict
 

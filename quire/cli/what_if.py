@@ -23,7 +23,7 @@ from quire.step import StepLogEntry
 from quire.tools.what_if.calibration import Calibration
 from quire.tools.what_if.players import Players
 from quire.tools.what_if.recorded import RecordedRequest
-from quire.tools.what_if.step_shapes import StepShape, add_seconds
+from quire.tools.what_if.step_mix import StepMix, add_seconds
 from quire.tools.what_if.step_times import StepTimes, fit_step_times
 from quire.tools.what_if.what_if import (
     PLAYS,
@@ -64,9 +64,9 @@ class _Played:
         self.found = dict(zip(self.settings, found, strict=True))
 
     @property
-    def outside(self) -> dict[StepShape, float]:
+    def outside(self) -> dict[StepMix, float]:
         """Seconds in steps of sizes that were not measured, where these matter."""
-        seconds: dict[StepShape, float] = {}
+        seconds: dict[StepMix, float] = {}
         for found in self.found.values():
             if found.is_outside:
                 seconds = add_seconds(seconds, found.outside)

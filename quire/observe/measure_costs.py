@@ -23,7 +23,7 @@ from quire.kernels.ops import MoeSpec, PagedBatch
 from quire.models.decoder import Decoder
 from quire.models.mixers import Batch
 from quire.models.spec import ModelSpec
-from quire.observe.step_costs import StepCosts
+from quire.observe.row_costs import RowCosts
 from quire.observe.step_log import LoggedModel
 from quire.runner.kv_cache import KVCache
 
@@ -51,7 +51,7 @@ def about_model(
 
 
 @torch.inference_mode()
-def measured_costs(decoder: Decoder, costs: StepCosts) -> StepCosts:
+def measured_costs(decoder: Decoder, costs: RowCosts) -> RowCosts:
     """With its kernels' times, on a CPU: a GPU hides small steps behind their launches."""
     spec = decoder.spec
     if decoder.device.type != "cpu":
@@ -114,7 +114,7 @@ def _batch(decoder: Decoder, count: int, num_groups: int) -> Batch:
     return Batch(decoder.kernels, zeros.long(), (paged,) * num_groups)
 
 
-def costs_of_shapes(spec: ModelSpec) -> StepCosts:
+def costs_of_shapes(spec: ModelSpec) -> RowCosts:
     """Without a measurement."""
     experts = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
     part = experts[0].top_k / experts[0].num_experts if experts else 1.0
@@ -126,4 +126,4 @@ def costs_of_shapes(spec: ModelSpec) -> StepCosts:
     attention = (layer.attention for layer in spec.layers)
     # with the key, and with its value
     pair = sum(2 * one.output_size for one in attention if one is not None)
-    return StepCosts(spec.vocab_size * spec.hidden_size / layers, pair / layers)
+    return RowCosts(spec.vocab_size * spec.hidden_size / layers, pair / layers)

@@ -21,7 +21,7 @@ from quire.engine import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.observe.packed_entry import PackedEntry, UnpackedEntries, pack, unpack
 from quire.observe.request_records import belongs_to
-from quire.observe.step_costs import StepCosts
+from quire.observe.row_costs import RowCosts
 from quire.observe.step_lines import LineReader, LineWriter, build_record
 from quire.step import Admission, Finished, StepLogEntry
 
@@ -46,7 +46,7 @@ class LoggedEngine(NamedTuple):
 
     depth: int
     config: SchedulerConfig
-    costs: StepCosts = StepCosts()
+    costs: RowCosts = RowCosts()
     """Of the rows of its steps."""
     model: LoggedModel | None = None
     """Older logs don't say it."""
@@ -230,7 +230,7 @@ def last_run(path: Path) -> tuple[UnpackedEntries, LoggedEngine | None]:
 def _decode_engine(found: dict[str, Any]) -> LoggedEngine:
     settings = dict(found)
     depth, share = settings.pop("depth"), settings.pop("head_share", 0.0)  # which older ones have
-    costs = build_record(StepCosts, settings.pop("costs", {"head_share": share}))
+    costs = build_record(RowCosts, settings.pop("costs", {"head_share": share}))
     named = settings.pop("model", None)
     model = None if named is None else build_record(LoggedModel, named)
     return LoggedEngine(depth, SchedulerConfig.from_settings(settings), costs, model)

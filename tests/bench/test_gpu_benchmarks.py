@@ -11,16 +11,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import decode, long_contexts, prefill, startup, throughput
-from bench.ceiling import Itemsizes, Rates, Work, decode_work, prompt_work, workload_work
-from bench.gpu_all import run_job
-from bench.gpu_peers import compare
-from bench.profiling import gpu_times
-from bench.random_engine import Run, random_decoder
-from bench.report import Result, read_results, report
-from bench.shapes import CONFIGS, spec_of
 from quire.backends.cpu.kernels import CpuKernels
+from quire.tools.bench.gpu import decode, long_contexts, prefill, startup, throughput
+from quire.tools.bench.gpu.all import run_job
+from quire.tools.bench.gpu.ceiling import (
+    Itemsizes,
+    Rates,
+    Work,
+    decode_work,
+    prompt_work,
+    workload_work,
+)
+from quire.tools.bench.gpu.peers import compare
+from quire.tools.bench.gpu.profiling import gpu_times
+from quire.tools.bench.gpu.report import Measurement, read_results, report
+from quire.tools.bench.random_checkpoint import write_checkpoint
+from quire.tools.bench.random_engine import DrivenRun, random_decoder
 from quire.tools.bench.report import cell_text
+from quire.tools.bench.shapes import CONFIGS, spec_of
 from tests.decoding import all_logits
 from tests.random_models import SPECS
 
@@ -119,20 +127,20 @@ def test_busy_time_counts_overlapping_kernels_once() -> None:
 
 
 def test_only_steps_of_the_whole_batch_count() -> None:
-    run = Run(0.0, times=[1.0, 3.0, 3.5, 4.0, 4.5, 9.0], new_tokens=[2, 4, 4, 4, 4, 1])
+    run = DrivenRun(0.0, times=[1.0, 3.0, 3.5, 4.0, 4.5, 9.0], new_tokens=[2, 4, 4, 4, 4, 1])
     assert decode.steady_times(run, 4) == [0.5, 0.5]
     with pytest.raises(RuntimeError, match="more steps"):
         decode.steady_times(run, 8)
 
 
 def test_the_table_says_how_much_is_reached() -> None:
-    [line] = report([Result("qwen3-0.6b", "decode 1", 1.2, 0.3)], "").tables[0].markdown()[2:]
+    [line] = report([Measurement("qwen3-0.6b", "decode 1", 1.2, 0.3)], "").tables[0].markdown()[2:]
     assert (
         "| 1.20 ms | 0.300 (25%) | 0.600 (50%) | 2.19 (1.82x) | 3.77 (3.14x) | 2.26 (1.88x) |"
         in line
     )
     [line] = (
-        report([Result("qwen3-0.6b", "throughput", 20_000, 40_000, comparable=False)], "")
+        report([Measurement("qwen3-0.6b", "throughput", 20_000, 40_000, comparable=False)], "")
         .tables[0]
         .markdown()[2:]
     )
@@ -212,7 +220,7 @@ def test_long_contexts_are_swept(
 
 
 def test_startup_is_timed_from_outside_the_process(tmp_path: Path) -> None:
-    startup.write_checkpoint("tiny", tmp_path)
+    write_checkpoint("tiny", tmp_path)
     seconds, parts, about = startup.time_start(tmp_path, "cpu", "float32", tmp_path / "kernels")
     assert "float32" in about
     assert [part.rsplit(" ", 1)[0] for part in parts.split(", ")][:2] == ["python", "imports"]

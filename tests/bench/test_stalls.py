@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from bench import stalls
+from quire.tools.bench.server_costs import stalls
 from tests.ladder.conftest import tiny_model as tiny_model
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
     """Its status."""
     monkeypatch.setattr(sys, "argv", ["stalls.py", *arguments])
-    monkeypatch.setattr(stalls.signal, "signal", lambda *handler: None)  # these are the tests' own
+    monkeypatch.setattr(stalls, "end_with_servers", lambda: None)  # signals are the tests' own
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with pytest.raises(SystemExit) as ended:
         stalls.main()

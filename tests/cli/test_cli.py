@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.startup import write_checkpoint
+from quire.tools.bench.random_checkpoint import write_checkpoint
 from tests.cli.in_process import quire_here
 
 

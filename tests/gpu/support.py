@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from bench.random_engine import random_decoder
-from bench.shapes import spec_of
 from quire.assemble import Engine, assemble
 from quire.backends.select import select_kernels
 from quire.config import EngineConfig
@@ -22,6 +20,8 @@ from quire.models.spec import ModelSpec
 from quire.runner.kv_cache import token_bytes
 from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.step import TokenScore
+from quire.tools.bench.random_engine import random_decoder
+from quire.tools.bench.shapes import spec_of
 
 DEVICE = torch.device("cuda")
 NAN = float("nan")

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.random_engine import random_decoder
 from quire.backends.select import select_kernels
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
+from quire.tools.bench.random_engine import random_decoder
 from tests.gpu.support import DEVICE, Job, assert_same, run_jobs, shape_of
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.random_engine import quantized
 from quire.backends.select import select_kernels
 from quire.checkpoints.checkpoint import StoredCache
 from quire.kernels.formats import FORMATS
@@ -19,6 +18,7 @@ from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.weight_plan import QUANTIZED
 from quire.runner.kv_cache import token_bytes
+from quire.tools.bench.random_engine import quantized
 from tests.gpu.support import (
     DEVICE,
     assert_same,

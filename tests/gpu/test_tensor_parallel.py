@@ -18,8 +18,6 @@ import torch
 from safetensors.torch import save_file
 from torch._C import _distributed_c10d as c10d
 
-from bench.shapes import CONFIGS
-from bench.startup import write_tokenizer
 from quire import LLM, SamplingParams
 from quire.backends.select import pick_device, select_kernels
 from quire.kernels.weights import Weight
@@ -29,6 +27,8 @@ from quire.models.names import huggingface_pieces
 from quire.parallel.division import Division
 from quire.parallel.group import Group
 from quire.parallel.kernels import DividedSource, parallel_kernels
+from quire.tools.bench.random_checkpoint import write_tokenizer
+from quire.tools.bench.shapes import CONFIGS
 from tests.gpu.support import DEVICE, GpuEngine, Job, shape_of
 from tests.parallel.ranks import whole_weights
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.shapes import CONFIGS
 from quire.backends.select import select_kernels
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.model_config import read_config
 from quire.models.names import huggingface_pieces
+from quire.tools.bench.shapes import CONFIGS
 from tests.decoding import all_logits
 from tests.gpu.support import DEVICE
 

@@ -9,13 +9,13 @@ import gc
 import pytest
 import torch
 
-from bench.random_engine import quantized
 from quire.backends.select import select_kernels
 from quire.errors import CapacityError, EngineError
 from quire.kernels.formats import FORMATS
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
+from quire.tools.bench.random_engine import quantized
 from tests.gpu.support import DEVICE, GpuEngine, Job, decoder_of, mixed_jobs, plain_jobs, shape_of
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from quire.models.decoder import Decoder
 from quire.tools.bench.jobs import Lengths
 from quire.tools.bench.ladder import settings as ladder_settings
 from quire.tools.bench.ladder.climb import climb
-from quire.tools.bench.ladder.engines import Engines
+from quire.tools.bench.ladder.engines import LadderEngines
 from quire.tools.bench.ladder.settings import FULL, QUICK
 from quire.tools.bench.report import Bytes, Factor, Table, cell_text
 from quire.tools.bench.spread import Spread
@@ -165,7 +165,7 @@ def test_what_the_clock_says_is_what_the_table_says(tiny_model: Path) -> None:
         QUICK, num_jobs=4, max_num_seqs=2, answer=Lengths(2, 3), hello_lengths=(2, 4), batch_jobs=4, batch_seqs=2,
         prompt_lengths=(8,), prompt_new_tokens=2, attention_lengths=(16,), chat_requests=2, system_tokens=32,
     )  # fmt: skip
-    with Engines(str(tiny_model), "cpu", "float32", max_model_len=256) as engines:
+    with LadderEngines(str(tiny_model), "cpu", "float32", max_model_len=256) as engines:
         found = climb(engines, settings, TickingClock())
     assert found.differing == ()
     tables = {table.title: table for table in found.report.tables}
@@ -223,7 +223,7 @@ def test_quantised_weights_are_held_against_the_naive_loop_with_the_same_weights
         return [token ^ ("cpu_packed_INT8" in formats) for token in real(decoder, *arguments)]
 
     monkeypatch.setattr(rungs, "generate_naive", forgetful)
-    with Engines(str(tiny_model), "cpu", "float32", max_model_len=256) as engines:
+    with LadderEngines(str(tiny_model), "cpu", "float32", max_model_len=256) as engines:
         assert climb(engines, TINY, TickingClock()).differing == ("7 quantised weights",)
     assert len(loops) == 2 + 2  # rung 1's, and those of rung 7
 
@@ -233,7 +233,7 @@ def test_other_kernels_are_held_against_the_naive_loop_with_their_own(tiny_model
     from quire.tools.bench.ladder.rungs import find_rungs
 
     for dtype, expected in (("float32", [7]), ("bfloat16", [6, 7, 10])):
-        with Engines(str(tiny_model), "cpu", dtype, max_model_len=256) as engines:
+        with LadderEngines(str(tiny_model), "cpu", dtype, max_model_len=256) as engines:
             rungs = find_rungs(engines, [], 2)
         assert [rung.number for rung in rungs if rung.expected is not None] == expected
         assert [rung.number for rung in rungs if rung.has_other_weights] == [7]

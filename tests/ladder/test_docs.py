@@ -88,7 +88,7 @@ def test_there_is_a_chapter_for_every_rung_and_all_have_the_same_parts() -> None
 
 @pytest.mark.parametrize(
     "folder",
-    [ROOT / "bench" / "results" / name for name in ("", "arm", "h200")],
+    [ROOT / "docs" / "results" / name for name in ("", "arm", "h200")],
     ids=lambda path: path.name,
 )
 def test_the_recorded_tables_and_plots_are_those_of_the_recorded_figures(folder: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_table_is_quoted_with_its_note_and_its_origin(
     monkeypatch.setattr(update, "RESULTS", results)
     document = tmp_path / "doc.md"
     document.write_text("x\n<!-- results: One | b -->\nold\n<!-- end -->\ny\n")
-    origin = "(`quire x`, s, m; d; [bench/results/results.md](results.md))"
+    origin = "(`quire x`, s, m; d; [docs/results/results.md](results.md))"
     quoted = f"| b |\n| --- |\n| 2 |\n\nNote. {origin}\n"
     assert update.updated(document) == f"x\n<!-- results: One | b -->\n{quoted}<!-- end -->\ny\n"
     (tmp_path / "card").mkdir()
@@ -130,7 +130,7 @@ def test_a_table_is_quoted_with_its_note_and_its_origin(
     )
     document.write_text("<!-- results: card/results.md One | b -->\n<!-- end -->\n")
     assert (
-        "(`quire x`, s, gpu; d; [bench/results/card/results.md](card/results.md))"
+        "(`quire x`, s, gpu; d; [docs/results/card/results.md](card/results.md))"
         in update.updated(document)
     )
     for wrong, message in (("Two", "no table called 'Two'"), ("One | c", "no column 'c'")):

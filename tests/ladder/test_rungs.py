@@ -14,7 +14,7 @@ from quire.kernels.reference import ReferenceKernels
 from quire.sampling_params import SamplingParams
 from quire.tools.bench.jobs import Job, Lengths, TokenSource, random_jobs
 from quire.tools.bench.ladder import experiments
-from quire.tools.bench.ladder.engines import Engines
+from quire.tools.bench.ladder.engines import LadderEngines
 from quire.tools.bench.ladder.rungs import find_rungs
 from quire.tools.bench.ladder.settings import QUICK
 from quire.tools.ladder.naive import generate_naive
@@ -29,7 +29,7 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
 
 
 def test_all_rungs_give_identical_tokens_on_smollm2_in_float32(smollm2_gguf: Path) -> None:
-    with Engines(str(smollm2_gguf), "cpu", "float32", max_model_len=128) as engines:
+    with LadderEngines(str(smollm2_gguf), "cpu", "float32", max_model_len=128) as engines:
         jobs = random_jobs(
             2, Lengths(1, 3), Lengths(2, 3), TokenSource(0, engines.spec.vocab_size), shared=16
         )
@@ -49,7 +49,7 @@ def test_all_rungs_give_identical_tokens_on_smollm2_in_float32(smollm2_gguf: Pat
 
 @pytest.mark.gpu
 def test_on_a_gpu_rungs_on_the_same_kernels_give_identical_tokens(smollm2_gguf: Path) -> None:
-    with Engines(str(smollm2_gguf), "cuda", "float32", max_model_len=128) as engines:
+    with LadderEngines(str(smollm2_gguf), "cuda", "float32", max_model_len=128) as engines:
         jobs = random_jobs(
             5, Lengths(2, 6), Lengths(8, 16), TokenSource(0, engines.spec.vocab_size), shared=32
         )
@@ -62,7 +62,7 @@ def test_on_a_gpu_rungs_on_the_same_kernels_give_identical_tokens(smollm2_gguf: 
 
 
 def test_the_model_itself_is_asked_and_not_a_copy_of_the_first_rung(tiny_model: Path) -> None:
-    with Engines(str(tiny_model), "cpu", "float32", max_model_len=128) as engines:
+    with LadderEngines(str(tiny_model), "cpu", "float32", max_model_len=128) as engines:
         jobs = random_jobs(
             4, Lengths(2, 6), Lengths(5, 9), TokenSource(0, engines.spec.vocab_size), shared=32
         )
@@ -85,7 +85,7 @@ def test_the_model_itself_is_asked_and_not_a_copy_of_the_first_rung(tiny_model: 
 
 
 def test_a_new_salt_finds_nothing_of_another_pass(tiny_model: Path) -> None:
-    with Engines(str(tiny_model), "cpu", "float32", max_model_len=128) as engines:
+    with LadderEngines(str(tiny_model), "cpu", "float32", max_model_len=128) as engines:
         jobs = [Job(tuple(range(40)), 2)]
         rung = next(rung for rung in find_rungs(engines, jobs, 1) if rung.number == 5)
         assert rung.run is not None
@@ -99,7 +99,7 @@ def test_a_new_salt_finds_nothing_of_another_pass(tiny_model: Path) -> None:
 
 
 def test_rungs_that_cannot_run_say_why(tiny_model: Path) -> None:
-    with Engines(str(tiny_model), "cpu", "float32", max_model_len=128) as engines:
+    with LadderEngines(str(tiny_model), "cpu", "float32", max_model_len=128) as engines:
         rungs = find_rungs(engines, [Job((1,), 1)], 1)
     assert [rung.number for rung in rungs] == list(range(1, 11))
     missing = {rung.number: rung.missing for rung in rungs if rung.run is None}
@@ -110,7 +110,7 @@ def test_rungs_that_cannot_run_say_why(tiny_model: Path) -> None:
 
 def test_weights_are_quantised_as_the_file_and_the_kernels_allow(tiny_model: Path) -> None:
     kernels = CpuKernels()
-    with Engines(str(tiny_model), "cpu", "float32", max_model_len=128) as engines:
+    with LadderEngines(str(tiny_model), "cpu", "float32", max_model_len=128) as engines:
         assert engines.quantizations(kernels) == ("int8", "int4")
         engines.block_formats = ["Q3_K", "Q4_1"]
         assert engines.quantizations(kernels) == ("auto",)
@@ -162,7 +162,7 @@ def test_with_two_steps_in_flight_the_table_says_why_who_leaves_is_seen_late(llm
 
 
 def test_memory_is_counted_in_whole_blocks(tiny_model: Path) -> None:
-    with Engines(str(tiny_model), "cpu", "float32") as engines:
+    with LadderEngines(str(tiny_model), "cpu", "float32") as engines:
         table = experiments.memory_of_allocations(engines.get(max_num_seqs=2).engine.decoder, QUICK)
     contiguous, large, small = (row[1].value for row in table.rows)  # type: ignore[union-attr]
     used = table.rows[0][2].value  # type: ignore[union-attr]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.startup import write_checkpoint
 from quire import assemble
 from quire.backends.cpu.device import CpuDevice
 from quire.checkpoints.sources import resolve
@@ -18,6 +17,7 @@ from quire.errors import DeviceError, ModelFormatError
 from quire.kernels.reference import ReferenceKernels
 from quire.models import load
 from quire.models.load import Progress, open_checkpoint, open_model
+from quire.tools.bench.random_checkpoint import write_checkpoint
 from tests.decoding import load_decoder
 
 CPU = torch.device("cpu")

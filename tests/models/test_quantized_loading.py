@@ -15,7 +15,6 @@ from gguf.quants import quantize as gguf_quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bench.startup import write_tokenizer
 from quire.assemble import build_engine
 from quire.backends.select import device_of
 from quire.checkpoints.sources import resolve
@@ -28,6 +27,7 @@ from quire.models.decoder import Decoder
 from quire.models.load import open_model
 from quire.models.weight_plan import plan_weights
 from quire.runner.worker import choose_weights
+from quire.tools.bench.random_checkpoint import write_tokenizer
 from tests.decoding import all_logits, load_decoder
 from tests.models.storing_kernels import StoringKernels
 from tests.models.test_families import random_model

@@ -15,7 +15,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench.shapes import CONFIGS, spec_of
 from quire.backends.select import pick_device
 from quire.backends.triton.packed_size import packed_size
 from quire.cli.main import app
@@ -26,6 +25,7 @@ from quire.models.load import open_model
 from quire.models.weight_plan import plan_weights
 from quire.runner.memory import check_weights_fit
 from quire.runner.worker import choose_weights
+from quire.tools.bench.shapes import CONFIGS, spec_of
 from quire.tools.plan.cards import CardKernels
 from quire.tools.plan.devices import PlannedDevice, Shares, named_device
 from quire.tools.plan.forms import Form, forms_of

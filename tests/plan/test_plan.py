@@ -12,21 +12,27 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench.shapes import CONFIGS, spec_of
-from bench.throughput import nano_workload
 from quire.checkpoints.checkpoint import StoredCache
 from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError, ModelNotFoundError
 from quire.runner.layer_groups import LayerGroups
 from quire.runner.memory import Needs, plan_cache
+from quire.tools.bench.gpu.throughput import nano_workload
+from quire.tools.bench.jobs import Lengths
+from quire.tools.bench.shapes import CONFIGS, spec_of
 from quire.tools.plan.devices import PCIE, PlannedDevice, Shares, named_device
-from quire.tools.plan.estimate import Estimate, Load, StepTimes, estimate, serve
+from quire.tools.plan.estimate import Estimate, ExpectedLoad, PlannedTimes, estimate, serve
 from quire.tools.plan.forms import Form, forms_of
 from quire.tools.plan.model import PlannedModel, described_model
 from quire.tools.plan.report import Findings, advice
 from quire.tools.plan.work import Rates
-from quire.tools.plan.workload import Job, Lengths, draw_jobs, read_jobs, workload_seconds
+from quire.tools.plan.workload import (
+    RequestLengths,
+    draw_jobs,
+    read_jobs,
+    workload_seconds,
+)
 
 H200 = named_device("h200")
 CPU = PlannedDevice("a CPU", 16 * 2**30, Rates(50e9, 1e12), Shares(), "made up")
@@ -40,12 +46,12 @@ def form_named(model: PlannedModel, name: str, device: PlannedDevice = H200) -> 
     return next(form for form in forms_of(model, device) if form.name == name)
 
 
-def first(model: PlannedModel, device: PlannedDevice, load: Load) -> Estimate:
+def first(model: PlannedModel, device: PlannedDevice, load: ExpectedLoad) -> Estimate:
     return estimate(model, device, next(iter(forms_of(model, device))), load)
 
 
 def test_a_checkpoint_that_wants_an_fp8_cache_holds_twice_the_tokens_on_a_gpu() -> None:
-    load, plain = Load(2000, 500), planned("qwen3-8b")
+    load, plain = ExpectedLoad(2000, 500), planned("qwen3-8b")
     files = plain.files
     model = replace(plain, files=replace(files, spec=replace(files.spec, cache=StoredCache("fp8"))))
     wide, narrow = (first(one, H200, load).plan for one in (plain, model))
@@ -64,9 +70,9 @@ def jobs_of_nano() -> list[tuple[int, int]]:
     return list(zip(map(len, prompts), new_tokens, strict=True))
 
 
-def times_of(name: str) -> StepTimes:
+def times_of(name: str) -> PlannedTimes:
     model = planned(name)
-    return StepTimes(model.spec, H200, next(iter(forms_of(model, H200))))
+    return PlannedTimes(model.spec, H200, next(iter(forms_of(model, H200))))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +103,7 @@ def test_steps_with_quantised_weights_take_what_was_measured(
 ) -> None:
     """docs/performance.md, "Quantised weights, Qwen3-8B"."""
     model = planned("qwen3-8b")
-    times = StepTimes(model.spec, H200, form_named(model, quantization))
+    times = PlannedTimes(model.spec, H200, form_named(model, quantization))
     assert 1e3 * times.step(rows, 256) == pytest.approx(milliseconds, rel=0.15)
 
 
@@ -106,7 +112,7 @@ def test_prompts_with_quantised_weights_take_what_was_measured(
     quantization: str, tokens_per_second: float
 ) -> None:
     model = planned("qwen3-8b")
-    seconds = StepTimes(model.spec, H200, form_named(model, quantization)).prompt(*[2048] * 32)
+    seconds = PlannedTimes(model.spec, H200, form_named(model, quantization)).prompt(*[2048] * 32)
     assert 32 * 2048 / seconds == pytest.approx(tokens_per_second, rel=0.15)
 
 
@@ -117,7 +123,7 @@ def test_whole_workloads_with_quantised_weights_take_what_was_measured(
     """Nothing was fitted to these lines."""
     model = planned("qwen3-8b")
     seconds = workload_seconds(
-        StepTimes(model.spec, H200, form_named(model, quantization)), jobs_of_nano()
+        PlannedTimes(model.spec, H200, form_named(model, quantization)), jobs_of_nano()
     )
     assert sum(new for _, new in jobs_of_nano()) / seconds == pytest.approx(
         tokens_per_second, rel=0.15
@@ -125,7 +131,7 @@ def test_whole_workloads_with_quantised_weights_take_what_was_measured(
 
 
 def test_a_model_divided_among_devices() -> None:
-    model, load = planned("qwen3-8b"), Load(2000, 500)
+    model, load = planned("qwen3-8b"), ExpectedLoad(2000, 500)
     alone, two = (next(iter(forms_of(model, H200, ranks))) for ranks in (1, 2))
     one, half = (estimate(model, H200, form, load) for form in (alone, two))
     assert one.plan is not None
@@ -167,7 +173,7 @@ def test_whole_workloads_take_what_was_measured(name: str, tokens_per_second: fl
 
 
 def test_what_fits_is_what_the_allocator_says() -> None:
-    model, load = planned("qwen3-8b"), Load(2000, 500)
+    model, load = planned("qwen3-8b"), ExpectedLoad(2000, 500)
     wide = form_named(model, "float32", CPU)
     assert not estimate(model, CPU, wide, load).fits  # 30 GiB
     form = form_named(model, "int4", CPU)
@@ -189,13 +195,13 @@ def test_what_fits_is_what_the_allocator_says() -> None:
 
 
 def test_a_rate_that_is_too_high_is_said_with_what_would_do() -> None:
-    model, load = planned("qwen3-8b"), Load(2000, 500, rate=5.0, ttft=0.5)
+    model, load = planned("qwen3-8b"), ExpectedLoad(2000, 500, rate=5.0, ttft=0.5)
     found = first(model, H200, load)
     serving = serve(model, H200, found, load, 1)
     assert serving.is_possible
     assert serving.ttft < 0.5
     assert 5 < serving.most < 20
-    much = Load(2000, 500, rate=40.0, ttft=0.5)
+    much = ExpectedLoad(2000, 500, rate=40.0, ttft=0.5)
     serving = serve(model, H200, found, much, 1)
     assert not serving.is_possible
     (line,) = [
@@ -206,7 +212,7 @@ def test_a_rate_that_is_too_high_is_said_with_what_would_do() -> None:
     assert "such devices would do" in line
     spread = serve(model, H200, found, much, 8)
     assert spread.is_possible
-    strict = Load(2000, 500, rate=5.0, ttft=0.01)
+    strict = ExpectedLoad(2000, 500, rate=5.0, ttft=0.01)
     findings = Findings(model, H200, 1, strict, [found], serve(model, H200, found, strict, 1))
     assert any("is not kept" in line for line in advice(findings))
 
@@ -320,15 +326,15 @@ def test_more_requests_than_fit_wait_for_a_place() -> None:
         def step(self, rows: int, context: int) -> float:
             return 1.0
 
-    jobs = [Job(5, 3)] * 4
+    jobs = [RequestLengths(5, 3)] * 4
     assert workload_seconds(Times(), jobs) == 42.0
     assert workload_seconds(Times(), jobs, 4) == 42.0
     assert workload_seconds(Times(), jobs, 2) == 44.0
     assert workload_seconds(Times(), jobs, 1) == 48.0
     assert workload_seconds(Times(), jobs, 0) == 48.0
-    assert workload_seconds(Times(), [Job(5, 1)] * 3, 2) == 30.0
-    assert workload_seconds(Times(), [Job(5, 3), Job(5, 9)], 1) == 30.0
-    assert workload_seconds(Times(), [Job(5, 3), Job(5, 9)]) == 28.0
+    assert workload_seconds(Times(), [RequestLengths(5, 1)] * 3, 2) == 30.0
+    assert workload_seconds(Times(), [RequestLengths(5, 3), RequestLengths(5, 9)], 1) == 30.0
+    assert workload_seconds(Times(), [RequestLengths(5, 3), RequestLengths(5, 9)]) == 28.0
 
 
 def test_jobs_that_are_drawn_are_always_the_same_and_cover_their_ranges() -> None:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.shapes import spec_of
 from quire.block_groups import BlockGroup
 from quire.config import EngineConfig
 from quire.models.spec import ModelSpec
 from quire.runner.kv_cache import KVCache, token_bytes
 from quire.runner.layer_groups import LayerGroups
 from quire.runner.memory import Needs, plan_cache
+from quire.tools.bench.shapes import spec_of
 from tests.random_models import SPECS
 
 

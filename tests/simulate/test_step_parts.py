@@ -15,8 +15,8 @@ from quire.sampling_params import SamplingParams
 from quire.step import Step, StepLogEntry, StepResult
 from quire.tools.what_if.calibration import Calibrator, config_for
 from quire.tools.what_if.recorded import recorded_requests
+from quire.tools.what_if.step_mix import SeenSteps, StepMix
 from quire.tools.what_if.step_parts import timed_steps
-from quire.tools.what_if.step_shapes import SeenSteps, StepShape
 from quire.tools.what_if.step_times import StepTimes, fit_step_times
 from quire.tools.what_if.what_if import Setting, Summary, parse_changes, predict
 from tests.long_runs import IS_LONG
@@ -133,8 +133,8 @@ def test_the_parts_of_steps(entries: list[StepLogEntry]) -> None:
     assert found.pause == pytest.approx(PAUSE, rel=0.05)
     assert found.turn == pytest.approx(PAUSE / 16, rel=0.1)
     assert found.fetch == pytest.approx(FETCH, rel=0.05)
-    assert found.told
-    assert not any(one.step.scheduled for one in found.told)
+    assert found.empty_steps
+    assert not any(one.step.scheduled for one in found.empty_steps)
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +242,7 @@ def test_a_log_that_does_not_say_when_steps_were_launched(entries: list[StepLogE
 
 
 def test_steps_beyond_the_graphs_are_a_kind_of_their_own() -> None:
-    shapes = [StepShape(4, 0, 0), StepShape(2, 1, 40)]
-    assert SeenSteps(shapes).distance(StepShape(0, 1, 45)) == 0.0
-    assert SeenSteps(shapes, 44).distance(StepShape(0, 1, 45)) == 1.0
-    assert SeenSteps(shapes, 44).distance(StepShape(0, 1, 44)) == 0.0
+    shapes = [StepMix(4, 0, 0), StepMix(2, 1, 40)]
+    assert SeenSteps(shapes).distance(StepMix(0, 1, 45)) == 0.0
+    assert SeenSteps(shapes, 44).distance(StepMix(0, 1, 45)) == 1.0
+    assert SeenSteps(shapes, 44).distance(StepMix(0, 1, 44)) == 0.0

@@ -17,11 +17,11 @@ from quire.cli.what_if import play_and_print
 from quire.engine import EngineCore, Scheduler, SchedulerConfig, make_requests
 from quire.errors import InvalidRequestError
 from quire.observe.engine_metrics import derive_metrics
-from quire.observe.step_costs import StepCosts
+from quire.observe.row_costs import RowCosts
 from quire.observe.step_log import LoggedEngine, StepLog, last_run
 from quire.sampling_params import SamplingParams
 from quire.step import Step, StepLogEntry, StepResult
-from quire.tools.simulate import players
+from quire.tools.what_if import players
 from quire.tools.what_if.recorded import recorded_requests
 from quire.tools.what_if.step_times import StepTimes, fit_step_times
 from quire.tools.what_if.what_if import (
@@ -120,9 +120,9 @@ def close(summary: Summary, measured: Summary, tolerance: float) -> None:
 def test_the_same_settings_give_what_was_recorded(
     entries: list[StepLogEntry], times: StepTimes
 ) -> None:
-    played, refused = play(recorded_requests(entries), Setting(CONFIG), times)
-    assert refused == 0
-    close(Summary.of(played), Summary.of(derive_metrics(entries)), 0.10)
+    found = predict(recorded_requests(entries), Setting(CONFIG), times)
+    assert found.refused == 0
+    close(found.run, Summary.of(derive_metrics(entries)), 0.10)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_from_few_rows_to_eight(
         return machine
 
     monkeypatch.setattr(Machine, "submit", submit)
-    costs = StepCosts(0.0012 / 0.0045, 0.0003)
+    costs = RowCosts(0.0012 / 0.0045, 0.0003)
     if jump:
         layers, head = [products(rows, jump) for rows in ROWS], [0.0012 * rows for rows in ROWS]
         costs = replace(costs, rows=ROWS, layers=tuple(layers), head=tuple(head[:5]))
@@ -194,7 +194,7 @@ def test_from_few_rows_to_eight(
 
 
 def test_the_work_of_rows_that_were_measured_and_of_others() -> None:
-    costs = StepCosts(0.5, rows=(1, 2, 4, 8), layers=(10.0, 12.0, 18.0, 24.0), head=(1.0, 3.0))
+    costs = RowCosts(0.5, rows=(1, 2, 4, 8), layers=(10.0, 12.0, 18.0, 24.0), head=(1.0, 3.0))
     row = (24.0 - 10.0) / 7
     assert costs.work(1, 0) == 0.0
     assert costs.work(2, 1) == pytest.approx((2.0 + 1.0) / row)

@@ -18,7 +18,7 @@ from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.errors import CapacityError, InvalidRequestError
 from quire.tools.verify import check, engines
-from quire.tools.verify.axes import LoadedModel
+from quire.tools.verify.axes import ModelSubject
 from tests.ladder.conftest import tiny_model as tiny_model
 from tests.verify.conftest import make_model
 
@@ -26,7 +26,7 @@ from tests.verify.conftest import make_model
 @pytest.fixture(autouse=True)
 def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few requests, however long it takes here."""
-    monkeypatch.setattr(LoadedModel, "sizes", replace(LoadedModel.sizes, fewest=6, first=6))
+    monkeypatch.setattr(ModelSubject, "sizes", replace(ModelSubject.sizes, fewest=6, first=6))
     monkeypatch.setattr(check, "verify", partial(check.verify, max_rounds=1, shrink_seconds=0.1))
 
 
@@ -80,7 +80,7 @@ def test_a_model_that_can_not_be_divided(tiny_model: Path, monkeypatch: pytest.M
         assert model.no_devices(2) is None
         assert "query heads" in str(model.no_devices(100))
         model.num_devices = 100
-        axes = {axis.name: axis.missing for axis in LoadedModel(model).axes()}
+        axes = {axis.name: axis.missing for axis in ModelSubject(model).axes()}
         assert "query heads" in str(axes["devices"])
         with monkeypatch.context() as little_memory:
             little_memory.setattr(
@@ -119,8 +119,8 @@ def test_engines_that_are_kept_give_the_same_verdict(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(engines.Model, "keeps_engines", True)
     monkeypatch.setattr(engines.Model, "_assemble", assemble)
-    assert check.verify(LoadedModel(model), 300.0).is_exact
+    assert check.verify(ModelSubject(model), 300.0).is_exact
     before = len(made)
     assert 8 < before < 30
-    assert check.verify(LoadedModel(model), 300.0).is_exact
+    assert check.verify(ModelSubject(model), 300.0).is_exact
     assert len(made) - before < before

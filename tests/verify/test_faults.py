@@ -19,11 +19,11 @@ from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Weight
 from quire.runner.request_rows import RequestRows
 from quire.step import Admission, Step
-from quire.tools.verify.axes import LoadedModel
+from quire.tools.verify.axes import ModelSubject
 from quire.tools.verify.cases import Case
 from quire.tools.verify.check import Verdict, verify
 from quire.tools.verify.report import summary
-from quire.tools.verify.subject import Answers, Axis, Comparison, pairs_of
+from quire.tools.verify.subject import Answers, Axis, AxisComparison, pairs_of
 from tests.verify.conftest import make_model
 
 CPU = select_kernels(torch.device("cpu"), torch.float32)
@@ -33,8 +33,8 @@ NOT_HERE = {"CUDA graphs", "devices", "restarted"}
 @pytest.fixture(autouse=True)
 def one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few requests, however long it takes here: these tests are not about time."""
-    sizes = replace(LoadedModel.sizes, fewest=6, first=6)
-    monkeypatch.setattr(LoadedModel, "sizes", sizes)
+    sizes = replace(ModelSubject.sizes, fewest=6, first=6)
+    monkeypatch.setattr(ModelSubject, "sizes", sizes)
 
 
 def states(verdict: Verdict) -> dict[str, str]:
@@ -44,7 +44,7 @@ def states(verdict: Verdict) -> dict[str, str]:
 
 
 def test_a_sound_engine_has_no_difference() -> None:
-    verdict = verify(LoadedModel(make_model(CPU)), 600.0, max_rounds=1)
+    verdict = verify(ModelSubject(make_model(CPU)), 600.0, max_rounds=1)
     assert set(states(verdict).values()) == {"equal"}
     assert verdict.is_exact
     assert verdict.smallest is None
@@ -72,7 +72,7 @@ class BatchedSums(ReferenceKernels):
 
 def test_sums_that_depend_on_the_batch_show_in_batches() -> None:
     verdict = verify(
-        LoadedModel(make_model(BatchedSums())), 600.0, max_rounds=1, shrink_seconds=60.0
+        ModelSubject(make_model(BatchedSums())), 600.0, max_rounds=1, shrink_seconds=60.0
     )
     found = states(verdict)
     assert found["repeated"] == found["seeds"] == "equal"
@@ -96,7 +96,7 @@ def test_a_prefix_cache_that_gives_a_neighbours_block_shows_there(
         return Admission(**fields)
 
     monkeypatch.setattr(scheduler, "Admission", admit)
-    verdict = verify(LoadedModel(make_model(CPU)), 600.0, max_rounds=1, shrink_seconds=60.0)
+    verdict = verify(ModelSubject(make_model(CPU)), 600.0, max_rounds=1, shrink_seconds=60.0)
     different = {name for name, state in states(verdict).items() if state == "different"}
     assert "prefix cache" in different
     assert different <= {"prefix cache", "swapped"}  # the two that have a cache
@@ -113,7 +113,7 @@ def test_a_sampler_that_draws_its_own_chance_shows_when_repeated(
         return source.integers(-(2**31), 2**31, (len(seeds), 2), dtype=np.int32)
 
     monkeypatch.setattr(sampler, "noise_keys", keys)
-    verdict = verify(LoadedModel(make_model(CPU)), 600.0, max_rounds=1, shrink_seconds=60.0)
+    verdict = verify(ModelSubject(make_model(CPU)), 600.0, max_rounds=1, shrink_seconds=60.0)
     assert states(verdict)["repeated"] == "different"
     assert verdict.smallest_axis == "repeated"
     assert verdict.smallest is not None
@@ -132,16 +132,16 @@ def test_a_sampler_that_ignores_the_seed_shows_among_seeds(monkeypatch: pytest.M
         rows.seeds.zero_()  # which kernels read that draw by themselves
 
     monkeypatch.setattr(RequestRows, "apply", forget_seeds)
-    verdict = verify(LoadedModel(make_model(CPU)), 600.0, max_rounds=1, shrink_seconds=0.1)
+    verdict = verify(ModelSubject(make_model(CPU)), 600.0, max_rounds=1, shrink_seconds=0.1)
     found = states(verdict)
     assert found.pop("seeds") == "different"
     assert set(found.values()) == {"equal"}
 
 
 def test_an_axis_that_breaks_is_a_difference() -> None:
-    class Breaking(LoadedModel):
+    class Breaking(ModelSubject):
         def axes(self) -> list[Axis]:
-            def fail(cases: Sequence[Case], alone: Answers) -> Comparison:
+            def fail(cases: Sequence[Case], alone: Answers) -> AxisComparison:
                 raise EngineError("three are too many")
 
             return [
@@ -157,10 +157,10 @@ def test_an_axis_that_breaks_is_a_difference() -> None:
 
 
 def test_what_did_not_happen_or_was_not_reached_proves_nothing() -> None:
-    class Idle(LoadedModel):
+    class Idle(ModelSubject):
         def axes(self) -> list[Axis]:
-            def idle(cases: Sequence[Case], alone: Answers) -> Comparison:
-                return Comparison(pairs_of(alone, alone), "0 preemptions", happened=False)
+            def idle(cases: Sequence[Case], alone: Answers) -> AxisComparison:
+                return AxisComparison(pairs_of(alone, alone), "0 preemptions", happened=False)
 
             return [Axis("preempted", "", idle)]
 
@@ -168,6 +168,6 @@ def test_what_did_not_happen_or_was_not_reached_proves_nothing() -> None:
     assert verdict.axes[0].state == "did not happen"
     assert not verdict.is_exact
     assert "preempted could not be tried" in summary(verdict)
-    verdict = verify(LoadedModel(make_model(CPU)), 1e-3)
+    verdict = verify(ModelSubject(make_model(CPU)), 1e-3)
     assert "not reached" in states(verdict).values()
     assert not verdict.is_exact

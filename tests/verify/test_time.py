@@ -13,7 +13,7 @@ from quire.tools.verify import check
 from quire.tools.verify.answers import Answer
 from quire.tools.verify.cases import Case
 from quire.tools.verify.check import verify
-from quire.tools.verify.subject import Answers, Axis, Comparison, Sizes, pairs_of
+from quire.tools.verify.subject import Answers, Axis, AxisComparison, Sizes, pairs_of
 
 
 class Clock:
@@ -52,11 +52,11 @@ class Timed:
     def tidy(self) -> None:
         pass
 
-    def _compare(self, name: str) -> Callable[[Sequence[Case], Answers], Comparison]:
-        def compare(cases: Sequence[Case], alone: Answers) -> Comparison:
+    def _compare(self, name: str) -> Callable[[Sequence[Case], Answers], AxisComparison]:
+        def compare(cases: Sequence[Case], alone: Answers) -> AxisComparison:
             start, each = self._seconds[name]
             self._clock.now += start + each * len(cases)
-            return Comparison(pairs_of(alone, alone))
+            return AxisComparison(pairs_of(alone, alone))
 
         return compare
 

@@ -2,8 +2,8 @@
 //
 // A compiler's order takes a tenth longer. What matters: an operation that takes fewer cycles than the one before it in
 // the same unit waits, so those of one kind stand together; sums begin while the ones before are still being merged; and
-// no address is computed. Within that the order was found by trying: `python bench/instruction_order.py` moves
-// instructions as far as the registers allow, and keeps what is quicker. The additions are those of `some_parts`.
+// no address is computed. Within that the order was found by trying: a search moved
+// instructions as far as the registers allow, and kept what was quicker. The additions are those of `some_parts`.
 #pragma once
 
 #include <cstddef>

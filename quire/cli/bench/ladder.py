@@ -24,7 +24,7 @@ def ladder(
     ] = False,
     output: Annotated[
         Path, Option(metavar="FOLDER", help="Where results.md, results.json and the plot go.")
-    ] = Path("bench/results"),
+    ] = Path("ladder-results"),
     plot: Annotated[str, Option(metavar="svg|png", help="The plot's format.")] = "svg",
 ) -> None:
     """Climb from the naive loop to the full engine and measure what each rung buys.
@@ -39,14 +39,14 @@ def ladder(
     quire bench ladder Qwen/Qwen3-0.6B --device cuda
     """
     from quire.tools.bench.ladder.climb import climb
-    from quire.tools.bench.ladder.engines import Engines
+    from quire.tools.bench.ladder.engines import LadderEngines
     from quire.tools.bench.ladder.settings import FULL, QUICK
     from quire.tools.bench.plot import check_format, plot_bars
 
     path = output / f"ladder.{plot}"
     check_format(path)
     settings = QUICK if quick else FULL
-    with Engines(model, device, dtype, settings.max_model_len) as engines:
+    with LadderEngines(model, device, dtype, settings.max_model_len) as engines:
         found = climb(engines, settings)
     deliver(found.report, output / "results.md", output / "results.json")
     try:

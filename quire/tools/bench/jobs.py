@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,14 +48,16 @@ class Lengths:
     @classmethod
     def parse(cls, option: str, text: str) -> Lengths:
         """From "100" or "100-300"."""
-        low, dash, high = text.partition("-")
-        if not (low.isdigit() and (high.isdigit() or not dash)):
+        found = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", text, re.ASCII)
+        if found is None:
             raise InvalidRequestError(
                 option, f"must be a number of tokens or a range such as 100-300, not {text!r}"
             )
-        lengths = cls(int(low), int(high) if dash else int(low))
+        lengths = cls(int(found[1]), int(found[2] or found[1]))
         if not 1 <= lengths.low <= lengths.high:
-            raise InvalidRequestError(option, f"must be at least 1 and rise, not {text!r}")
+            raise InvalidRequestError(
+                option, f"must be at least 1, the lower number first, not {text!r}"
+            )
         return lengths
 
     @classmethod
@@ -70,8 +73,12 @@ class Lengths:
     def draw(self, source: random.Random) -> int:
         return source.randint(self.low, self.high)
 
+    @property
+    def mean(self) -> int:
+        return round((self.low + self.high) / 2)
+
     def __str__(self) -> str:
-        return str(self.low) if self.low == self.high else f"{self.low} to {self.high}"
+        return f"{self.low:,}" if self.low == self.high else f"{self.low:,} to {self.high:,}"
 
 
 class TokenSource:

@@ -60,6 +60,12 @@ def report_facts(device: torch.device | None = None, program: str = "quire") -> 
     }
 
 
+def this_command() -> str:
+    """How a module that is run as a script was called, less its options."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name}" if spec is not None else "python"
+
+
 def command_line(arguments: Sequence[str], program: str = "quire") -> str:
     """The command that measured, less keys and the options that say where its report goes: they
     change no figure, and a report that is passed on need not name folders of the machine it was

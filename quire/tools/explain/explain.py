@@ -37,7 +37,7 @@ class Segment(NamedTuple):
     step: int | None = None
 
 
-class Limits(NamedTuple):
+class SchedulerLimits(NamedTuple):
     """What requests wait for. A log does not say it; the most that was seen is as near as one
     comes.
     """
@@ -46,7 +46,7 @@ class Limits(NamedTuple):
     max_batched_tokens: int
 
     @classmethod
-    def of(cls, log: Sequence[StepLogEntry], config: SchedulerConfig | None) -> Limits:
+    def of(cls, log: Sequence[StepLogEntry], config: SchedulerConfig | None) -> SchedulerLimits:
         if config is not None:
             return cls(config.max_num_seqs, config.max_batched_tokens)
         crowded = [entry.step for entry in log if entry.step.num_waiting] or [
@@ -83,13 +83,13 @@ def explain_request(
     lives = _find(log, request_id)
     if not lives:
         return None
-    limits = Limits.of(log, config)
-    told = sorted(lives.items())[:_MOST_ANSWERS]
-    answers = [_Explanation(log, life, limits, before, config).describe() for _, life in told]
+    limits = SchedulerLimits.of(log, config)
+    shown = sorted(lives.items())[:_MOST_ANSWERS]
+    answers = [_Explanation(log, life, limits, before, config).describe() for _, life in shown]
     return {
         "request_id": request_id,
         "answers": answers,
-        "answers_left_out": len(lives) - len(told),
+        "answers_left_out": len(lives) - len(shown),
     }
 
 
@@ -142,7 +142,7 @@ class _Explanation:
         self,
         log: Sequence[StepLogEntry],
         life: _Life,
-        limits: Limits,
+        limits: SchedulerLimits,
         before: Sequence[StepLogEntry],
         config: SchedulerConfig | None,
     ) -> None:

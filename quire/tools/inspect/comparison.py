@@ -24,7 +24,7 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """Two tensors that should be the same."""
 
     where: str
@@ -94,7 +94,7 @@ def _layer_differences(number: int, own: LayerSpec, other: LayerSpec) -> Iterato
 
 def first_weight_difference(
     ours: ModelFiles, theirs: ModelFiles, tolerance: float
-) -> Difference | None:
+) -> TensorDifference | None:
     """The first parameter, in the order of a forward pass, whose values differ by more than
     `tolerance` times its largest one. Compared as plain numbers, whatever the files store.
     """
@@ -109,7 +109,7 @@ def first_weight_difference(
         own, their = (_read(plan, name) for plan in plans)
         if own.shape != their.shape:
             where = f"{name} {list(own.shape)} here, {list(their.shape)} there"
-            return Difference(where, ("", ""), math.inf, (), (), ())
+            return TensorDifference(where, ("", ""), math.inf, (), (), ())
         for piece, other in _pairs(ours, theirs, name):
             index = piece.index(names[name])
             found = _difference(name, (piece.name, other.name), own[index], their[index], tolerance)
@@ -120,7 +120,7 @@ def first_weight_difference(
 
 def first_stage_difference(
     ours: ModelFiles, theirs: ModelFiles, token_ids: Sequence[int], tolerance: float
-) -> Difference | None:
+) -> TensorDifference | None:
     """Where two models' answers to the same tokens begin to differ: both are loaded in float32 for
     it.
     """
@@ -128,7 +128,7 @@ def first_stage_difference(
     for own, other in zip(trace(first, token_ids), trace(second, token_ids), strict=False):
         if own.values.shape != other.values.shape or own.name != other.name:
             where = f"{own.name} {list(own.values.shape)}"
-            return Difference(
+            return TensorDifference(
                 where, ("", ""), math.inf, (), (), (), f"There it is {list(other.values.shape)}."
             )
         found = _difference(own.name, ("", ""), own.values, other.values, tolerance)
@@ -165,7 +165,7 @@ def _pairs(ours: ModelFiles, theirs: ModelFiles, name: str) -> Iterator[tuple[Pi
         yield piece, other.get((piece.part, piece.expert), next(iter(other.values())))
 
 
-def _shape_differences(ours: ModelFiles, theirs: ModelFiles) -> Iterator[Difference]:
+def _shape_differences(ours: ModelFiles, theirs: ModelFiles) -> Iterator[TensorDifference]:
     """Tensors of another shape: such a file can't even be loaded."""
     parameters = ours.spec.parameters()
     for name in parameters:
@@ -186,7 +186,7 @@ def _shape_differences(ours: ModelFiles, theirs: ModelFiles) -> Iterator[Differe
                     "The shapes are each other's transpose: one of the files stores it transposed"
                 )
                 is_transposed = own.shape == their.shape[::-1]
-                yield Difference(
+                yield TensorDifference(
                     f"{name} {list(own.shape)} here, {list(their.shape)} there",
                     (piece.name, other.name),
                     math.inf,
@@ -203,7 +203,7 @@ def _first_values(files: ModelFiles, info: TensorInfo) -> tuple[float, ...]:
 
 def _difference(
     where: str, names: tuple[str, str], ours: Tensor, theirs: Tensor, tolerance: float
-) -> Difference | None:
+) -> TensorDifference | None:
     gap = (ours.float() - theirs.float()).abs()
     gap = torch.where(ours.isnan() & theirs.isnan(), 0.0, gap.nan_to_num(nan=math.inf))
     finite = ours[ours.isfinite()]
@@ -214,7 +214,7 @@ def _difference(
     place = tuple(int(one) for one in torch.unravel_index(torch.tensor(flat), ours.shape))
     own, other = (values.flatten()[flat : flat + _SHOWN].tolist() for values in (ours, theirs))
     hint = _hint(ours.float(), theirs.float(), limit) if names[0] else ""
-    return Difference(where, names, float(gap.max()), place, tuple(own), tuple(other), hint)
+    return TensorDifference(where, names, float(gap.max()), place, tuple(own), tuple(other), hint)
 
 
 def _hint(ours: Tensor, theirs: Tensor, limit: float) -> str:

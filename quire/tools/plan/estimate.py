@@ -17,11 +17,11 @@ from quire.tools.plan.devices import PlannedDevice
 from quire.tools.plan.forms import Form
 from quire.tools.plan.model import PlannedModel
 from quire.tools.plan.work import Work, decode_work, gathered, layer_inputs, mlp_width, prompt_work
-from quire.tools.plan.workload import Job, workload_seconds
+from quire.tools.plan.workload import RequestLengths, workload_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ExpectedLoad:
     """What is expected of it."""
 
     input_tokens: int
@@ -30,13 +30,13 @@ class Load:
     """Requests a second."""
     ttft: float | None = None
     """Seconds to the first token that are wanted."""
-    jobs: tuple[Job, ...] = ()
+    jobs: tuple[RequestLengths, ...] = ()
     """Requests that come all at once; their mean lengths are those above."""
 
     @classmethod
     def of_jobs(
-        cls, jobs: tuple[Job, ...], rate: float | None = None, ttft: float | None = None
-    ) -> Load:
+        cls, jobs: tuple[RequestLengths, ...], rate: float | None = None, ttft: float | None = None
+    ) -> ExpectedLoad:
         prompts, answers = sum(job.prompt for job in jobs), sum(job.answer for job in jobs)
         return cls(round(prompts / len(jobs)), max(1, round(answers / len(jobs))), rate, ttft, jobs)
 
@@ -77,7 +77,7 @@ class Estimate:
 
 
 def estimate(
-    model: PlannedModel, device: PlannedDevice, form: Form, load: Load, num_engines: int = 1
+    model: PlannedModel, device: PlannedDevice, form: Form, load: ExpectedLoad, num_engines: int = 1
 ) -> Estimate:
     """One form, in an engine with the usual limits and sequences as long as the load's."""
     spec = Division(model.spec, 0, form.ranks).local_spec  # of the rank that has most
@@ -107,7 +107,7 @@ def estimate(
     except CapacityError as error:
         return Estimate(form, False, str(error).split(":")[0])
     at_once = min(limits.max_num_seqs, (plan.num_blocks - 1) // plan.blocks_at(length))
-    times = StepTimes(model.spec, device, form)
+    times = PlannedTimes(model.spec, device, form)
     context = load.input_tokens + load.output_tokens // 2
     step, prompt = times.step(at_once, context), times.prompt(load.input_tokens)
     # Each request takes the engine for its prompt, and shares the steps of its answer.
@@ -143,7 +143,7 @@ def _activations(spec: ModelSpec, num_tokens: int, num_scored: int, itemsize: in
     )
 
 
-class StepTimes:
+class PlannedTimes:
     """How long steps take."""
 
     def __init__(self, spec: ModelSpec, device: PlannedDevice, form: Form) -> None:
@@ -211,13 +211,17 @@ class Serving:
 
 
 def serve(
-    model: PlannedModel, device: PlannedDevice, found: Estimate, load: Load, num_devices: int
+    model: PlannedModel,
+    device: PlannedDevice,
+    found: Estimate,
+    load: ExpectedLoad,
+    num_devices: int,
 ) -> Serving:
     """With the rate spread over the devices, each with the whole model (or groups of them, each of
     which has it).
     """
     assert load.rate is not None
-    times = StepTimes(model.spec, device, found.form)
+    times = PlannedTimes(model.spec, device, found.form)
     rate = load.rate / num_devices
     context = load.input_tokens + load.output_tokens // 2
     most = found.tokens_per_second / load.output_tokens * num_devices

@@ -13,7 +13,7 @@ from quire.config import format_bytes
 from quire.errors import InvalidRequestError
 from quire.runner.memory import CachePlan
 from quire.tools.plan.devices import PlannedDevice
-from quire.tools.plan.estimate import Estimate, Load, Serving, estimate
+from quire.tools.plan.estimate import Estimate, ExpectedLoad, Serving, estimate
 from quire.tools.plan.forms import Form, forms_of
 from quire.tools.plan.model import PlannedModel
 
@@ -28,7 +28,7 @@ class Findings(NamedTuple):
     device: PlannedDevice
     num_engines: int
     """Each of which has the whole model, on one device or divided among several."""
-    load: Load
+    load: ExpectedLoad
     found: Sequence[Estimate]
     serving: Serving | None
 
@@ -203,7 +203,7 @@ def _what_would_fit(findings: Findings) -> str:
     return text + "Take a smaller model, a larger device, or on a CPU int8 or int4."
 
 
-def _fits(model: PlannedModel, device: PlannedDevice, load: Load, ranks: int) -> bool:
+def _fits(model: PlannedModel, device: PlannedDevice, load: ExpectedLoad, ranks: int) -> bool:
     try:
         return any(
             estimate(model, device, form, load).fits for form in forms_of(model, device, ranks)
@@ -238,7 +238,7 @@ def as_json(findings: Findings) -> Mapping[str, Any]:
     }
 
 
-def _form_json(one: Estimate, num_engines: int, load: Load) -> dict[str, Any]:
+def _form_json(one: Estimate, num_engines: int, load: ExpectedLoad) -> dict[str, Any]:
     base = {
         "weights": one.form.name,
         "option": one.form.option,

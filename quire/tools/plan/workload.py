@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from quire.errors import InvalidRequestError
+from quire.tools.bench.jobs import Lengths
 
 _LONGEST = 2**31
 _MOST_REQUESTS = 100_000
@@ -18,60 +19,31 @@ _MOST_REQUESTS = 100_000
 
 
 class StepSeconds(Protocol):
-    """How long steps take (`quire.tools.plan.estimate.StepTimes`)."""
+    """How long steps take (`quire.tools.plan.estimate.PlannedTimes`)."""
 
     def prompt(self, *lengths: int) -> float: ...
 
     def step(self, rows: int, context: int) -> float: ...
 
 
-class Job(NamedTuple):
+class RequestLengths(NamedTuple):
     """One request, in tokens."""
 
     prompt: int
     answer: int
 
 
-class Lengths(NamedTuple):
-    """From and to, every length as often as another."""
-
-    low: int
-    high: int
-
-    @classmethod
-    def parse(cls, option: str, text: str) -> Lengths:
-        """A number, or two with a dash between them."""
-        found = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", text, re.ASCII)
-        if found is None:
-            raise InvalidRequestError(
-                option, f"must be a number of tokens or a range such as 100-1024, not {text!r}"
-            )
-        low, high = int(found[1]), int(found[2] or found[1])
-        if not 1 <= low <= high:
-            raise InvalidRequestError(
-                option, f"must be at least 1, the lower number first, not {text!r}"
-            )
-        return cls(low, high)
-
-    @property
-    def mean(self) -> int:
-        return round((self.low + self.high) / 2)
-
-    def __str__(self) -> str:
-        return f"{self.low:,}" if self.low == self.high else f"{self.low:,} to {self.high:,}"
-
-
-def draw_jobs(count: int, prompts: Lengths, answers: Lengths) -> tuple[Job, ...]:
+def draw_jobs(count: int, prompts: Lengths, answers: Lengths) -> tuple[RequestLengths, ...]:
     """So many, always the same."""
     source = random.Random(0)
-    return tuple(Job(source.randint(*prompts), source.randint(*answers)) for _ in range(count))
+    return tuple(RequestLengths(prompts.draw(source), answers.draw(source)) for _ in range(count))
 
 
-def read_jobs(path: Path) -> tuple[Job, ...]:
+def read_jobs(path: Path) -> tuple[RequestLengths, ...]:
     """A request a line: two numbers (prompt and answer), or JSON with `input_tokens` and
     `output_tokens`.
     """
-    jobs: list[Job] = []
+    jobs: list[RequestLengths] = []
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
@@ -94,7 +66,7 @@ def read_jobs(path: Path) -> tuple[Job, ...]:
     return tuple(jobs)
 
 
-def _read_job(line: str) -> Job:
+def _read_job(line: str) -> RequestLengths:
     if line.lstrip().startswith("{"):
         data = json.loads(line)
         numbers = [data.get("input_tokens"), data.get("output_tokens")]
@@ -107,7 +79,7 @@ def _read_job(line: str) -> Job:
         raise ValueError(
             f"expected the tokens of a prompt and of its answer, such as 500 100, got {line.strip()[:60]!r}"
         )
-    return Job(*numbers)
+    return RequestLengths(*numbers)
 
 
 def workload_seconds(
@@ -116,12 +88,12 @@ def workload_seconds(
     """Of requests that come all at once: each prompt is computed as soon as there is a place
     (`at_once` in all; None: one for each), then every step gives each answer a token.
     """
-    waiting = deque(Job(*job) for job in jobs)
+    waiting = deque(RequestLengths(*job) for job in jobs)
     running: list[list[int]] = []
     """Of each request its context and the tokens that it still wants."""
     total = 0.0
     while waiting or running:
-        admitted: list[Job] = []
+        admitted: list[RequestLengths] = []
         while waiting and (at_once is None or len(running) + len(admitted) < max(1, at_once)):
             admitted.append(waiting.popleft())
         if admitted:

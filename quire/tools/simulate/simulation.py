@@ -291,11 +291,13 @@ class Simulation:
         self._require(
             pool.num_free == len(pool.blocks) - 1, f"{pool.num_free} blocks are free at the end"
         )
-        told = sorted(self.ended, key=str)
+        reported = sorted(self.ended, key=str)
         logged = sorted(self.metrics.finished, key=str)
-        only_logged = [item for item in logged if item not in told]
-        only_told = [item for item in told if item not in logged]
-        self._require(told == logged, f"the log says {only_logged}, the updates say {only_told}")
+        only_logged = [item for item in logged if item not in reported]
+        only_reported = [item for item in reported if item not in logged]
+        self._require(
+            reported == logged, f"the log says {only_logged}, the updates say {only_reported}"
+        )
         computed = self.metrics.counters.computed_tokens
         self._require(
             computed == self.runner.num_computed_tokens

@@ -17,7 +17,7 @@ from quire.sampling_params import SamplingParams
 from quire.tools.verify.answers import Answer, Pair
 from quire.tools.verify.cases import Case, draw_cases, structured_is_there
 from quire.tools.verify.engines import Model, run_alone, run_cases
-from quire.tools.verify.subject import Answers, Axis, Comparison, Sizes, pairs_of
+from quire.tools.verify.subject import Answers, Axis, AxisComparison, Sizes, pairs_of
 
 _NUM_SEEDS = 8
 _PROCESS_SECONDS = 4.0
@@ -26,7 +26,7 @@ _LONGEST = 72
 """Tokens of a prompt in the first round; in later ones, which are of the quick, four times that."""
 
 
-class LoadedModel:
+class ModelSubject:
     """A model on this machine, as something that can be tried."""
 
     sizes = Sizes(fewest=6, first=12, most=192, least=3)
@@ -76,18 +76,18 @@ def _reference(model: Model, cases: Sequence[Case]) -> Answers:
     return run_alone(model.engine(cases), cases)
 
 
-_Compare = Callable[[Model, Sequence[Case], Answers], Comparison]
+_Compare = Callable[[Model, Sequence[Case], Answers], AxisComparison]
 
 
 def _num_rows(cases: Sequence[Case]) -> int:
     return sum(case.params.n for case in cases)
 
 
-def _repeated(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
-    return Comparison(pairs_of(alone, run_alone(model.engine(cases), cases)))
+def _repeated(model: Model, cases: Sequence[Case], alone: Answers) -> AxisComparison:
+    return AxisComparison(pairs_of(alone, run_alone(model.engine(cases), cases)))
 
 
-def _seeds(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
+def _seeds(model: Model, cases: Sequence[Case], alone: Answers) -> AxisComparison:
     """Answer i of n is the request with seed + i; and a seed that is ignored gives one answer,
     always.
     """
@@ -114,55 +114,55 @@ def _seeds(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
     if num_distinct == 1:
         wanted = Answer({"distinct answers": ["more than one"]})
         pairs.append(Pair(0, 0, wanted, Answer({"distinct answers": [1]})))
-    return Comparison(pairs, f"{_NUM_SEEDS} seeds, {num_distinct} answers")
+    return AxisComparison(pairs, f"{_NUM_SEEDS} seeds, {num_distinct} answers")
 
 
-def _together(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
+def _together(model: Model, cases: Sequence[Case], alone: Answers) -> AxisComparison:
     engine = model.engine(cases, max_num_seqs=_num_rows(cases), max_batched_tokens=2048)
-    return Comparison(
+    return AxisComparison(
         pairs_of(alone, run_cases(engine, cases).answers), f"up to {_num_rows(cases)} at once"
     )
 
 
-def _orders(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
+def _orders(model: Model, cases: Sequence[Case], alone: Answers) -> AxisComparison:
     order = list(range(len(cases)))
     random.Random(len(cases)).shuffle(order)
     engine = model.engine(cases, max_num_seqs=_num_rows(cases))
     run = run_cases(engine, cases, order=order, arrivals_per_step=2)
-    return Comparison(pairs_of(alone, run.answers), "shuffled, arriving 2 a step")
+    return AxisComparison(pairs_of(alone, run.answers), "shuffled, arriving 2 a step")
 
 
-def _chunks(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
+def _chunks(model: Model, cases: Sequence[Case], alone: Answers) -> AxisComparison:
     pairs = []
     for rows, chunk in ((3, 7), (8, 50)):
         engine = model.engine(cases, max_num_seqs=rows, max_batched_tokens=chunk)
         pairs += pairs_of(alone, run_cases(engine, cases).answers)
-    return Comparison(pairs, "steps of 7 and of 50 tokens")
+    return AxisComparison(pairs, "steps of 7 and of 50 tokens")
 
 
-def _rows(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
+def _rows(model: Model, cases: Sequence[Case], alone: Answers) -> AxisComparison:
     run = run_cases(model.engine(cases, max_num_seqs=3), cases)
-    return Comparison(pairs_of(alone, run.answers), "max_num_seqs 3")
+    return AxisComparison(pairs_of(alone, run.answers), "max_num_seqs 3")
 
 
-def _block_sizes(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
+def _block_sizes(model: Model, cases: Sequence[Case], alone: Answers) -> AxisComparison:
     sizes = (32,) if model.device.is_gpu else (1, 64)
     pairs = []
     for size in sizes:
         engine = model.engine(cases, max_num_seqs=_num_rows(cases), block_size=size)
         pairs += pairs_of(alone, run_cases(engine, cases).answers)
-    return Comparison(pairs, f"blocks of {', '.join(map(str, sizes))} tokens")
+    return AxisComparison(pairs, f"blocks of {', '.join(map(str, sizes))} tokens")
 
 
-def _preempted(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
+def _preempted(model: Model, cases: Sequence[Case], alone: Answers) -> AxisComparison:
     engine = model.engine(cases, max_num_seqs=_num_rows(cases), spare_tokens=32)
     run = run_cases(engine, cases, preempt_every=5)
-    return Comparison(
+    return AxisComparison(
         pairs_of(alone, run.answers), f"{run.preemptions} preemptions", run.preemptions > 0
     )
 
 
-def _swapped(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
+def _swapped(model: Model, cases: Sequence[Case], alone: Answers) -> AxisComparison:
     """Whenever requests are preempted, a more important one takes all blocks: theirs are then on
     the host alone.
     """
@@ -177,30 +177,30 @@ def _swapped(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
     )
     run = run_cases(engine, cases, preempt_every=8, displace=True)
     text = f"{run.preemptions} preemptions, {run.host_tokens} tokens back from the host"
-    return Comparison(pairs_of(alone, run.answers), text, run.host_tokens > 0)
+    return AxisComparison(pairs_of(alone, run.answers), text, run.host_tokens > 0)
 
 
-def _prefix_cache(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
+def _prefix_cache(model: Model, cases: Sequence[Case], alone: Answers) -> AxisComparison:
     engine = model.engine(cases, max_num_seqs=_num_rows(cases), prefix_caching=True)
     first = run_cases(engine, cases, arrivals_per_step=2)
     again = run_cases(engine, cases)
     found = first.cached_tokens + again.cached_tokens
     pairs = pairs_of(alone, first.answers) + pairs_of(alone, again.answers)
-    return Comparison(pairs, f"{found} tokens from the cache", found > 0)
+    return AxisComparison(pairs, f"{found} tokens from the cache", found > 0)
 
 
-def _depths(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
+def _depths(model: Model, cases: Sequence[Case], alone: Answers) -> AxisComparison:
     depth = 2 if model.first_engine.core.depth == 1 else 1
     run = run_cases(model.engine(cases, max_num_seqs=4, depth=depth), cases)
-    return Comparison(
+    return AxisComparison(
         pairs_of(alone, run.answers), f"{depth} instead of {model.first_engine.core.depth}"
     )
 
 
-def _without_graphs(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
+def _without_graphs(model: Model, cases: Sequence[Case], alone: Answers) -> AxisComparison:
     """All other axes have them."""
     engine = model.engine(cases, max_num_seqs=_num_rows(cases), cuda_graphs=False)
-    return Comparison(pairs_of(alone, run_cases(engine, cases).answers), "without them")
+    return AxisComparison(pairs_of(alone, run_cases(engine, cases).answers), "without them")
 
 
 def _no_graphs(model: Model) -> str | None:
@@ -213,7 +213,7 @@ def _recorded(model: Model) -> str | None:
     return None if model.has_recordings else "this model's steps can't be recorded"
 
 
-def _drafted(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
+def _drafted(model: Model, cases: Sequence[Case], alone: Answers) -> AxisComparison:
     """N-grams, and predictions that are right but for every fifth token."""
     engine = model.engine(cases, max_num_seqs=_num_rows(cases), speculation="ngram")
     # All steps take as long by this clock: on a busy machine the true one would have nothing
@@ -229,15 +229,17 @@ def _drafted(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
     drafted = first.drafted_tokens + then.drafted_tokens
     accepted = first.accepted_tokens + then.accepted_tokens
     pairs = pairs_of(alone, first.answers) + pairs_of(alone, then.answers)
-    return Comparison(pairs, f"{drafted} guesses, {accepted} of them right", drafted > accepted > 0)
+    return AxisComparison(
+        pairs, f"{drafted} guesses, {accepted} of them right", drafted > accepted > 0
+    )
 
 
-def _devices(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
+def _devices(model: Model, cases: Sequence[Case], alone: Answers) -> AxisComparison:
     """Each process has a part of the weights, and they gather what the others have computed."""
     with model.divided(cases, model.num_devices, _num_rows(cases)) as engine:
-        told = engine.description.rpartition("rank 0 of ")[2]
-        return Comparison(
-            pairs_of(alone, run_cases(engine, cases).answers), f"divided among {told}"
+        ranks = engine.description.rpartition("rank 0 of ")[2]
+        return AxisComparison(
+            pairs_of(alone, run_cases(engine, cases).answers), f"divided among {ranks}"
         )
 
 
@@ -245,9 +247,9 @@ def _no_devices(model: Model) -> str | None:
     return model.no_devices(model.num_devices)
 
 
-def _restarted(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
+def _restarted(model: Model, cases: Sequence[Case], alone: Answers) -> AxisComparison:
     model.reload()
-    return Comparison(
+    return AxisComparison(
         pairs_of(alone, _reference(model, cases)), f"loaded again in {model.load_seconds:.1f} s"
     )
 
@@ -256,7 +258,7 @@ def _no_reload(model: Model) -> str | None:
     return None if model.can_reload else "these weights have no files"
 
 
-def _scored_again(model: Model, cases: Sequence[Case], alone: Answers) -> Comparison:
+def _scored_again(model: Model, cases: Sequence[Case], alone: Answers) -> AxisComparison:
     """The logprobs that an answer's tokens had when they were drawn are those they have as a part
     of a prompt.
     """
@@ -276,7 +278,7 @@ def _scored_again(model: Model, cases: Sequence[Case], alone: Answers) -> Compar
             kept = {name: values for name, values in kept.items() if not name.startswith("prompt ")}
             expected.append((number, index, Answer(kept)))
     if not whole:
-        return Comparison([], "no answer with logprobs", happened=False)
+        return AxisComparison([], "no answer with logprobs", happened=False)
     run = run_cases(model.engine(whole, max_num_seqs=_num_rows(whole)), whole)
     pairs = []
     for (number, index, answer), (scored,) in zip(expected, run.answers, strict=True):
@@ -285,7 +287,7 @@ def _scored_again(model: Model, cases: Sequence[Case], alone: Answers) -> Compar
             for name, values in answer.values.items()
         }
         pairs.append(Pair(number, index, answer, Answer(tails)))
-    return Comparison(pairs, f"{len(whole)} answers as prompts", bool(whole))
+    return AxisComparison(pairs, f"{len(whole)} answers as prompts", bool(whole))
 
 
 def _always(model: Model) -> str | None:

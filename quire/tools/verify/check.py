@@ -11,7 +11,7 @@ from typing import Any
 from quire.tools.verify.answers import Answer, Difference, Pair, differences
 from quire.tools.verify.cases import Case
 from quire.tools.verify.shrink import Smallest, shrink
-from quire.tools.verify.subject import Answers, Axis, Comparison, Subject
+from quire.tools.verify.subject import Answers, Axis, AxisComparison, Subject
 
 
 @dataclass(slots=True)
@@ -173,7 +173,7 @@ def _try(
     try:
         comparison = axis.compare(cases, alone)
     except Exception as error:  # whatever breaks here does not break alone
-        comparison = Comparison(
+        comparison = AxisComparison(
             [Pair(0, 0, Answer(end="an answer"), Answer(end=f"{type(error).__name__}: {error}"))]
         )
     found = differences(comparison.pairs)

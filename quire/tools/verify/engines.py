@@ -40,7 +40,7 @@ _MOST_KEPT = 24
 
 
 @dataclass(slots=True)
-class Run:
+class CaseRun:
     """What became of some requests in an engine."""
 
     answers: list[list[Answer]] = field(default_factory=list)
@@ -291,14 +291,14 @@ def run_cases(
     displace: bool = False,
     predictions: Sequence[Sequence[int]] = (),
     seed: int = 0,
-) -> Run:
+) -> CaseRun:
     """Puts the requests into an engine, all at once or a few before each step, and drives it until
     they are done. Every so many steps a running request, drawn from `seed`, is preempted, or all of
     them, and a request that takes all blocks goes first (`displace`); `predictions` are guesses at
     the answers, one for each.
     """
     core, source = engine.core, random.Random(seed)
-    run = Run([[] for _ in cases])
+    run = CaseRun([[] for _ in cases])
     live: dict[str, tuple[Request, Answer]] = {}
     prompts: dict[str, dict[int, TokenScore]] = {}
     waiting = list(range(len(cases)) if order is None else order)[::-1]

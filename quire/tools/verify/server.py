@@ -16,7 +16,7 @@ from quire.tools.bench.http_client import HttpClient, HttpError
 from quire.tools.verify.answers import Answer, Pair
 from quire.tools.verify.cases import TEXT, Case
 from quire.tools.verify.check import Report, Verdict, verify
-from quire.tools.verify.subject import Answers, Axis, Comparison, Sizes
+from quire.tools.verify.subject import Answers, Axis, AxisComparison, Sizes
 
 _WORDS = TEXT.split()
 _TEMPERATURES = (0.0, 0.0, 0.8, 1.2)
@@ -120,8 +120,8 @@ class Server:
 
     def _axis(
         self, run: Callable[[Sequence[Case]], Coroutine[Any, Any, list[Answer | None]]]
-    ) -> Callable[[Sequence[Case], Answers], Comparison]:
-        def compare(cases: Sequence[Case], alone: Answers) -> Comparison:
+    ) -> Callable[[Sequence[Case], Answers], AxisComparison]:
+        def compare(cases: Sequence[Case], alone: Answers) -> AxisComparison:
             got = self._run(run(cases))
             pairs = [
                 Pair(number, 0, expected, answer)
@@ -129,7 +129,7 @@ class Server:
                 if answer is not None
             ]
             refused = len(cases) - len(pairs)
-            return Comparison(
+            return AxisComparison(
                 pairs, f"{refused} refused, not counted" if refused else "", bool(pairs)
             )
 

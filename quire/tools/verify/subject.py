@@ -14,7 +14,7 @@ Answers = list[list[Answer]]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class AxisComparison:
     """What an axis found."""
 
     pairs: list[Pair]
@@ -30,7 +30,7 @@ class Axis:
 
     name: str
     about: str
-    compare: Callable[[Sequence[Case], Answers], Comparison]
+    compare: Callable[[Sequence[Case], Answers], AxisComparison]
     """Runs the requests under this condition and holds them beside their answers alone."""
     missing: str | None = None
     """Why there is no such thing here, if so."""

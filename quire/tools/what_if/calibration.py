@@ -15,8 +15,8 @@ from quire.errors import QuireError
 from quire.observe.step_log import LoggedEngine
 from quire.sampling_params import SamplingParams
 from quire.step import StepLogEntry
+from quire.tools.what_if.step_mix import StepMix, mixes_to_measure
 from quire.tools.what_if.step_parts import TimedStep, timed_as_a_whole, timed_steps
-from quire.tools.what_if.step_shapes import StepShape, shapes_to_measure
 from quire.tools.what_if.step_times import StepTimes, fit_step_times
 
 _SIZES = 6
@@ -97,15 +97,15 @@ class Calibrator:
         self._heard, self._model, self._costs, self._entries = heard, model, logged.costs, entries
         self._graph_tokens = logged.config.max_checked_tokens
         self._times = fit_step_times(entries, logged.costs, graph_tokens=self._graph_tokens)
-        self._known: dict[StepShape, float] = {}
+        self._known: dict[StepMix, float] = {}
         for one in timed_steps(entries, self._graph_tokens).steps:
-            shape = StepShape.of(one.step)
+            shape = StepMix.of(one.step)
             self._known[shape] = self._known.get(shape, 0.0) + one.host + one.seconds
         self._spent = 0.0
 
     def calibrate(
         self,
-        outside: Mapping[StepShape, float],
+        outside: Mapping[StepMix, float],
         seconds: float,
         report: Callable[[float], None] = lambda done: None,
     ) -> Calibration:
@@ -114,8 +114,8 @@ class Calibrator:
         where that can't be done, or says nothing of the log.
         """
         chosen = {
-            *shapes_to_measure(outside, _SIZES),
-            *shapes_to_measure(self._known, _KNOWN_SIZES),
+            *mixes_to_measure(outside, _SIZES),
+            *mixes_to_measure(self._known, _KNOWN_SIZES),
         }
         began = self._maker.now()
         self._measure(
@@ -125,7 +125,7 @@ class Calibrator:
         return self._fit()
 
     def _measure(
-        self, shapes: Sequence[StepShape], end: float, report: Callable[[float], None]
+        self, shapes: Sequence[StepMix], end: float, report: Callable[[float], None]
     ) -> None:
         """The smallest first; those that would take too long are left out."""
         took = dict.fromkeys(shapes, 0.0)
@@ -150,9 +150,9 @@ class Calibrator:
         """
         times = self._times
         measured = _counted(self._heard, self._graph_tokens, times.host is not None)
-        by_shape: dict[StepShape, list[TimedStep]] = {}
+        by_shape: dict[StepMix, list[TimedStep]] = {}
         for one in measured:
-            by_shape.setdefault(StepShape.of(one.step), []).append(one)
+            by_shape.setdefault(StepMix.of(one.step), []).append(one)
         typical = {
             shape: _typical(found, times.host is not None) for shape, found in by_shape.items()
         }
@@ -180,7 +180,7 @@ class Calibrator:
         error = median(abs(1 / _over(one, fitted) - 1) for one in others)
         error += (max(speeds.values()) / min(speeds.values()) - 1) / 2
         fitted.outside_of(times, error)
-        steps = sum(StepShape.of(one.step) in outside for one in measured)
+        steps = sum(StepMix.of(one.step) in outside for one in measured)
         return Calibration(fitted, self._model, steps, len(outside), self._spent, speed, error)
 
 
@@ -194,7 +194,7 @@ class _StepMaker:
         self._chance = random.Random(0)
         self._count = 0
 
-    def make(self, shape: StepShape) -> None:
+    def make(self, shape: StepMix) -> None:
         core, heard, before = self._core, self._heard, len(self._heard)
         names = [self._add(1, _LASTING) for _ in range(shape.answers)]
         for _ in range(_STARTING):
@@ -225,12 +225,12 @@ def _counted(
     """All but the first of each size, which may have been recorded or compiled; by the rule of the
     log's steps.
     """
-    known: set[StepShape] = set()
+    known: set[StepMix] = set()
     counted: list[TimedStep] = []
     for one in (
         timed_steps(entries, graph_tokens) if has_parts else timed_as_a_whole(entries)
     ).steps:
-        shape = StepShape.of(one.step)
+        shape = StepMix.of(one.step)
         if shape in known:
             counted.append(one)
         known.add(shape)
@@ -260,8 +260,8 @@ def _over(one: TimedStep, times: StepTimes) -> float:
 
 
 def _part_speeds(
-    inside: Mapping[StepShape, TimedStep], times: StepTimes
-) -> tuple[dict[StepShape, float], dict[StepShape, float]]:
+    inside: Mapping[StepMix, TimedStep], times: StepTimes
+) -> tuple[dict[StepMix, float], dict[StepMix, float]]:
     """How long the device and the host take for steps that the log has, over what it says. Where
     the host never waits for the device, nobody knows how fast that is, and it does not matter.
     """
@@ -276,7 +276,7 @@ def _part_speeds(
     }
 
 
-def _nearest(shape: StepShape, known: Iterable[StepShape]) -> StepShape:
+def _nearest(shape: StepMix, known: Iterable[StepMix]) -> StepMix:
     """The one of about the same size, and of the same kind if there is one: what slows a machine
     down may do so more where weights are read than where many rows are multiplied.
     """

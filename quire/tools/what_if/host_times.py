@@ -10,11 +10,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from quire.step import Step
-from quire.tools.what_if.least_squares import Array, fit_weights
 from quire.tools.what_if.step_parts import TimedStep, Timeline, is_split, was_idle
 
+Array = npt.NDArray[np.float64]
 _NEAR = 12
 """Steps of a moment, whose noise a step may have."""
 _ALIKE = 1.2
@@ -33,14 +34,14 @@ class HostTimes:
     ) -> None:
         """`others`: of sizes that the log does not have."""
         self._graph_tokens = graph_tokens
-        own = [one for one in (*timeline.steps, *timeline.told) if one.host > 0]
+        own = [one for one in (*timeline.steps, *timeline.empty_steps) if one.host > 0]
         steps = [*own, *(one for one in others if one.host > 0)]
         inputs, times = (
             np.array([self._features(one.step) for one in steps]),
             np.array([one.host for one in steps]),
         )
         scale = np.maximum(inputs.max(0), 1e-12)
-        self._weights: Array = fit_weights(inputs / scale, times, np.ones(len(times))) / scale
+        self._weights: Array = _fit_weights(inputs / scale, times) / scale
         ratios = times / np.maximum(inputs @ self._weights, 1e-12)
         self._start = min(one.step.now for one in own)
         self._seconds = max(one.step.now for one in own) - self._start
@@ -131,3 +132,33 @@ class _Moments:
 
 def _kind(fitted: float) -> int:
     return round(math.log(max(fitted, 1e-9)) / math.log(_ALIKE))
+
+
+def _fit_weights(inputs: Array, times: Array) -> Array:
+    """The weights of at least 0 with the least relative errors, each time counting for as long as
+    it is, and single outliers little.
+    """
+    weight = np.sqrt(times / times.mean())
+    matter = weight
+    weights = np.zeros(inputs.shape[1])
+    for _ in range(3):
+        weights = _least_squares(inputs / times[:, None] * matter[:, None], matter)
+        errors = np.abs(inputs @ weights / times - 1)
+        usual = max(float(np.median(errors)), 1e-6)
+        matter = weight * np.sqrt(np.minimum(1.0, 3 * usual / np.maximum(errors, 1e-12)))
+    return weights
+
+
+def _least_squares(rows: Array, wanted: Array) -> Array:
+    """The weights of at least 0 with the least squares: those that come out negative are left out,
+    the worst first.
+    """
+    active = list(range(rows.shape[1]))
+    weights = np.zeros(rows.shape[1])
+    while active:
+        solution = np.linalg.lstsq(rows[:, active], wanted, rcond=None)[0]
+        if (solution >= 0).all():
+            weights[active] = solution
+            break
+        del active[int(np.argmin(solution))]
+    return weights

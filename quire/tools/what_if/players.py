@@ -18,7 +18,7 @@ from typing import Self
 from quire.process.granted import granted_cores
 from quire.tools.what_if.recorded import RecordedRequest
 from quire.tools.what_if.step_times import StepTimes
-from quire.tools.what_if.what_if import Found, Play, play_once
+from quire.tools.what_if.what_if import Play, PlayResult, play_once
 
 _WORTH = 3.0
 """Seconds: what takes less is done sooner here than a process is started."""
@@ -46,7 +46,7 @@ def _begin(requests: Sequence[RecordedRequest], times: StepTimes) -> None:
     _given.append((requests, times))
 
 
-def _play(one: Play) -> Found:
+def _play(one: Play) -> PlayResult:
     return play_once(*_given[0], one)
 
 
@@ -80,8 +80,8 @@ class Players:
         if self._pool is not None:
             self._pool.shutdown(wait=error[0] is None, cancel_futures=True)
 
-    def __call__(self, plays: Sequence[Play]) -> list[Found]:
-        found: list[Found] = []
+    def __call__(self, plays: Sequence[Play]) -> list[PlayResult]:
+        found: list[PlayResult] = []
         while len(found) < len(plays) and self._pool is None:
             began = perf_counter()
             found.append(play_once(self._requests, self._times, plays[len(found)]))

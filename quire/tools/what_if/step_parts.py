@@ -40,7 +40,7 @@ class Timeline(NamedTuple):
     """Several steps were in flight, and the log says when the host had launched each."""
     pause: float
     """From a result to the next turn, usually."""
-    told: list[TimedStep]
+    empty_steps: list[TimedStep]
     """Steps in which nothing was computed: somebody had ended. Only the host's time counts; with
     parts only.
     """
@@ -109,7 +109,7 @@ def _with_parts(
     a whole, to know when one was done that nobody waited for.
     """
     steps: list[TimedStep] = []
-    told: list[TimedStep] = []
+    empty_steps: list[TimedStep] = []
     pauses: list[tuple[float, float]] = []
     turns: list[float] = []
     fetches: list[float] = []
@@ -131,7 +131,7 @@ def _with_parts(
             continue
         host = submitted - step.now
         if not step.scheduled:
-            told.append(TimedStep(step, 0.0, host))
+            empty_steps.append(TimedStep(step, 0.0, host))
             continue
         could_begin = step.now if is_split(step, graph_tokens) else submitted
         begun = could_begin if not is_sure else max(could_begin, done)
@@ -163,7 +163,7 @@ def _with_parts(
         steps,
         True,
         _median([one[1] for one in pauses]),
-        told,
+        empty_steps,
         pauses,
         _median(turns),
         _median(fetches),

@@ -17,7 +17,7 @@ from quire.errors import CapacityError, InvalidRequestError
 from quire.observe.engine_metrics import EngineMetrics
 from quire.step import RequestMetrics, Step, StepResult
 from quire.tools.what_if.recorded import RecordedRequest
-from quire.tools.what_if.step_shapes import StepShape
+from quire.tools.what_if.step_mix import StepMix
 from quire.tools.what_if.step_times import StepTimes
 
 _CHANGES = ("max_num_seqs", "max_batched_tokens", "max_model_len", "num_blocks", "num_host_blocks")
@@ -144,7 +144,7 @@ class Prediction:
     """
     refused: int
     """Requests that could never have run with these settings."""
-    outside: Mapping[StepShape, float]
+    outside: Mapping[StepMix, float]
     """Seconds of steps whose sizes are outside of what was measured."""
     share_outside: float
     """Of the time of all steps."""
@@ -176,17 +176,17 @@ class Play(NamedTuple):
     """Of what those may be off whose sizes the log does not have."""
 
 
-class Found(NamedTuple):
+class PlayResult(NamedTuple):
     """What came of one."""
 
     run: Summary
     refused: int
-    outside: Mapping[StepShape, float]
+    outside: Mapping[StepMix, float]
     share_outside: float
     tokens_outside: float
 
 
-PlayAll = Callable[[Sequence[Play]], Sequence[Found]]
+PlayAll = Callable[[Sequence[Play]], Sequence[PlayResult]]
 
 
 def predict(requests: Sequence[RecordedRequest], setting: Setting, times: StepTimes) -> Prediction:
@@ -216,7 +216,7 @@ def predict_all(settings: Sequence[Setting], play_all: PlayAll) -> list[Predicti
     return predictions
 
 
-def play_once(requests: Sequence[RecordedRequest], times: StepTimes, one: Play) -> Found:
+def play_once(requests: Sequence[RecordedRequest], times: StepTimes, one: Play) -> PlayResult:
     times.restart(one.seed, one.scale, one.far)
     played, refused = play(requests, one.setting, times)
     share = sum(times.outside.values()) / max(times.seconds, 1e-9)
@@ -226,7 +226,7 @@ def play_once(requests: Sequence[RecordedRequest], times: StepTimes, one: Play) 
         for number, request in enumerate(requests)
         if request.finish_reason
     }
-    return Found(
+    return PlayResult(
         Summary.of(played, ended or None),
         refused,
         times.outside,

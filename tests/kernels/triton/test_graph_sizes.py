@@ -17,7 +17,6 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction, KernelInterface
 
-from bench.shapes import spec_of
 from quire.backends import select
 from quire.backends.cpu.device import CpuDevice
 from quire.backends.triton import quantized
@@ -29,6 +28,7 @@ from quire.models.spec import ModelSpec
 from quire.runner.graphs import DecodeGraphs
 from quire.runner.kv_cache import KVCache
 from quire.runner.request_rows import RequestRows
+from quire.tools.bench.shapes import spec_of
 from tests.kernels.triton.support import ON_GPU
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="a card compiles them: tests/gpu/test_compiling.py")

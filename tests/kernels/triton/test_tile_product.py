@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.random_engine import quantized
 from quire.backends.triton.grouping import group_pairs, rows_in_order
 from quire.backends.triton.linear import Tile
 from quire.backends.triton.moe import moe
@@ -20,6 +19,7 @@ from quire.kernels.formats import FORMATS
 from quire.kernels.ops import Activation, ExpertWeights, MoeSpec
 from quire.kernels.quantize import quantize
 from quire.kernels.weights import Weight
+from quire.tools.bench.random_engine import quantized
 from tests.kernels.triton.support import (
     DEVICE,
     MARKS,

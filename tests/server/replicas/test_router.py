@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from bench.router import chat_runs
 from quire.block_groups import BlockGroup
 from quire.engine import EngineCore, Request, Scheduler, SchedulerConfig
 from quire.engine.block_key import BlockKey
@@ -30,6 +29,7 @@ from quire.server.link.replicas.router import (
     Assignment,
     PrefixRouter,
 )
+from quire.tools.bench.server_costs.router_chat import chat_runs
 from quire.tools.simulate.fake_runner import FakeRunner
 
 ALL = (0, 1, 2)

@@ -13,7 +13,7 @@ from quire.process.granted import peak_resident
 from quire.tools.bench.jobs import TokenSource, random_jobs
 from quire.tools.bench.ladder import experiments
 from quire.tools.bench.ladder.attention import compare_attention
-from quire.tools.bench.ladder.engines import Engines
+from quire.tools.bench.ladder.engines import LadderEngines
 from quire.tools.bench.ladder.rungs import Rung, find_rungs
 from quire.tools.bench.ladder.settings import FULL, ClimbSettings
 from quire.tools.bench.ladder.weights import compare_rounding, compare_weights
@@ -48,7 +48,7 @@ class Climb:
 
 
 def climb(
-    engines: Engines, settings: ClimbSettings = FULL, clock: Clock = time.perf_counter
+    engines: LadderEngines, settings: ClimbSettings = FULL, clock: Clock = time.perf_counter
 ) -> Climb:
     """Measures everything; see docs/ladder for what it shows."""
     facts = report_facts(engines.device) | {"model": f"{engines.model}, {engines.dtype_name}"}
@@ -92,7 +92,7 @@ def _says_what_it_must(rung: Rung, first: Rung) -> bool:
 
 
 def _experiments(
-    engines: Engines, settings: ClimbSettings, clock: Clock, bar: BenchmarkBar
+    engines: LadderEngines, settings: ClimbSettings, clock: Clock, bar: BenchmarkBar
 ) -> list[Table]:
     llm = engines.get(prefix_caching=True, max_num_seqs=settings.batch_seqs)
     small = engines.get(prefix_caching=True, max_num_seqs=settings.max_num_seqs)

@@ -17,7 +17,7 @@ from quire.runner.kv_cache import token_bytes
 _BLOCK_SIZE = 16
 
 
-class Engines:
+class LadderEngines:
     """One model with different settings. Each setting has its own weights in memory until `close`."""
 
     def __init__(

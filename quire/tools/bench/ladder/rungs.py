@@ -14,7 +14,7 @@ import torch
 from quire.llm import LLM
 from quire.models.decoder import Decoder
 from quire.tools.bench.jobs import Job
-from quire.tools.bench.ladder.engines import Engines
+from quire.tools.bench.ladder.engines import LadderEngines
 from quire.tools.bench.measure import Clock
 from quire.tools.bench.offline import run_together
 from quire.tools.bench.spread import Spread
@@ -73,7 +73,7 @@ class Rung:
 
 
 def find_rungs(
-    engines: Engines, jobs: Sequence[Job], max_num_seqs: int, clock: Clock = perf_counter
+    engines: LadderEngines, jobs: Sequence[Job], max_num_seqs: int, clock: Clock = perf_counter
 ) -> list[Rung]:
     """All rungs, in order, ready to run `jobs`, at most `max_num_seqs` at once where the rung can
     do several.
@@ -154,7 +154,7 @@ def find_rungs(
     ]
 
 
-def _no_quantized(engines: Engines, is_fused: bool) -> str:
+def _no_quantized(engines: LadderEngines, is_fused: bool) -> str:
     if engines.device.type != "cpu" and engines.dtype == torch.float32:
         return f"in float32 only a CPU computes with quantised weights; this run is on the {engines.device.type}"
     if not is_fused:
@@ -162,7 +162,7 @@ def _no_quantized(engines: Engines, is_fused: bool) -> str:
     return f"no kernel computes with {', '.join(engines.block_formats)} as it is stored"
 
 
-def _no_graphs(engines: Engines, is_fused: bool) -> str:
+def _no_graphs(engines: LadderEngines, is_fused: bool) -> str:
     if engines.device.type != "cuda":
         return f"needs a CUDA GPU; this run is on the {engines.device.type}"
     return "" if is_fused else "needs the fused kernels, which don't run here"

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.llm import LLM
 from quire.outputs import RequestOutput
 from quire.tools.bench.jobs import Lengths, random_jobs
-from quire.tools.bench.ladder.engines import Engines
+from quire.tools.bench.ladder.engines import LadderEngines
 from quire.tools.bench.ladder.settings import ClimbSettings
 from quire.tools.bench.offline import run_together, time_to_first_token, token_source
 from quire.tools.bench.quality import (
@@ -30,7 +30,7 @@ from quire.tools.bench.spread import Spread
 from quire.tools.ladder.quantized import BLOCK, absmax, to_q4_0
 
 
-def compare_weights(engines: Engines, settings: ClimbSettings) -> Table:
+def compare_weights(engines: LadderEngines, settings: ClimbSettings) -> Table:
     """One request's speed with each format the model can run in, and how well each predicts a text."""
     with ExitStack() as opened:
         full = opened.enter_context(_open(engines, engines.dtype_name))
@@ -143,11 +143,11 @@ def _error(got: Tensor, expected: Tensor) -> float:
     return 100 * float((got - expected).double().norm() / expected.double().norm())
 
 
-def _open(engines: Engines, form: str) -> LLM:
+def _open(engines: LadderEngines, form: str) -> LLM:
     return open_weights(engines.model, form, engines.max_model_len, device=str(engines.device))
 
 
-def _other_forms(engines: Engines, full: LLM) -> list[str]:
+def _other_forms(engines: LadderEngines, full: LLM) -> list[str]:
     """All that differ from the weights of the ladder's other rungs."""
     plain = ["bfloat16"] if engines.dtype != torch.bfloat16 else []
     return [*plain, *engines.quantizations(full.engine.decoder.kernels)]

@@ -1,0 +1,129 @@
+"""The engine's own Python work per step: schedule and commit, with a model that costs nothing.
+
+    python -m quire.tools.bench.engine.scheduler  # 256 running decodes
+    python -m quire.tools.bench.engine.scheduler --requests 1024 --host-blocks 4096
+    python -m quire.tools.bench.engine.scheduler --steps 4000 --usual-collector  # without ours
+
+Prints the median and the 99th percentile in milliseconds, over steps in which every request
+decodes, and the pauses that garbage collection made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from quire.engine import Scheduler, SchedulerConfig, make_requests
+from quire.observe.step_log import StepLog
+from quire.process.gc_pauses import full_collections_put_off
+from quire.sampling_params import SamplingParams
+from quire.step import Step, StepLogEntry, StepResult
+
+
+def fake_result(step: Step) -> StepResult:
+    """A token for everyone who samples, no two rows the same."""
+    tokens = {
+        entry.request_id: ((entry.start * 7919 + entry.row) % 50_000,)
+        for entry in step.scheduled
+        if entry.samples
+    }
+    return StepResult(step.step_id, tokens)
+
+
+@contextlib.contextmanager
+def collections_timed() -> Iterator[list[float]]:
+    """Gives a list that the seconds of every garbage collection inside are added to."""
+    pauses: list[float] = []
+    began = 0.0
+
+    def note(phase: str, _info: dict[str, Any]) -> None:
+        nonlocal began
+        if phase == "start":
+            began = time.perf_counter()
+        else:
+            pauses.append(time.perf_counter() - began)
+
+    gc.callbacks.append(note)
+    try:
+        yield pauses
+    finally:
+        gc.callbacks.remove(note)
+
+
+def measure(
+    num_requests: int, prompt_len: int, num_steps: int, depth: int, num_host_blocks: int
+) -> dict[str, list[float]]:
+    """Seconds spent per step, by part."""
+    max_len = prompt_len + num_steps + 80
+    config = SchedulerConfig(
+        num_blocks=num_requests * -(-max_len // 16) + 1,
+        max_num_seqs=num_requests,
+        max_batched_tokens=max(8192, num_requests),
+        max_model_len=max_len,
+        num_host_blocks=num_host_blocks,
+    )
+    scheduler = Scheduler(config)
+    log = StepLog()
+    params = SamplingParams(max_tokens=None, ignore_eos=True, stop_token_ids=(50_001,))
+    for i in range(num_requests):
+        # Lengths differ, so that block boundaries fall on all steps alike.
+        prompt = [(i * 31 + position) % 50_000 for position in range(prompt_len + i % 16)]
+        for request in make_requests(f"request-{i}", prompt, params, seed=i):
+            scheduler.add(request, 0.0)
+    times: dict[str, list[float]] = {"schedule": [], "commit": [], "both": []}
+    in_flight: list[Step] = []
+    while len(times["both"]) < num_steps:
+        began = time.perf_counter()
+        in_flight.append(scheduler.schedule(0.0))
+        scheduled = time.perf_counter()
+        if len(in_flight) < depth:
+            continue
+        step = in_flight.pop(0)
+        result = fake_result(step)
+        before_commit = time.perf_counter()
+        scheduler.commit(step, result, 0.0)
+        log.append(StepLogEntry(step, result, None, 0.0))
+        done = time.perf_counter()
+        if len(step.scheduled) == num_requests == step.num_tokens:
+            times["schedule"].append(scheduled - began)
+            times["commit"].append(done - before_commit)
+            times["both"].append(scheduled - began + done - before_commit)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=200, help="prompt tokens of each request")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--host-blocks", type=int, default=0)
+    parser.add_argument(
+        "--usual-collector", action="store_true", help="put no full collections off"
+    )
+    options = parser.parse_args()
+    print(f"{options.requests} running decodes, {options.steps} steps, milliseconds per step")
+    print(f"{'':>8} {'':>10} {'median':>8} {'p99':>8}")
+    for depth in (1, 2):
+        gc.collect()
+        policy = contextlib.nullcontext() if options.usual_collector else full_collections_put_off()
+        with policy, collections_timed() as pauses:
+            times = measure(
+                options.requests, options.prompt, options.steps, depth, options.host_blocks
+            )
+        for part, seconds in times.items():
+            median = 1e3 * statistics.median(seconds)
+            p99 = 1e3 * statistics.quantiles(seconds, n=100)[98]
+            print(f"depth {depth:>2} {part:>10} {median:8.3f} {p99:8.3f}")
+        longest, total = (1e3 * figure for figure in (max(pauses, default=0.0), sum(pauses)))
+        print(
+            f"depth {depth:>2} garbage: {len(pauses)} collections, longest {longest:.1f} ms, together {total:.0f} ms"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Several GPU benchmarks one after the other, each in a process of its own, and one table of all at
+the end.
+
+    python -m quire.tools.bench.gpu.all  # everything the goals name
+    python -m quire.tools.bench.gpu.all decode:qwen3-0.6b throughput:qwen3-8b --minutes 9
+    python -m quire.tools.bench.gpu.all decode:gpt-oss-20b:MXFP4 decode:qwen3-8b:INT4_G128  # in a format
+    python -m quire.tools.bench.gpu.all decode:qwen3-0.6b --batches 1,32 --profile  # options of the benchmarks
+
+Of a model with experts, the format is that of the experts, else that of all matrices between
+embedding and head. What does not fit into the minutes is left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from quire.tools.bench.gpu.report import Measurement, read_results, report
+from quire.tools.bench.shapes import CONFIGS
+
+BENCHMARKS = ("throughput", "decode", "prefill", "startup")
+EVERYTHING = (
+    "decode:qwen3-0.6b",
+    "throughput:qwen3-0.6b",
+    "prefill:qwen3-0.6b",
+    "startup:qwen3-0.6b",
+    "decode:llama-3.2-1b",
+    "decode:qwen3-8b",
+    "throughput:qwen3-8b",
+    "prefill:qwen3-8b",
+    "decode:qwen3-30b-a3b",
+    "throughput:qwen3-30b-a3b",
+    "decode:gpt-oss-20b:MXFP4",
+    "throughput:gpt-oss-20b:MXFP4",
+    "prefill:gpt-oss-20b:MXFP4",
+    "decode:qwen3-8b:FP8",
+    "throughput:qwen3-8b:FP8",
+    "prefill:qwen3-8b:FP8",
+    "decode:qwen3-8b:INT4_G128",
+    "throughput:qwen3-8b:INT4_G128",
+    "prefill:qwen3-8b:INT4_G128",
+    "decode:gemma-3-4b",
+    "prefill:gemma-3-4b",
+)
+
+
+def run_job(job: str, extra: list[str], seconds: float) -> tuple[list[Measurement], str]:
+    """The figures (as far as it came), and what went wrong if anything did."""
+    benchmark, shape, format = (*job.split(":"), "", "")[:3]
+    with TemporaryDirectory() as folder:
+        figures = Path(folder) / "figures.json"
+        command = [sys.executable, "-m", f"quire.tools.bench.gpu.{benchmark}"]
+        command += ["--shape", shape or "qwen3-0.6b", "--json", str(figures)]
+        if format:
+            has_experts = any("num_experts_per_tok" in name for name in CONFIGS.get(shape, {}))
+            command += ["--expert-format" if has_experts else "--formats", format]
+        command += extra
+        try:
+            status = subprocess.run(command, timeout=seconds, check=False).returncode
+            problem = f"ended with status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            problem = f"stopped after {seconds:.0f} s"
+        return read_results(figures) if figures.exists() else [], problem
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "jobs",
+        nargs="*",
+        default=EVERYTHING,
+        metavar="BENCHMARK:SHAPE[:FORMAT]",
+        help="default: all goals",
+    )
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all of them together")
+    options, extra = parser.parse_known_args()
+    for job in options.jobs:
+        if job.partition(":")[0] not in BENCHMARKS:
+            parser.error(
+                f"{job}: there are {', '.join(BENCHMARKS)}, each with :SHAPE or :SHAPE:FORMAT"
+            )
+    ends = time.monotonic() + 60 * options.minutes
+    results: list[Measurement] = []
+    problems: list[str] = []
+    for job in options.jobs:
+        left = ends - time.monotonic()
+        if left < 1:
+            problems.append(f"{job}: no time left")
+            continue
+        print(f"\n== {job} ({left:.0f} s left)", flush=True)
+        found, problem = run_job(job, extra, left)
+        results += found
+        if problem:
+            problems.append(f"{job}: {problem}")
+    report(results, "each in a process of its own").print()
+    for problem in problems:
+        print(problem)
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the server costs beside the engine: HTTP, the router of replicas, heavy requests."""
