@@ -7,6 +7,7 @@ A quotation stands between two comments, the first of which says what it is:
     <!-- results: h200/results.md The ladder -->        the same of another machine's results in docs/results/
     <!-- code: quire/tools/ladder/naive.py generate_naive --> a function, a class or one of its methods
     <!-- families: all -->                              the table of model families
+    <!-- parameters: sampling -->                       the table of SamplingParams, or of EngineConfig (engine)
     <!-- end -->
 
     python docs/update.py            rewrites the files
@@ -25,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "results.md"
 _QUOTATION = re.compile(
-    r"(<!-- (results|code|families): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL
+    r"(<!-- (results|code|families|parameters): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL
 )
 
 
@@ -39,7 +40,12 @@ def updated(path: Path) -> str:
 
     def quote(match: re.Match[str]) -> str:
         head, kind, what, _, end = match.groups()
-        makers = {"results": quote_table, "code": quote_code, "families": quote_families}
+        makers = {
+            "results": quote_table,
+            "code": quote_code,
+            "families": quote_families,
+            "parameters": quote_parameters,
+        }
         return f"{head}{makers[kind](what, path)}{end}"
 
     return _QUOTATION.sub(quote, path.read_text(encoding="utf-8"))
@@ -84,6 +90,37 @@ def quote_families(what: str, document: Path) -> str:
     return "\n".join(
         ["| models | `architectures` in config.json | GGUF |", "|---|---|---|", *rows, ""]
     )
+
+
+def quote_parameters(what: str, document: Path) -> str:
+    """Every line of a table of parameters."""
+    sys.path.insert(0, str(ROOT))
+    from quire.config import EngineConfig
+    from quire.field_checks import parameters
+    from quire.sampling_params import SamplingParams
+
+    if what == "engine":
+        rows = ["| option | default | values | |", "|---|---|---|---|"]
+        for name, line in parameters(EngineConfig).items():
+            rows.append(f"| `{name}` | {_default(line.default)} | {line.values} | {line.help} |")
+        return "\n".join([*rows, ""])
+    rows = [
+        "| parameter | default | values | | API | CLI | page |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, line in parameters(SamplingParams).items():
+        places = " | ".join("x" if one else "" for one in (line.api, line.cli, line.page))
+        default = _default(line.default)
+        rows.append(f"| `{name}` | {default} | {line.values} | {line.help} | {places} |")
+    return "\n".join([*rows, ""])
+
+
+def _default(value: object) -> str:
+    if value is None or value == ():
+        return "none"
+    if isinstance(value, tuple):
+        return " ".join(f"`{str(one)!r}`" for one in value)
+    return f"`{value}`"
 
 
 def quote_code(what: str, document: Path) -> str:

@@ -8,8 +8,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
+import quire.field_checks as check
 from quire.errors import InvalidRequestError
 
 _UNITS = {
@@ -21,14 +22,6 @@ _UNITS = {
     "kb": 10**3,
     "mb": 10**6,
     "gb": 10**9,
-}
-_CHOICES = {
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "quantization": ("auto", "none", "int8", "int4", "fp8"),
-    "kv_cache_dtype": ("auto", "model", "int8", "fp8"),
-    "kernels": ("auto", "reference", "cpu", "triton"),
-    "policy": ("fcfs", "priority"),
-    "acceptance": ("exact", "rejection"),
 }
 
 
@@ -48,124 +41,217 @@ _GPU_LIMITS = Limits(256, 16384, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Engine options, with defaults that suit most."""
+class Memory(check.Values):
+    """A number of bytes, at least `low`; or a fraction, if that is allowed."""
 
-    device: str = "auto"
-    """auto (a GPU if there is one), cpu, cuda or cuda:N."""
-    dtype: str = "auto"
-    """auto (what is fastest on the device; float32 for quantised weights on a CPU, so that every
-    CPU gives the same answers), float32, bfloat16 or float16.
+    low: int
+    fraction: bool = False
+
+    def check(self, name: str, value: Any) -> int | float | str:
+        if self.fraction and isinstance(value, float):
+            if not 0 < value <= 1:
+                raise InvalidRequestError(
+                    name,
+                    f"as a fraction of free memory must be above 0 and at most 1, not {value}",
+                )
+        else:
+            parse_bytes(name, value, low=self.low)
+        return value  # type: ignore[no-any-return]
+
+    def read(self, text: str) -> float | str:
+        """What somebody typed."""
+        try:
+            number = float(text)
+        except ValueError:
+            return text
+        return number if self.fraction and number <= 1 else text
+
+    def __str__(self) -> str:
+        return "bytes (2GiB) or a fraction (0.5)" if self.fraction else "bytes (2GiB)"
+
+
+@dataclass(frozen=True, slots=True)
+class File(check.Values):
+    def check(self, name: str, value: Any) -> Path | str:
+        if not isinstance(value, Path | str):
+            raise InvalidRequestError(name, f"must be a path, not {value!r}")
+        return value
+
+    def __str__(self) -> str:
+        return "a path"
+
+
+class EngineOptions(TypedDict, total=False):
+    """The options of `EngineConfig` as keywords, for editors; a test keeps the two equal."""
+
+    device: str
+    dtype: str
+    quantization: str
+    kernels: str
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_batched_tokens: int | None
+    block_size: int
+    kv_cache_memory: int | float | str | None
+    kv_cache_dtype: str
+    host_cache_memory: int | str
+    prefix_caching: bool
+    skip_tokenizer_init: bool
+    cuda_graphs: bool
+    tensor_parallel_size: int
+    speculation: str
+    acceptance: str
+    policy: Literal["fcfs", "priority"]
+    step_log: Path | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Engine options, with defaults that suit most: the one table of them. Checks, options of
+    commands, settings files and docs follow from it.
     """
-    quantization: str = "auto"
-    """What becomes of the weights: auto (quantised ones are computed with as they are stored, where
-    there are kernels for it, and expanded elsewhere), none (all are expanded), int8 or fp8 (a scale
-    per output; fp8 on a GPU) or int4 (a scale per 32 numbers), made of weights that are not
-    quantised yet, while they are loaded.
+
+    device: str = check.pattern(
+        "auto",
+        r"auto|cpu|cuda(:\d+)?",
+        "auto, cpu, cuda or cuda:N",
+        help="Where to compute; auto: on a GPU if there is one.",
+    )
+    dtype: str = check.choice(
+        "auto",
+        "auto",
+        "float32",
+        "bfloat16",
+        "float16",
+        help="Number format; auto: the fastest on the device.",
+    )
+    """auto is float32 for quantised weights on a CPU, so that every CPU gives the same answers."""
+    quantization: str = check.choice(
+        "auto",
+        "auto",
+        "none",
+        "int8",
+        "int4",
+        "fp8",
+        help="auto: quantised weights as they are; none: expand them; int8, int4, fp8 (GPU): quantise plain ones.",
+    )
+    """auto computes with quantised weights as they are stored where there are kernels for it, and
+    expands them elsewhere. int8 and fp8 have a scale per output, int4 one per 32 numbers; plain
+    weights are quantised while they are loaded.
     """
-    kernels: str = "auto"
-    """auto (the fastest that run here), reference (plain torch), cpu or triton."""
-    max_model_len: int | None = None
-    """The longest sequence, prompt and answer; None: the model's own limit, or what the cache can
-    hold.
+    kernels: str = check.choice(
+        "auto",
+        "auto",
+        "reference",
+        "cpu",
+        "triton",
+        help="auto: the fastest that run here; reference: plain torch.",
+    )
+    max_model_len: int | None = check.whole(
+        None,
+        1,
+        optional=True,
+        help="Longest sequence, prompt and answer; default: the model's own.",
+    )
+    """Or what the cache can hold, if that is less."""
+    max_num_seqs: int | None = check.whole(
+        None,
+        1,
+        optional=True,
+        help="Answers computed at once; default 64 on a CPU, 256 on a GPU.",
+    )
+    max_batched_tokens: int | None = check.whole(
+        None,
+        1,
+        optional=True,
+        help="Tokens computed in one step; default 512 on a CPU, on a GPU 16384 (serve: 8192).",
+    )
+    """Longer prompts are computed in chunks."""
+    block_size: int = check.whole(16, 1, help="Tokens per block of the cache.")
+    kv_cache_memory: int | float | str | None = check.parameter(
+        None,
+        Memory(low=1, fraction=True),
+        optional=True,
+        cli=True,
+        help="Memory for keys and values: 2GiB, or a fraction of what is free; default 0.25 on a CPU, 0.9 on a GPU.",
+    )
+    """Bytes (`2**30`, "2GiB") are those of all devices together; a fraction is of what weights and
+    activations leave free on each one.
     """
-    max_num_seqs: int | None = None
-    """How many requests run at once; None: 64 on a CPU, 256 on a GPU."""
-    max_batched_tokens: int | None = None
-    """How many tokens one step computes at most; longer prompts are computed in chunks. None: 512
-    on a CPU, 16384 on a GPU (8192 in a server).
+    kv_cache_dtype: str = check.choice(
+        "auto",
+        "auto",
+        "model",
+        "int8",
+        "fp8",
+        help="Keys and values; int8: on a CPU; fp8: half of bfloat16; auto: on a GPU fp8 if the checkpoint says so.",
+    )
+    """model stores them in the model's dtype; int8 in a byte each and a scale per token and head,
+    about a quarter of float32; fp8 with the checkpoint's scales if it has any, on a CPU slower than
+    int8. Answers change a little with int8 and fp8.
     """
-    block_size: int = 16
-    """Tokens per block of the cache."""
-    kv_cache_memory: int | float | str | None = None
-    """Memory for keys and values: bytes (`2**30`, "2GiB") or a fraction of what weights and
-    activations leave free (0.25); None: 0.25 on a CPU, 0.9 on a GPU. Bytes are those of all devices
-    together, a fraction is of each one's.
+    host_cache_memory: int | str = check.parameter(
+        0,
+        Memory(low=0),
+        cli=True,
+        help="Host memory below the prefix cache, such as 4GiB; 0: none.",
+    )
+    prefix_caching: bool = check.flag(True, help="Share the computed blocks of equal prefixes.")
+    skip_tokenizer_init: bool = check.flag(
+        False, help="Load no tokenizer: prompts and answers are token ids."
+    )
+    """For folders without one."""
+    cuda_graphs: bool = check.flag(
+        True, help="Capture decode steps and launch them as a whole. Same answers."
+    )
+    """On a CPU they are recorded and made again without Python."""
+    tensor_parallel_size: int = check.whole(
+        1, 1, help="Divide the model among N GPUs (on a CPU: N processes). Same answers."
+    )
+    """The first GPUs (with cuda:N all on that one, which is for tests), or with the device cpu
+    processes that share the cores.
     """
-    kv_cache_dtype: str = "auto"
-    """How keys and values are stored: model (in the model's dtype), int8 (on a CPU: a byte each and
-    a scale per token and head, so about a quarter of float32), fp8 (half of bfloat16, with the
-    checkpoint's scales if it has any; on a CPU slower than int8) or auto (fp8 on a GPU where the
-    checkpoint says so, else model). Answers change a little.
+    speculation: str = check.pattern(
+        "off",
+        r"off|ngram|self|draft:.+",
+        "off, ngram, self or draft:MODEL",
+        help="Draft tokens and check several at once: from repetitions, 4-bit weights or a model. Same answers.",
+    )
+    """ngram: what followed the last time the same tokens occurred in the text; self: the same
+    weights in 4 bits; draft:MODEL: a smaller model with the same vocabulary.
     """
-    host_cache_memory: int | str = 0
-    """Memory of the host tier below the prefix cache, in bytes; 0 turns it off."""
-    prefix_caching: bool = True
-    """Whether requests share the computed blocks of equal prefixes."""
-    skip_tokenizer_init: bool = False
-    """Load no tokenizer: prompts are token ids, and so are answers, which have no text. For folders
-    without one.
-    """
-    cuda_graphs: bool = True
-    """Whether decode steps are captured and launched as a whole; on a CPU, recorded and made again
-    without Python. The same bits either way.
-    """
-    tensor_parallel_size: int = 1
-    """Over how many devices the model is divided: the first GPUs (with cuda:N all on that one,
-    which is for tests), or with the device cpu over this many processes that share the cores.
-    Answers don't depend on it.
-    """
-    speculation: str = "off"
-    """Where draft tokens come from, several of which one step checks: off, ngram (what followed the
-    last time the same tokens occurred in the text), self (the same weights in 4 bits) or
-    draft:MODEL (a smaller model with the same vocabulary). The answers are the same with any of
-    them.
-    """
-    acceptance: str = "exact"
-    """Which guesses are accepted: exact (a guess that equals the token which would have been
-    sampled: answers never change) or rejection (rejection sampling: tokens keep their
-    probabilities, but answers depend on the guesses).
-    """
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    """The order of waiting requests: by arrival, or by priority and then arrival."""
-    step_log: Path | str | None = None
-    """A file to which every step is written as a line of JSON."""
+    acceptance: str = check.choice(
+        "exact",
+        "exact",
+        "rejection",
+        help="Accept drafts that equal the sampled token (exact), or by rejection sampling.",
+    )
+    """With rejection sampling tokens keep their probabilities, but answers depend on the drafts."""
+    policy: Literal["fcfs", "priority"] = check.choice(
+        "fcfs",
+        "fcfs",
+        "priority",
+        help="Who goes first: by arrival, or by priority and then arrival.",
+    )
+    step_log: Path | str | None = check.parameter(  # noqa: RUF009
+        None, File(), optional=True, cli=True, help="Write every step to this file, as JSON lines."
+    )
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise InvalidRequestError(
-                "device", f"must be auto, cpu, cuda or cuda:N, not {self.device!r}"
-            )
-        if not re.fullmatch(r"off|ngram|self|draft:.+", self.speculation):
-            raise InvalidRequestError(
-                "speculation", f"must be off, ngram, self or draft:MODEL, not {self.speculation!r}"
-            )
-        for field, choices in _CHOICES.items():
-            if (value := getattr(self, field)) not in choices:
-                raise InvalidRequestError(
-                    field, f"must be one of {', '.join(choices)}, not {value!r}"
-                )
-        for field in (
-            "max_num_seqs",
-            "max_batched_tokens",
-            "max_model_len",
-            "block_size",
-            "tensor_parallel_size",
-        ):
-            value = getattr(self, field)
-            if value is None and field not in ("block_size", "tensor_parallel_size"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidRequestError(
-                    field, f"must be a whole number of at least 1, not {value!r}"
-                )
-        if isinstance(self.kv_cache_memory, float) and not 0 < self.kv_cache_memory <= 1:
-            message = f"as a fraction of free memory must be above 0 and at most 1, not {self.kv_cache_memory}"
-            raise InvalidRequestError("kv_cache_memory", message)
-        if self.kv_cache_memory is not None and not isinstance(self.kv_cache_memory, float):
-            parse_bytes("kv_cache_memory", self.kv_cache_memory, low=1)
-        parse_bytes("host_cache_memory", self.host_cache_memory, low=0)
+        check.check_fields(self)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineConfig:
         """From options by name, of which an unknown one is an error that lists the known ones."""
-        known = cls.__dataclass_fields__
         for name in options:
-            if name not in known:
-                raise InvalidRequestError(
-                    name, f"is no engine option; there are: {', '.join(known)}"
-                )
+            if name not in cls.__dataclass_fields__:
+                raise cls.unknown(name)
         return cls(**options)
+
+    @classmethod
+    def unknown(cls, name: str) -> InvalidRequestError:
+        known = ", ".join(cls.__dataclass_fields__)
+        return InvalidRequestError(name, f"is no engine option; there are: {known}")
 
     def limits(self, *, on_gpu: bool) -> Limits:
         """The limits on a GPU or a CPU, with its defaults where none were given."""

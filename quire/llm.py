@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Unpack
 
 from quire.assemble import Engine, build_engine
 from quire.checkpoints.sources import resolve
-from quire.config import EngineConfig
+from quire.config import EngineConfig, EngineOptions
 from quire.engine import make_requests
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.frontend import inputs
@@ -58,10 +58,10 @@ class LLM:
         *,
         config: str | Path | None = None,
         traces: str | Tracing | None = None,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        model, options = with_settings(config, model, options)
-        engine_config = EngineConfig.of(options)
+        model, chosen = with_settings(config, model, options)
+        engine_config = EngineConfig.of(chosen)
         self._process = os.getpid()
         self._turn = threading.RLock()
         """Held while the engine is stepped, or its requests are changed."""

@@ -1,8 +1,9 @@
 """How a request is sampled and when it ends. Frozen and checked once, at the border.
 
 The fields of `SamplingParams` are the one table of all parameters: name, neutral value (the
-default: a request that does not name a field asks for nothing by it) and what values are allowed.
-Checks, the step log, the server's messages and the arrays of `quire.sampling` follow from it.
+default: a request that does not name a field asks for nothing by it), what values are allowed, what
+it is for and who may set it. Checks, request bodies, options of commands, the page's form, docs, the
+step log, the server's messages and the arrays of `quire.sampling` follow from it.
 Whoever uses a parameter reads it by its name; each of those that change how a token is chosen
 belongs to one feature in `quire.sampling`.
 """
@@ -35,7 +36,6 @@ MAX_SCHEMA = MAX_GRAMMAR = MAX_CHOICE_TEXT = 256 * 1024
 MAX_REGEX = 16 * 1024
 MAX_CHOICES = 1024
 MAX_PREDICTION = 2**20
-_MANY = 2**31 - 1
 
 LogitsProcessor = Callable[["Tensor", "Tensor"], "Tensor"]
 """Called as `processor(token_ids, logits)`: the request's tokens so far (int64, prompt included)
@@ -162,118 +162,207 @@ class SamplingParams:
     docs/sampling.md.
     """
 
-    temperature: float = check.real(1.0, 0.0, 100.0)
-    """0 for greedy, and so is what is below 1e-5; at most 100."""
-    top_k: int = check.whole(0, 0, _MANY)
-    """Keep the k most likely tokens; 0 keeps all. Ties with the k-th are kept."""
-    top_p: float = check.real(1.0, 0.0, 1.0, low_open=True)
-    """Keep the smallest set of most likely tokens whose probability reaches p, and ties; 1 keeps
-    all.
-    """
-    min_p: float = check.real(0.0, 0.0, 1.0)
-    """Keep the tokens at least this many times as likely as the likeliest; 0 keeps all."""
-    typical_p: float = check.real(1.0, 0.0, 1.0, low_open=True)
-    """Keep the tokens whose surprise is nearest the expected one, until their probability reaches
-    this.
-    """
-    top_n_sigma: float = check.real(0.0, 0.0, 1000.0)
-    """Keep the tokens whose logit is within this many standard deviations of the highest; 0 keeps
-    all.
-    """
-    repetition_penalty: float = check.real(1.0, 0.0, 100.0, low_open=True)
-    """Logits of tokens in the prompt or the answer are divided by it if positive, multiplied if
-    negative.
-    """
-    presence_penalty: float = check.real(0.0, -2.0, 2.0)
-    """Subtracted from the logits of tokens in the answer."""
-    frequency_penalty: float = check.real(0.0, -2.0, 2.0)
-    """Subtracted from the logits of tokens in the answer, once for every time they are there."""
-    no_repeat_ngram_size: int = check.whole(0, 0, 64)
-    """No n tokens in a row occur twice (prompt included); 0 allows it."""
-    dry_multiplier: float = check.real(0.0, 0.0, 100.0)
-    """DRY: a token that would extend a repetition of n tokens loses multiplier * base**(n - allowed
-    length).
-    """
-    dry_base: float = check.real(1.75, 1.0, 100.0)
-    dry_allowed_length: int = check.whole(2, 1, 64)
-    """Repetitions shorter than this cost nothing."""
+    temperature: float = check.real(
+        1.0, 0.0, 100.0, help="0 always takes the most likely token; higher is more varied."
+    )
+    """What is below 1e-5 is 0."""
+    top_k: int = check.whole(
+        0, 0, help="Keep the k most likely tokens, and ties with the k-th; 0 keeps all."
+    )
+    top_p: float = check.real(
+        1.0,
+        0.0,
+        1.0,
+        low_open=True,
+        help="Keep the most likely tokens whose probability reaches p, and ties; 1 keeps all.",
+    )
+    min_p: float = check.real(
+        0.0,
+        0.0,
+        1.0,
+        help="Keep the tokens at least this many times as likely as the likeliest; 0 keeps all.",
+    )
+    typical_p: float = check.real(
+        1.0,
+        0.0,
+        1.0,
+        low_open=True,
+        help="Keep the tokens whose surprise is nearest the expected one, up to this probability.",
+    )
+    top_n_sigma: float = check.real(
+        0.0,
+        0.0,
+        1000.0,
+        help="Keep logits within this many standard deviations of the highest; 0 keeps all.",
+    )
+    repetition_penalty: float = check.real(
+        1.0,
+        0.0,
+        100.0,
+        low_open=True,
+        help="Divide positive logits of tokens in prompt and answer by it, multiply negative ones.",
+    )
+    presence_penalty: float = check.real(
+        0.0, -2.0, 2.0, help="Subtract it from the logits of tokens in the answer."
+    )
+    frequency_penalty: float = check.real(
+        0.0, -2.0, 2.0, help="Subtract it from a token's logit for each time the answer has it."
+    )
+    no_repeat_ngram_size: int = check.whole(
+        0, 0, 64, help="No n tokens in a row occur twice, prompt included; 0 allows it."
+    )
+    dry_multiplier: float = check.real(
+        0.0,
+        0.0,
+        100.0,
+        help="DRY: what extends a repetition of n tokens loses multiplier * base**(n - length).",
+    )
+    dry_base: float = check.real(1.75, 1.0, 100.0, help="DRY: how fast the penalty grows.")
+    dry_allowed_length: int = check.whole(
+        2, 1, 64, help="DRY: repetitions shorter than this cost nothing."
+    )
     dry_sequence_breakers: tuple[str, ...] = check.strings(
-        ("\n", ":", '"', "*"), MAX_STOP_STRINGS, MAX_STRING
+        ("\n", ":", '"', "*"),
+        MAX_STOP_STRINGS,
+        MAX_STRING,
+        help="DRY: no repetition extends over a token that contains one of these.",
     )
-    """No repetition extends over a token that contains one of these."""
-    xtc_probability: float = check.real(0.0, 0.0, 1.0)
-    """XTC: the chance that, of the tokens with at least xtc_threshold probability, only the least
-    likely stays.
-    """
-    xtc_threshold: float = check.real(0.1, 0.0, 1.0)
+    xtc_probability: float = check.real(
+        0.0, 0.0, 1.0, help="XTC: the chance that of the likely tokens only the least likely stays."
+    )
+    xtc_threshold: float = check.real(
+        0.1, 0.0, 1.0, help="XTC: tokens of at least this probability are likely."
+    )
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = check.checked(
-        None, _check_biases
+        None,
+        _check_biases,
+        f"up to {MAX_BIASES} token ids with -100 to 100 each",
+        help="Added to the logits of these tokens.",
     )
-    """Added to the logits of token ids, -100 to 100 each (kept as a tuple of pairs, ascending by
-    id).
-    """
+    """Kept as a tuple of pairs, ascending by id."""
     allowed_token_ids: tuple[int, ...] | None = check.token_ids(
-        None, MAX_ALLOWED_TOKENS, least=1, optional=True
+        None,
+        MAX_ALLOWED_TOKENS,
+        least=1,
+        optional=True,
+        help="Only these can be chosen, end-of-sequence tokens among them if they are to be.",
     )
-    """Only these can be chosen; None allows all. End-of-sequence tokens have to be listed to be
-    allowed.
-    """
-    bad_words: tuple[str, ...] = check.strings((), MAX_BAD_WORDS, MAX_STRING)
-    """Words the answer can't contain, where they are written with the tokens the tokenizer gives
-    them.
-    """
-    seed: int | None = check.whole(None, 0, MAX_SEED, optional=True)
-    """0 to 2**64-1. Same request, same seed: same tokens. None draws one, which the output reports."""
-    max_tokens: int | None = check.whole(256, 1, _MANY, optional=True)
-    """At most this many new tokens; None goes on until the model ends or its context is full."""
-    min_tokens: int = check.whole(0, 0, _MANY)
-    """The end-of-sequence and stop tokens can't be chosen before this many new tokens."""
-    ignore_eos: bool = check.flag(False)
-    """Go on past the model's end-of-sequence tokens."""
-    stop: tuple[str, ...] = check.strings((), MAX_STOP_STRINGS, MAX_STRING)
-    """Strings that end the answer (one string may be given as it is)."""
-    stop_token_ids: tuple[int, ...] = check.token_ids((), MAX_STOP_TOKENS)
-    """Further tokens that end the answer."""
-    include_stop_str_in_output: bool = check.flag(False)
-    """Leave the stop string, or the text of the stop token, that ended the answer in its text."""
-    n: int = check.whole(1, 1, MAX_N)
-    """How many answers; answer i is what a request of its own with seed + i would give."""
-    best_of: int | None = check.whole(None, 1, MAX_N, optional=True)
-    """Generate this many and return the `n` with the highest mean logprob."""
-    logprobs: int | None = check.whole(None, 0, MAX_LOGPROBS, optional=True)
-    """Report each answer token's logprob and those of this many most likely tokens; None reports
-    nothing.
-    """
-    logprob_token_ids: tuple[int, ...] = check.token_ids((), MAX_LOGPROBS)
-    """Report the logprobs of these tokens, too, wherever logprobs are reported: needs `logprobs`."""
-    prompt_logprobs: int | None = check.whole(None, 0, MAX_LOGPROBS, optional=True)
-    """The same for the prompt's tokens."""
-    skip_special_tokens: bool = check.flag(True)
-    """Leave special tokens out of the text."""
-    spaces_between_special_tokens: bool = check.flag(True)
-    """Leave the spaces that the tokenizer's decoder puts between special tokens that are shown. No
-    decoder that Quire accepts puts any there, so neither value changes a text.
-    """
-    cache_salt: str | None = check.checked(None, _check_salt, optional=True)
-    """Requests share cached prefixes only with requests of the same salt."""
-    priority: int = check.whole(0, -(2**31), _MANY)
-    """Lower goes first, under the engine's `priority` policy."""
+    bad_words: tuple[str, ...] = check.strings(
+        (), MAX_BAD_WORDS, MAX_STRING, help="Words that the answer can't contain."
+    )
+    """Where they are written with the tokens that the tokenizer gives them."""
+    seed: int | None = check.whole(
+        None,
+        0,
+        MAX_SEED,
+        optional=True,
+        help="The same request and seed always give the same answer.",
+    )
+    """None draws one, which the output reports."""
+    max_tokens: int | None = check.whole(
+        256, 1, optional=True, help="At most this many new tokens."
+    )
+    """None goes on until the model ends or its context is full."""
+    min_tokens: int = check.whole(
+        0, 0, help="End-of-sequence and stop tokens can't be chosen before this many new tokens."
+    )
+    ignore_eos: bool = check.flag(False, help="Go on past the model's end-of-sequence tokens.")
+    stop: tuple[str, ...] = check.strings(
+        (), MAX_STOP_STRINGS, MAX_STRING, help="Strings that end the answer.", page=True
+    )
+    """One string may be given as it is."""
+    stop_token_ids: tuple[int, ...] = check.token_ids(
+        (), MAX_STOP_TOKENS, help="Further tokens that end the answer."
+    )
+    include_stop_str_in_output: bool = check.flag(
+        False, help="Leave the stop string or stop token that ended the answer in its text."
+    )
+    n: int = check.whole(1, 1, MAX_N, cli=False, page=False, help="How many answers.")
+    """Answer i is what a request of its own with seed + i would give."""
+    best_of: int | None = check.whole(
+        None,
+        1,
+        MAX_N,
+        optional=True,
+        cli=False,
+        page=False,
+        help="Generate this many and return the n with the highest mean logprob.",
+    )
+    logprobs: int | None = check.whole(
+        None,
+        0,
+        MAX_LOGPROBS,
+        optional=True,
+        cli=False,
+        page=False,
+        help="Report each answer token's logprob and those of this many most likely tokens.",
+    )
+    logprob_token_ids: tuple[int, ...] = check.token_ids(
+        (), MAX_LOGPROBS, help="Report the logprobs of these tokens, too; needs logprobs."
+    )
+    prompt_logprobs: int | None = check.whole(
+        None,
+        0,
+        MAX_LOGPROBS,
+        optional=True,
+        cli=False,
+        page=False,
+        help="Report logprobs of the prompt's tokens, too.",
+    )
+    skip_special_tokens: bool = check.flag(True, help="Leave special tokens out of the text.")
+    spaces_between_special_tokens: bool = check.flag(
+        True, cli=False, help="Changes nothing: no tokenizer that Quire accepts adds such spaces."
+    )
+    cache_salt: str | None = check.checked(
+        None,
+        _check_salt,
+        f"text of up to {MAX_STRING} characters",
+        optional=True,
+        help="Share cached prefixes only with requests of the same salt.",
+    )
+    priority: int = check.whole(
+        0,
+        -(2**31),
+        cli=False,
+        page=False,
+        help="Lower goes first, under the engine's `priority` policy.",
+    )
     deadline: float | None = check.real(
-        None, 0.0, math.inf, low_open=True, high_open=True, optional=True
+        None,
+        0.0,
+        math.inf,
+        low_open=True,
+        high_open=True,
+        optional=True,
+        page=False,
+        help="Seconds after which the request ends.",
     )
-    """Seconds from arrival after which the request ends with finish_reason "deadline"."""
-    structured: StructuredOutput | None = check.checked(None, _check_structured, optional=True)  # noqa: RUF009
-    """The form the answer must take (a mapping of StructuredOutput's fields will do)."""
-    speculation: bool = check.flag(True)
-    """Whether the engine's speculation may be used for this request. The answer is the same either
-    way.
-    """
-    prediction: str | None = check.text(MAX_PREDICTION)
-    """What the answer may be, or be like (a file that is to be changed a little): its tokens are
-    guesses. The answer is the same with any prediction, and comes the sooner the better it is.
-    """
-    logits_processors: tuple[LogitsProcessor, ...] = check.checked((), _check_processors)
-    """Python functions over one row's logits, for the offline API; each costs a call per token."""
+    """From its arrival; the finish_reason is "deadline"."""
+    structured: StructuredOutput | None = check.checked(  # noqa: RUF009
+        None,
+        _check_structured,
+        "a StructuredOutput",
+        optional=True,
+        api=False,
+        help="The form the answer must take.",
+    )
+    """A mapping of StructuredOutput's fields will do. Every API has its own names for it."""
+    speculation: bool = check.flag(
+        True, cli=False, help="Let the engine speculate; the answer is the same either way."
+    )
+    prediction: str | None = check.text(
+        MAX_PREDICTION,
+        api=False,
+        help="What the answer may be, or be like: its tokens are drafts. The answer is the same.",
+    )
+    """A file that is to be changed a little, say. The better it is, the sooner the answer comes."""
+    logits_processors: tuple[LogitsProcessor, ...] = check.checked(
+        (),
+        _check_processors,
+        f"up to {MAX_LOGITS_PROCESSORS} functions",
+        api=False,
+        help="Python functions over one row's logits; each costs a call per token.",
+    )
 
     def __post_init__(self) -> None:
         check.check_fields(self)

@@ -117,7 +117,7 @@ def test_every_field_has_a_check_and_one_user() -> None:
     fields = dataclasses.fields(SamplingParams)
     assert users == Counter(field.name for field in fields)
     assert all(
-        callable(field.metadata["check"])
+        callable(field.metadata["parameter"].values.check)
         for field in (*fields, *dataclasses.fields(StructuredOutput))
     )
 

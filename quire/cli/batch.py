@@ -75,11 +75,16 @@ def batch(
     again, and the file comes out as if nothing had happened. A request that fails has its error on
     its line; then the exit code is 3, and 1 if not all could be answered.
 
-    \b quire batch requests.jsonl -o answers.jsonl quire batch requests.jsonl --model Qwen/Qwen3-32B
-    --tensor-parallel-size 4 --served-model-name my-model quire batch requests.jsonl --any-order
-    quire batch requests.jsonl --model Qwen/Qwen3-8B --replicas 8 --ray auto A line of REQUESTS
-    (docs/batches.md has more): {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
-    "body": {"messages": [...]}}
+    \b
+    quire batch requests.jsonl -o answers.jsonl
+    quire batch requests.jsonl --model Qwen/Qwen3-32B --tensor-parallel-size 4
+    quire batch requests.jsonl --served-model-name my-model --any-order
+    quire batch requests.jsonl --model Qwen/Qwen3-8B --replicas 8 --ray auto
+
+    \b
+    A line of REQUESTS (docs/batches.md has more):
+    {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
+     "body": {"messages": [...]}}
     """
     if any_order and ray is not None:
         raise QuireError(

@@ -20,30 +20,27 @@ from quire.cli.run import details
 from quire.cli.start import check_can_chat, open_llm
 from quire.cli.terminal import say
 from quire.errors import InvalidRequestError, QuireError
+from quire.field_checks import Flag, Number, parameters
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.llm import LLM
 
+_SETTABLE = {
+    name: line.values
+    for name, line in parameters(SamplingParams).items()
+    if line.cli and isinstance(line.values, Number | Flag)
+}
 _HELP = """\
 /reset            forget the conversation
 /system [TEXT]    show or set the system message (and start over)
-/params [K=V]...  show or set sampling: temperature, top_k, top_p, seed, max_tokens, min_tokens, ignore_eos
+/params [K=V]...  show or set sampling, such as temperature=0.5
 /stats            what the last answer cost
 /help             this list
 /quit             leave (as does Ctrl-D)
 A line that ends in \\ goes on in the next; \"\"\" begins and ends a text of many lines.
 Ctrl-C stops the answer, not the program."""
-_SETTABLE = {
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "seed": int,
-    "max_tokens": int,
-    "min_tokens": int,
-    "ignore_eos": bool,
-}
 
 
 @with_groups
@@ -248,12 +245,13 @@ def _read_line(prompt: str) -> str:
 
 
 def _parse(name: str, value: str) -> Any:
-    kind = _SETTABLE[name]
-    if kind is bool:
-        if value.lower() not in ("true", "false"):
-            raise InvalidRequestError(name, f"must be true or false, not {value!r}")
-        return value.lower() == "true"
+    values = _SETTABLE[name]
+    if isinstance(values, Flag):
+        return {"true": True, "false": False}.get(
+            value.lower(), value
+        )  # the check says what it must be
+    assert isinstance(values, Number)
     try:
-        return kind(value)
+        return values.kind(value)
     except ValueError:
         raise InvalidRequestError(name, f"must be a number, not {value!r}") from None

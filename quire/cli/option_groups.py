@@ -2,16 +2,17 @@
 set.
 
 A command declares `engine: EngineOptions = EngineOptions()`; on the command line these are the
-dataclass's fields, one option each, and the command gets the object. A new option for all of them
-is a new field in `options.py`.
+dataclass's fields, one option each, and the command gets the object. `table_options` makes such a
+group of a table of parameters (`quire.field_checks`), so that a new line there is a new option here.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
@@ -20,7 +21,9 @@ from typer import Argument, Option
 from typer.models import OptionInfo
 
 from quire.cli.toml import check_value, toml_line
+from quire.config import File, Memory
 from quire.errors import InvalidRequestError
+from quire.field_checks import Choice, Flag, Number, Pattern, Strings, Values, parameters
 from quire.frontend.settings_file import SettingsFile, read_settings
 
 MODEL_HELP = "An alias (smollm2), a folder, a .gguf file or a Hugging Face id (org/name)."
@@ -52,8 +55,6 @@ class OptionGroup:
     """
 
     section: ClassVar[str] = ""
-    others: dict[str, Any] = field(default_factory=dict, kw_only=True)
-    """What the file's section sets besides: for options that have no place on the command line."""
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
@@ -61,16 +62,75 @@ class OptionGroup:
         hints = get_type_hints(cls, include_extras=True)
         found = {}
         for one in fields(cls):
-            if one.name != "others":
-                default = None if one.default is MISSING else one.default
-                kind = inspect.Parameter.KEYWORD_ONLY
-                found[one.name] = inspect.Parameter(
-                    one.name, kind, default=default, annotation=hints[one.name]
-                )
+            kind = inspect.Parameter.KEYWORD_ONLY
+            found[one.name] = inspect.Parameter(
+                one.name, kind, default=one.default, annotation=hints[one.name]
+            )
         return found
+
+    @classmethod
+    def unknown(cls, name: str, path: Path | None) -> InvalidRequestError:
+        """Says that a file's section sets something that there is not."""
+        known = ", ".join(cls.options())
+        return InvalidRequestError(
+            "config", f"{path}: {name} in [{cls.section}] is unknown; there are: {known}"
+        )
 
     def check(self) -> None:
         """Refuses values that can't be; for groups that can tell without loading anything."""
+
+
+_SHORT = {"max_tokens": "-n", "tensor_parallel_size": "-tp"}
+
+
+def table_option(table: type, name: str) -> Any:
+    """The option that a line of a table makes."""
+    line = parameters(table)[name]
+    names = [f"--{name.replace('_', '-')}"]
+    if isinstance(line.values, Flag) and line.default:
+        names[0] += f"/--no-{name.replace('_', '-')}"
+    if name in _SHORT:
+        names.append(_SHORT[name])
+    several = " Repeat for several." if isinstance(line.values, Strings) else ""
+    return Option(*names, metavar=_metavar(line.values), help=line.help + several)
+
+
+def _metavar(values: Values) -> str | None:
+    if isinstance(values, Flag):
+        return None
+    if isinstance(values, Choice):
+        return "|".join(values.names)
+    if isinstance(values, Pattern):
+        return re.sub(r", | or ", "|", values.words)
+    if isinstance(values, Number):
+        return "N" if values.kind is int else "X"
+    return {Memory: "M", File: "FILE"}.get(type(values), "TEXT")
+
+
+def _option_type(values: Values) -> Any:
+    if isinstance(values, Number):
+        return values.kind
+    return {Flag: bool, File: Path, Strings: list[str]}.get(type(values), str)
+
+
+def table_options(
+    table: type, defaults: Mapping[str, Any] | None = None, without: Collection[str] = ()
+) -> type[OptionGroup]:
+    """A group with an option for every line of a table that is for the command line, `without`
+    some; with the table's defaults where there are no others.
+    """
+    made: list[tuple[str, Any, Any]] = []
+    for name, line in parameters(table).items():
+        if line.cli and name not in without:
+            default = (defaults or {}).get(name, line.default)
+            if isinstance(line.values, Strings):
+                default = None  # an option that is repeated
+            elif isinstance(line.values, Memory) and default is not None:
+                default = str(default)
+            kind = _option_type(line.values)
+            kind = kind | None if default is None else kind
+            made.append((name, Annotated[kind, table_option(table, name)], default))
+    return make_dataclass(f"{table.__name__}Options", made, bases=(OptionGroup,), frozen=True)
 
 
 @dataclass(frozen=True)
@@ -160,17 +220,15 @@ def _from_file(
     kind: type[OptionGroup], own: dict[str, Any], given: set[str], file: SettingsFile
 ) -> OptionGroup:
     section = file.sections.get(kind.section, {})
-    others = {key: value for key, value in section.items() if key not in own}
+    for key in section:
+        if key not in own:
+            raise kind.unknown(key, file.path)
     for key in own.keys() & section.keys() - given:
         annotation = kind.options()[key].annotation
         own[key] = check_value(
             f"{file.path}: {key} in [{kind.section}]", section[key], _plain_type(annotation)
         )
-    group = kind(**own, others=others)
-    if others and kind.section != "engine":  # the engine's are checked with all its options
-        what = f"{next(iter(others))} in [{kind.section}] is unknown; there are: {', '.join(kind.options())}"
-        raise InvalidRequestError("config", f"{file.path}: {what}")
-    return group
+    return kind(**own)
 
 
 def _plain_type(annotation: Any) -> Any:
@@ -200,5 +258,4 @@ def as_toml(model: str | None, groups: list[OptionGroup]) -> str:
                 )
             else:
                 lines.append(f"# {name} is not set" if value is None else toml_line(name, value))
-        lines += [toml_line(name, value) for name, value in group.others.items()]
     return "\n".join(lines) + "\n"

@@ -68,9 +68,11 @@ def replay(
     steps of other sizes than the log has, some are measured on the log's model, in at most ten
     seconds; where it is not on this machine, the figures are marked as uncertain.
 
-    \b quire replay steps.jsonl --model smollm2 quire replay steps.jsonl --what-if max_num_seqs=16
-    quire replay steps.jsonl --what-if max_batched_tokens=2048 --no-calibrate quire replay
-    steps.jsonl --what-if rate=2 --what-if rate=2,max_batched_tokens=1024,policy=priority
+    \b
+    quire replay steps.jsonl --model smollm2
+    quire replay steps.jsonl --what-if max_num_seqs=16
+    quire replay steps.jsonl --what-if max_batched_tokens=2048 --no-calibrate
+    quire replay steps.jsonl --what-if rate=2 --what-if rate=2,max_batched_tokens=1024
     """
     from quire.observe.step_log import last_run
     from quire.tools.what_if.recorded import recorded_requests

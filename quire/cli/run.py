@@ -77,10 +77,11 @@ def run(
     each = _with_priorities(sampling.params(), priority or [], len(texts))
     if raw and system is not None:
         raise InvalidRequestError("--system", "needs a chat template, which --raw turns off")
+    chosen = engine.keywords()
     if priority:  # there is no other reason to give one
-        engine = replace(engine, policy="priority")
+        chosen["policy"] = "priority"
     started = time.monotonic()
-    with open_llm(model, **engine.keywords()) as llm:
+    with open_llm(model, **chosen) as llm:
         say(f"{llm.description} ({time.monotonic() - started:.1f} s)")
         outputs = _answer(llm, texts, each, system, raw or not llm.has_chat_template, json_lines)
         if verbose:

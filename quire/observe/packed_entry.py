@@ -113,7 +113,9 @@ def block_events(entries: Sequence[StepLogEntry]) -> Iterator[BlockEvents]:
     if not isinstance(entries, UnpackedEntries):
         for entry in reversed(entries):
             step = entry.step
-            taken = [(one.request_id, one.new_block_ids) for one in step.scheduled]
+            taken: list[tuple[str, Sequence[int]]] = [
+                (one.request_id, one.new_block_ids) for one in step.scheduled
+            ]
             for one in step.admitted:
                 taken += ((one.request_id, state) for state in one.state_ids)
             yield BlockEvents(taken, step.copies)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 import quire.cli.run as run_module
 from quire import LLM
 from quire.cli import options
+from quire.cli.bench import app as bench
 from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError, QuireError
@@ -64,7 +66,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_run_chat_and_serve_have_the_same_engine_options_and_all_of_them_are_the_engines() -> None:
-    assert set(EngineConfig.__dataclass_fields__) >= SHARED
+    assert set(EngineConfig.__dataclass_fields__) == SHARED
     for command in ("run", "chat", "serve"):
         listed = CliRunner().invoke(app, [command, "--help"], terminal_width=200).stdout
         for name in SHARED | {"config", "print_config"}:
@@ -276,9 +278,29 @@ def test_an_llm_takes_the_same_file(folder: Path, tmp_path: Path) -> None:
         LLM(config=file)
 
 
-def test_every_group_knows_all_of_its_fields() -> None:
-    for kind in (options.EngineOptions, options.SamplingOptions):
-        assert set(kind.options()) == {one.name for one in fields(kind)} - {"others"}
+def test_examples_in_help_stand_on_lines_of_their_own() -> None:
+    """A formatter that fills paragraphs may join what click leaves alone after a line with \\b."""
+    commands = [*app.registered_commands, *bench.registered_commands]
+    texts = [inspect.getdoc(one.callback) or "" for one in commands]
+    assert sum("\b\n" in text for text in texts) > 10
+    assert [text for text in texts if re.search("\b[^\n]", text)] == []
+
+
+def test_a_parameter_reaches_the_answer_and_a_wrong_one_is_refused(
+    folder: Path, invoke: Callable[..., tuple[str, str]]
+) -> None:
+    def text(*given: object) -> str:
+        common = ("-m", folder, "--kv-cache-memory", "8MiB", "--max-num-seqs", 2, "--json")
+        answer = invoke("run", "one", "--raw", "-n", 8, "--temperature", 5, *common, *given)[0]
+        return str(json.loads(answer)["text"])
+
+    assert text("--min-p", 1) == text("--temperature", 0)
+    whole = text()
+    stop = whole[3]
+    cut = text("--stop", stop, "--include-stop-str-in-output")
+    assert cut == whole[: whole.index(stop) + 1]
+    with pytest.raises(InvalidRequestError, match="min_p: must be at least 0 and at most 1, not 2"):
+        text("--min-p", 2)
 
 
 def test_compiling_kernels_is_shown_on_a_terminal(

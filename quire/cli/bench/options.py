@@ -19,9 +19,6 @@ NewTokens = Annotated[
 ]
 Repeats = Annotated[int, Option(metavar="N", min=1, help="How often everything is measured.")]
 MaxNumSeqs = Annotated[int, Option(metavar="N", min=1, help="How many requests run at once.")]
-Kernels = Annotated[
-    str, Option(metavar="auto|reference|...", help="Which kernels; auto: the fastest here.")
-]
 MarkdownFile = Annotated[
     Path | None, Option("--markdown", metavar="FILE", help="Write the report here, too.")
 ]

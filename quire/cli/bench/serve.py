@@ -13,6 +13,8 @@ from typing import Annotated, Any
 from typer import Option
 
 from quire.cli.bench.options import deliver
+from quire.cli.option_groups import with_groups
+from quire.cli.options import SentOptions, given_parameters
 from quire.errors import InvalidRequestError, QuireError
 
 _KEY = Option(
@@ -20,6 +22,7 @@ _KEY = Option(
 )
 
 
+@with_groups
 def serve(
     base_url: Annotated[str, Option(metavar="URL", help="The server.")] = "http://127.0.0.1:8000",
     backend: Annotated[
@@ -78,10 +81,7 @@ def serve(
         int | None,
         Option(metavar="N", help="Send random token ids below N, not words: lengths are exact."),
     ] = None,
-    ignore_eos: Annotated[
-        bool, Option("--ignore-eos", help="Ask for answers of full length.")
-    ] = False,
-    temperature: Annotated[float | None, Option(metavar="T", help="Default: the server's.")] = None,
+    sampling: SentOptions = SentOptions(),  # noqa: B008
     extra_body: Annotated[
         str, Option(metavar="JSON", help="Further fields of each request.")
     ] = "{}",
@@ -111,8 +111,10 @@ def serve(
 ) -> None:
     """Send a server requests and measure what its clients see, in the terms of `vllm bench serve`.
 
-    \b quire bench serve --num-prompts 64 --max-concurrency 32 --ignore-eos quire bench serve
-    --request-rate 4 --goodput ttft:500 --goodput tpot:50 --result-file run.json --plot run.png
+    \b
+    quire bench serve --num-prompts 64 --max-concurrency 32 --ignore-eos
+    quire bench serve --request-rate 4 --goodput ttft:500 --goodput tpot:50 \\
+        --result-file run.json --plot run.png
     """
     import asyncio
 
@@ -153,7 +155,10 @@ def serve(
         raise InvalidRequestError("--dataset-path", "says which file --dataset-name custom reads")
     else:
         jobs = file_jobs(dataset_path, num_prompts, custom_output_len)
-    extra = _json_object(extra_body)
+    sent = given_parameters(sampling)
+    ignore_eos = sent.pop("ignore_eos", False)
+    temperature = sent.pop("temperature", None)
+    extra = sent | _json_object(extra_body)
     load = Load(
         backend,
         endpoint,

@@ -1,9 +1,9 @@
 // The form of parameters: read into fields of a request, kept as the texts that were typed.
 
-import { byId } from "/page/dom.js";
+import { byId, make } from "/page/dom.js";
 
-const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"];
-const TEXTS = ["system", "stop", "schema", "tools", "tool_choice", "seed", ...NUMBERS];
+let parameters = [];  // what the server says it takes: {name, help, default}, and of a number its limits
+let texts = [];  // the names of all fields that are typed into
 const NUM_ALTERNATIVES = 5;
 
 export class SettingsError extends Error {
@@ -16,16 +16,37 @@ export class SettingsError extends Error {
 const form = () => byId("settings");
 const field = (name) => form().elements.namedItem(name);
 
+export function buildSettings(described) {
+  parameters = described;
+  texts = ["system", "schema", "tools", "tool_choice", ...parameters.map((one) => one.name)];
+  byId("parameters").replaceChildren(...parameters.map((one) => {
+    const label = one.name[0].toUpperCase() + one.name.slice(1).replaceAll("_", " ");
+    return make("label", { title: one.help }, `${label} `, make("input", inputOf(one)));
+  }));
+}
+
+function isNumber(one) {
+  return one.minimum !== undefined || one.exclusiveMinimum !== undefined;
+}
+
+// Out of range is the server's to refuse, which knows why; the limits here are for the arrows beside the number.
+function inputOf(one) {
+  const shown = { name: one.name, placeholder: one.default === null || one.default.length === 0 ? "" : String(one.default) };
+  if (!isNumber(one)) return { ...shown, type: "text", spellcheck: false };
+  const max = one.maximum === undefined ? "" : Math.min(one.maximum, Number.MAX_SAFE_INTEGER);
+  return { ...shown, type: "number", min: one.minimum ?? one.exclusiveMinimum, max, step: one.integer ? "1" : "any" };
+}
+
 // As typed, for a link: only what was filled in.
 export function typedSettings() {
   const typed = {};
-  for (const name of TEXTS) if (field(name).value.trim() !== "") typed[name] = field(name).value;
+  for (const name of texts) if (field(name).value.trim() !== "") typed[name] = field(name).value;
   if (field("logprobs").checked) typed.logprobs = true;
   return typed;
 }
 
 export function typeSettings(typed) {
-  for (const name of TEXTS) field(name).value = typeof typed[name] === "string" ? typed[name] : "";
+  for (const name of texts) field(name).value = typeof typed[name] === "string" ? typed[name] : "";
   field("logprobs").checked = typed.logprobs === true;
 }
 
@@ -36,13 +57,13 @@ export function drawSeed() {
 // Fields of a chat completion for settings as typed; raises SettingsError with the field that is wrong.
 export function requestFields(typed) {
   const fields = {};
-  for (const name of NUMBERS) {
-    if (typed[name] === undefined) continue;
-    const number = Number(typed[name]);
-    if (!Number.isFinite(number)) throw new SettingsError(name, `${name.replaceAll("_", " ")} is not a number`);
-    fields[name] = number;
+  for (const one of parameters) {
+    const { name } = one;
+    if (typed[name] === undefined || name === "seed") continue;
+    const value = isNumber(one) ? Number(typed[name]) : typed[name];
+    if (isNumber(one) && !Number.isFinite(value)) throw new SettingsError(name, `${name.replaceAll("_", " ")} is not a number`);
+    fields[name] = value;
   }
-  if (typed.stop !== undefined) fields.stop = typed.stop;
   if (typed.logprobs) Object.assign(fields, { logprobs: true, top_logprobs: NUM_ALTERNATIVES });
   if (typed.schema !== undefined) {
     const schema = parse("schema", "the JSON schema", typed.schema);
@@ -66,7 +87,7 @@ export function seedOf(typed) {
 // Below the field that is wrong, which may be far from the end of the form.
 export function showSettingsError(error) {
   const place = byId("settings-error");
-  for (const name of TEXTS) field(name).removeAttribute("aria-invalid");
+  for (const name of texts) field(name).removeAttribute("aria-invalid");
   if (error !== null && field(error.field)) {
     byId("settings-panel").open = true;
     field(error.field).closest("label").after(place);

@@ -6,7 +6,7 @@ import { isUp, whenUp } from "/page/connection.js";
 import { byId, make, plural } from "/page/dom.js";
 import { explain } from "/page/explain.js";
 import { digest, linkTo, readLink } from "/page/link.js";
-import { SettingsError, requestFields, seedOf, showSettingsError, typeSettings, typedSettings } from "/page/settings.js";
+import { SettingsError, buildSettings, requestFields, seedOf, showSettingsError, typeSettings, typedSettings } from "/page/settings.js";
 
 // A turn: {role: "user" | "tool" | "assistant", content, …}; what an answer has besides is made in `ask`.
 let turns = [];
@@ -16,6 +16,7 @@ let offered = null;  // a link whose answer nobody has asked for yet
 
 export function startTalk(about) {
   model = about.models[0];
+  buildSettings(about.settings);
   byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     sendQuestion();

@@ -261,13 +261,13 @@ class MessagesRequest(CountTokensRequest, sampling.TokenChoice, common.ApiReques
         "chat_template_kwargs.reasoning_effort": "output_config.effort",
     }
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: Annotated[int, sampling.FromTable("max_tokens")]
     stop_sequences: list[str] | None = None
     stream: bool | None = None
-    temperature: float | None = Field(None, ge=0, le=1)
+    temperature: Annotated[float | None, sampling.FromTable("temperature", high=1)] = None
     n: Literal[1] | None = None
-    top_k: int | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: Annotated[int | None, sampling.FromTable("top_k")] = None
+    top_p: Annotated[float | None, sampling.FromTable("top_p")] = None
     output_format: OutputFormat | None = None
     """The former name of `output_config.format`."""
     metadata: Metadata | None = None

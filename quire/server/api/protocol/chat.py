@@ -11,6 +11,7 @@ from quire.errors import InvalidRequestError
 from quire.frontend.tool_calls.tools import MAX_TOOLS
 from quire.server.api.protocol import common, sampling
 from quire.server.api.protocol.completions import MAX_PROMPTS
+from quire.server.api.protocol.sampling import FromTable
 from quire.server.api.protocol.tools import foreign_function, offered
 from quire.server.calls.generation import ChatPrompt, GenerationRequest, NamedTool, ToolChoice
 
@@ -64,10 +65,10 @@ class ChatCompletionRequest(sampling.SamplingFields):
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=common.MAX_MESSAGES)
     modalities: list[Literal["text"]] | None = Field(None, min_length=1, max_length=1)
     """Text is all the model writes."""
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: Annotated[int | None, FromTable("max_tokens")] = None
+    max_completion_tokens: Annotated[int | None, FromTable("max_tokens")] = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=common.MAX_TOP_LOGPROBS)
+    top_logprobs: Annotated[int | None, FromTable("logprobs", high=common.MAX_TOP_LOGPROBS)] = None
     tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None

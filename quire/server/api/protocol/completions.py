@@ -31,11 +31,11 @@ class CompletionRequest(sampling.SamplingFields):
     }
 
     prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(max_length=MAX_PROMPTS)]
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: Annotated[int | None, sampling.FromTable("max_tokens", low=0)] = None
     """0 gives no answer, for those who want the prompt's logprobs (echo)."""
-    best_of: int | None = Field(None, ge=1)
+    best_of: Annotated[int | None, sampling.FromTable("best_of")] = None
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs: Annotated[int | None, sampling.FromTable("logprobs", high=MAX_TOP_LOGPROBS)] = None
     add_special_tokens: bool = True
 
     @property

@@ -17,7 +17,7 @@ from quire.frontend.tool_calls.tools import MAX_TOOLS
 from quire.sampling_params import SamplingParams
 from quire.server.api.protocol import common, structure
 from quire.server.api.protocol.embeddings import MAX_INPUTS
-from quire.server.api.protocol.sampling import TokenChoice
+from quire.server.api.protocol.sampling import FromTable, TokenChoice
 from quire.server.api.protocol.tools import foreign_function, offered
 from quire.server.calls.generation import ChatPrompt, GenerationRequest, Prompt, TextPrompt
 
@@ -38,12 +38,12 @@ class Options(TokenChoice):
         "penalize_newline": "penalties are for all tokens",
     }
 
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    num_predict: int | None = Field(None, ge=-2)
+    temperature: Annotated[float | None, FromTable("temperature")] = None
+    top_p: Annotated[float | None, FromTable("top_p")] = None
+    num_predict: Annotated[int | None, FromTable("max_tokens", low=-2)] = None
     """Tokens of the answer; -1 and -2: as many as there is room for."""
     stop: str | list[str] | None = None
-    repeat_penalty: float | None = Field(None, gt=0)
+    repeat_penalty: Annotated[float | None, FromTable("repetition_penalty")] = None
     repeat_last_n: int | None = Field(None, ge=-1)
     num_ctx: int | None = Field(None, ge=2)
     """Tokens of prompt and answer together: at most as many as the server's context has."""
@@ -108,7 +108,7 @@ class AnswerRequest(OllamaRequest):
     think: bool | str | None = None
     """Whether the model thinks first, or how much ("low", "medium", "high")."""
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=common.MAX_TOP_LOGPROBS)
+    top_logprobs: Annotated[int | None, FromTable("logprobs", high=common.MAX_TOP_LOGPROBS)] = None
     truncate: bool | None = None
     """Cut off the beginning of a prompt that is too long; otherwise it is refused."""
 

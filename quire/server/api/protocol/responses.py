@@ -11,6 +11,7 @@ from quire.errors import InvalidRequestError
 from quire.sampling_params import StructuredOutput
 from quire.server.api.protocol import common, sampling, structure
 from quire.server.api.protocol.response_items import Conversation, Item, ItemReference
+from quire.server.api.protocol.sampling import FromTable
 from quire.server.api.protocol.tools import offered
 from quire.server.api.protocol.unions import LIST, TEXT, TEXT_OR_LIST, by_type, kind
 from quire.server.calls.generation import ChatPrompt, GenerationRequest, NamedTool, ToolChoice
@@ -113,12 +114,12 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
     ]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: Annotated[int | None, FromTable("max_tokens")] = None
     n: Literal[1] | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    temperature: Annotated[float | None, FromTable("temperature", high=2)] = None
+    top_p: Annotated[float | None, FromTable("top_p")] = None
     stop: str | list[str] | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=common.MAX_TOP_LOGPROBS)
+    top_logprobs: Annotated[int | None, FromTable("logprobs", high=common.MAX_TOP_LOGPROBS)] = None
     include: list[str] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None

@@ -5,12 +5,14 @@ own, which every API takes; and how they become sampling parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
+from pydantic_core import CoreSchema, core_schema
 
 from quire.errors import InvalidRequestError
-from quire.sampling_params import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, SamplingParams
+from quire.field_checks import Flag, Number, Strings, TokenIds, Values, parameters
+from quire.sampling_params import SamplingParams
 from quire.server.api.protocol import structure
 from quire.server.api.protocol.common import (
     MAX_TOP_LOGPROBS,
@@ -22,48 +24,108 @@ from quire.server.api.protocol.common import (
 from quire.server.api.protocol.structure import ConstraintFields
 from quire.server.calls.generation import TruncationSide
 
+TABLE = parameters(SamplingParams)
+_ELSEWHERE = {
+    "temperature",
+    "top_p",
+    "n",
+    "stop",
+    "max_tokens",
+    "best_of",
+    "logprobs",
+    "logprob_token_ids",
+    "prompt_logprobs",
+}
+"""Parameters that some API lacks, or calls or limits differently: each declares them itself."""
 
-class TokenChoice(ConstraintFields):
+
+class FromTable:
+    """Annotates a field of a body: what it may be and what it is for, as `SamplingParams` has it
+    under that name, within other limits where an API has its own.
+    """
+
+    def __init__(self, name: str, low: float | None = None, high: float | None = None) -> None:
+        self._name = name
+        values = TABLE[name].values
+        if isinstance(values, Number):
+            values = values.within(low, high)
+        elif isinstance(values, TokenIds) and high is not None:
+            values = TokenIds(int(high), values.least)
+        self._values = values
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        written = handler(schema)
+        for branch in written.get("anyOf", [written]):
+            if branch["type"] in ("integer", "number", "array"):
+                branch.update(_limits(self._values))
+        written["description"] = TABLE[self._name].help
+        return written
+
+    def _check(self, value: Any) -> Any:
+        if value is not None:
+            try:
+                self._values.check(self._name, value)
+            except InvalidRequestError as error:
+                raise ValueError(str(error).removeprefix(f"{error.field}: ")) from None
+        return value
+
+
+def _limits(values: Values) -> dict[str, Any]:
+    """As JSON schemas say it."""
+    if isinstance(values, Number):
+        return values.limits()
+    if isinstance(values, TokenIds):
+        return {"minItems": values.least, "maxItems": values.most}
+    return {"maxItems": values.most} if isinstance(values, Strings) else {}
+
+
+def _fields() -> dict[str, Any]:
+    """Of all parameters that every API has under its own name. Null means "not given"."""
+    found = {}
+    for name, one in TABLE.items():
+        if one.api and name not in _ELSEWHERE:
+            default = list(one.default) if isinstance(one.default, tuple) else one.default
+            found[name] = Annotated[_json_type(one.values) | None, FromTable(name)], default
+    return found
+
+
+def _json_type(values: Values) -> Any:
+    if isinstance(values, Number):
+        return values.kind
+    if isinstance(values, Flag):
+        return bool
+    if isinstance(values, TokenIds):
+        return list[int]
+    return list[str] if isinstance(values, Strings) else str
+
+
+if TYPE_CHECKING:
+
+    class TableFields(ConstraintFields):
+        pass
+else:
+    TableFields = create_model("TableFields", __base__=ConstraintFields, **_fields())
+
+
+class TokenChoice(TableFields):
     """What all four APIs for text take, so that the exact answer can be had by any of them."""
 
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    top_k: int | None = Field(None, ge=-1)
-    """0 or -1: all. `top_k`, `min_p` and `repetition_penalty` may be null, as in vLLM."""
-    min_p: float | None = Field(None, ge=0, le=1)
-    typical_p: float = Field(1.0, gt=0, le=1)
-    top_n_sigma: float = Field(0.0, ge=0)
-    repetition_penalty: float | None = Field(None, gt=0)
-    no_repeat_ngram_size: int = Field(0, ge=0)
-    dry_multiplier: float = Field(0.0, ge=0)
-    dry_base: float = Field(1.75, ge=1)
-    dry_allowed_length: int = Field(2, ge=1)
-    dry_sequence_breakers: list[str] = Field(["\n", ":", '"', "*"])
-    xtc_probability: float = Field(0.0, ge=0, le=1)
-    xtc_threshold: float = Field(0.1, ge=0, le=1)
-    min_tokens: int = Field(0, ge=0)
-    ignore_eos: bool = False
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
-    include_stop_str_in_output: bool = False
-    allowed_token_ids: Annotated[list[int], Field(max_length=MAX_ALLOWED_TOKENS)] | None = None
-    bad_words: list[str] | None = None
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    cache_salt: str | None = Field(None, min_length=1)
-    priority: int = 0
-    deadline: float | None = Field(None, gt=0)
-    """Seconds after which the request ends."""
-    speculation: bool = True
-    """False: no guesses. The answer is the same."""
+    seed: Annotated[int | None, FromTable("seed", low=-(2**63))] = None
+    top_k: Annotated[int | None, FromTable("top_k", low=-1)] = None
+    """0 or -1: all."""
+    cache_salt: Annotated[str | None, FromTable("cache_salt")] = Field(None, min_length=1)
 
     def sampling_params(self, stop: str | list[str] | None, **more: Any) -> SamplingParams:
         """`more` are parameters that an API names or defaults differently."""
-        names = type(self).model_fields.keys() & SamplingParams.__dataclass_fields__.keys() - {
-            "logit_bias",
-            *more,
-        }
+        names = type(self).model_fields.keys() & TABLE.keys() - {"logit_bias", *more}
         given = present(**{name: getattr(self, name) for name in names})
         given = {
             name: tuple(value) if isinstance(value, list) else value
@@ -94,12 +156,16 @@ class SamplingFields(TokenChoice, ApiRequest):
     request_id: str | None = Field(None, min_length=1, max_length=128)
     """The name that the body itself gives its request."""
 
-    n: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
+    n: Annotated[int | None, FromTable("n")] = TABLE["n"].default
+    temperature: Annotated[float | None, FromTable("temperature")] = TABLE["temperature"].default
+    top_p: Annotated[float | None, FromTable("top_p")] = TABLE["top_p"].default
     stop: str | list[str] | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    logprob_token_ids: Annotated[list[int], Field(max_length=MAX_TOP_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int | None, FromTable("prompt_logprobs", high=MAX_TOP_LOGPROBS)] = (
+        None
+    )
+    logprob_token_ids: Annotated[
+        list[int] | None, FromTable("logprob_token_ids", high=MAX_TOP_LOGPROBS)
+    ] = None
     """Instead of the most likely tokens: report the logprobs of these, and of the one that was
     chosen.
     """

@@ -64,11 +64,12 @@ class CompletionWriter(ChoicesWriter[CompletionRequest]):
 
     def _choice(self, event: GenerationEvent, is_whole: bool = False) -> dict[str, Any]:
         body, call = self.body, self.call
-        number = event.index // call.request.params.n
+        params = call.request.params
+        number = event.index // params.n
         is_first = event.index not in self._logprobs
         if is_first:
             as_ids = bool(body.return_tokens_as_token_ids)
-            hidden = call.tokenizer.special_token_ids if body.skip_special_tokens else frozenset()
+            hidden = call.tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
             self._logprobs[event.index] = _Logprobs(body.logprobs or 0, as_ids, hidden)
         writer = self._logprobs[event.index]
         prompt = call.prompts[number]
@@ -80,7 +81,7 @@ class CompletionWriter(ChoicesWriter[CompletionRequest]):
             if prompt.text is not None:
                 text = prompt.text + text
             else:
-                text = call.tokenizer.decode(prompt.token_ids, body.skip_special_tokens) + text
+                text = call.tokenizer.decode(prompt.token_ids, params.skip_special_tokens) + text
             if body.logprobs is not None:
                 first = prompt.token_ids[0]
                 scored = [Logprob(first, 0.0, 0, call.tokenizer.token_bytes(first))]

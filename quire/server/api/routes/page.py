@@ -16,7 +16,10 @@ from fastapi.responses import Response
 from starlette.types import Scope, Send
 
 from quire import __version__
+from quire.field_checks import Number, parameters
+from quire.sampling_params import SamplingParams
 from quire.server.api.http_responses import EventStream, JsonResponse, named_event
+from quire.server.api.protocol.chat import ChatCompletionRequest
 from quire.server.errors import ApiError, error_body
 from quire.server.guard.auth import seen_by
 from quire.server.guard.page_session import PageSessions, security_headers
@@ -56,6 +59,22 @@ def _read_files() -> Mapping[str, _File]:
 FILES = _read_files()
 
 
+def _settings() -> list[dict[str, Any]]:
+    """The form's fields: the parameters that are for the page, as chat completions take them."""
+    found = []
+    for name, line in parameters(SamplingParams).items():
+        if line.page:
+            default = ChatCompletionRequest.model_fields[name].default
+            one = {"name": name, "help": f"{line.help} ({line.values})", "default": default}
+            if isinstance(line.values, Number):
+                one |= {"integer": line.values.kind is int, **line.values.limits()}
+            found.append(one)
+    return found
+
+
+SETTINGS = _settings()
+
+
 @router.get("/")
 async def index(request: Request) -> Response:
     return _file(request, "index.html")
@@ -73,6 +92,7 @@ async def about(request: Request) -> Response:
         "max_model_len": ready.max_model_len,
         "has_keys": bool(service.config.api_keys),
         "engines": len(service.client.engines),
+        "settings": SETTINGS,
     }
     return JsonResponse(body, headers={"cache-control": "no-store"})
 

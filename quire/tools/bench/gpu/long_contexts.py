@@ -27,6 +27,7 @@ import torch
 from quire.assemble import Engine, assemble
 from quire.backends.select import pick_device, select_kernels
 from quire.config import EngineConfig
+from quire.kernels.ops import LayerCache
 from quire.runner.dtypes import pick_dtype
 from quire.runner.runner import Runner
 from quire.sampling_params import SamplingParams
@@ -129,6 +130,7 @@ def open_engine(options: argparse.Namespace, longest: int, batch: int) -> Engine
     print(engine.description, flush=True)
     assert isinstance(engine.runner, Runner)
     for cache in engine.runner._kv_cache.layers:  # memory as it comes may be full of NaN
+        assert isinstance(cache, LayerCache)
         cache.keys.normal_()
         cache.values.normal_()
     capture_graphs(engine.core)
