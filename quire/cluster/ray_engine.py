@@ -85,8 +85,7 @@ class EngineActor:
 
     async def pid(self) -> int:
         """The engine's process."""
-        assert self._link._process is not None
-        return self._link._process.pid
+        return self._link.pid
 
     async def _read(self) -> None:
         while True:

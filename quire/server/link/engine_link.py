@@ -7,15 +7,14 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
 import msgspec
 import zmq
 
-import quire
 from quire.errors import EngineError, QuireError
+from quire.process.child import Child
 from quire.process.temporary_folders import temporary_folder
 from quire.server.config import ServerConfig
 from quire.server.link.messages import (
@@ -25,7 +24,6 @@ from quire.server.link.messages import (
     Fatal,
     Loading,
     Ready,
-    Shutdown,
     decode_event,
     encode,
 )
@@ -48,7 +46,7 @@ class EngineLink:
     def __init__(self, config: ServerConfig, clock: AttendedClock) -> None:
         self._config = config
         self._clock = clock
-        self._process: asyncio.subprocess.Process | None = None
+        self._child: Child | None = None
         self._folder = contextlib.ExitStack()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._commands: zmq.Socket[bytes] | None = None
@@ -58,6 +56,12 @@ class EngineLink:
         self._broken = asyncio.Event()
         self._fault = ""
         self._last_heard = 0.0
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._child is not None
+        return self._child.pid
 
     async def start(self) -> Ready:
         """Starts the process and waits until it is ready; raises EngineError, or what it says is
@@ -86,21 +90,8 @@ class EngineLink:
         self._commands.bind(commands)
         self._events.bind(events)
         asyncio.get_running_loop().add_reader(self._events.fileno(), self._is_readable)
-        paths = [
-            str(Path(quire.__file__).parents[1]),
-            *filter(None, [os.environ.get("PYTHONPATH")]),
-        ]
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            config.engine_module,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=2,  # whatever a library prints belongs with the log
-            env={**os.environ, **config.share.environment, "PYTHONPATH": os.pathsep.join(paths)},
-        )
-        stdin = self._process.stdin
-        assert stdin is not None
         share = config.share
+        self._child = Child(config.engine_module, environment=share.environment, leads_group=True)
         first = EngineProcessConfig(
             config.model,
             config.engine,
@@ -111,11 +102,7 @@ class EngineLink:
             share.log_name,
             share.block_events,
         )
-        # It may be gone already, which shows below: asyncio says so in one way, uvloop, of a handle
-        # that is closed, in another.
-        with contextlib.suppress(ConnectionError, RuntimeError):
-            stdin.write(msgspec.json.encode(first) + b"\n")
-            await stdin.drain()
+        await self._child.tell(msgspec.json.encode(first) + b"\n")
 
     async def receive(self) -> Event:
         return _decode(await self.receive_bytes())
@@ -167,30 +154,20 @@ class EngineLink:
 
     async def wait(self) -> str:
         """Waits for the process to end and says how it did."""
-        assert self._process is not None
-        code = await self._process.wait()
-        self._kill_group()  # a compiler that it had started would go on
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        assert self._child is not None
+        how = await self._child.ended()
+        self._child.kill()  # a compiler that it had started would go on
+        return how
 
     async def kill_hung(self) -> None:
         """Makes the process write down where it hangs, then kills it."""
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGUSR1)
-            await asyncio.sleep(_STACKS_SECONDS)
-            self._process.kill()
-            self._kill_group()
-
-    def _kill_group(self) -> None:
-        """Kills what the process has started: it leads a group of its own, once it has come so far."""
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        assert self._child is not None
+        self._child.signal(signal.SIGUSR1)
+        await asyncio.sleep(_STACKS_SECONDS)
+        self._child.kill()
 
     async def stop(self) -> None:
-        """Ends the process, gently first, and closes the sockets. Can be called at any point;
-        raises nothing.
-        """
+        """Ends the process and closes the sockets. Can be called at any point; raises nothing."""
         for what in (self._end_process, self._close_sockets):
             try:
                 await what()
@@ -199,20 +176,11 @@ class EngineLink:
         self._folder.close()
 
     async def _end_process(self) -> None:
-        if self._process is None or self._process.returncode is not None:
-            return
-        if self._commands is not None:
-            self.send(Shutdown())
-        assert self._process.stdin is not None
-        with contextlib.suppress(RuntimeError):  # uvloop's: it is closed
-            self._process.stdin.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), _EXIT_SECONDS)
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-        self._kill_group()
+        if self._child is not None:
+            self._child.kill()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._child.ended(), _EXIT_SECONDS)
+            self._child.close()
 
     async def _close_sockets(self) -> None:
         if self._context is not None:

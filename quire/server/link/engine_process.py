@@ -7,13 +7,11 @@ nothing is left behind when the HTTP process dies, however it dies.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import hashlib
 import logging
 import math
-import os
 import shutil
 import signal
 import sys
@@ -39,6 +37,7 @@ from quire.observe.cache_events import CacheEvents, window_of
 from quire.observe.request_records import describe_request
 from quire.observe.step_log import StepSummary, describe_steps, summarize
 from quire.process import life
+from quire.process.child import end_with_parent, ignore_terminal_signals
 from quire.process.gc_pauses import IdleCollector, full_collections_put_off
 from quire.server.link import messages
 from quire.server.link.engine_memory import EngineMemory
@@ -247,14 +246,11 @@ def main(build: Callable[..., Engine] = build_engine) -> int:
     """Runs the process; `build` makes the engine (tests make it break)."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # where it hangs, if it hangs
-    # They reach every process of a group; the HTTP process decides what they mean.
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)
-    with contextlib.suppress(PermissionError):  # it leads a session, so it has a group of its own
-        os.setpgid(0, 0)  # ranks, compilers and whatever else it starts can be ended with it
+    ignore_terminal_signals()
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=messages.EngineProcessConfig)
     folder = Path(config.commands_address.removeprefix("ipc://")).parent
-    threading.Thread(target=_exit_with_parent, args=(folder,), daemon=True).start()
+    # A parent that was killed could not take its sockets away.
+    end_with_parent(lambda: shutil.rmtree(folder, ignore_errors=True))
     set_up_logging(config.log_format, config.log_level, config.log_name)
     context = zmq.Context()
     commands: zmq.Socket[bytes] = context.socket(zmq.PULL)
@@ -306,15 +302,6 @@ def _ready(name: str, engine: Engine) -> messages.Ready:
         memory=EngineMemory(decoder.device).look(time.monotonic()),
         window=window_of(scheduler),
     )
-
-
-def _exit_with_parent(folder: Path) -> None:
-    """`folder` holds the sockets; a parent that was killed could not take it away."""
-    # Not through sys.stdin: its lock, held here, would stop the interpreter from shutting down.
-    while os.read(0, 1024):
-        pass
-    shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)  # itself and what it has started
 
 
 if __name__ == "__main__":

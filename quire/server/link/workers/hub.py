@@ -7,10 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-import quire
 from quire.observe.request_records import RequestRecord
 from quire.observe.shared_metrics import Numbers
+from quire.process.child import Child
 from quire.process.temporary_folders import temporary_folder
 from quire.server.config import ServerConfig
 from quire.server.guard.counts import Counts
@@ -67,7 +64,7 @@ class WorkerHub:
         self._client: Engines | None = None
         self._server: asyncio.Server | None = None
         self._links: dict[int, WorkerLink] = {}
-        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._children: dict[int, Child] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._all_listening = asyncio.Event()
         self._draining = asyncio.Event()
@@ -108,9 +105,8 @@ class WorkerHub:
     def kill(self) -> None:
         """Ends them at once."""
         self._draining.set()
-        for process in self._processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+        for child in self._children.values():
+            child.kill()
 
     async def stop(self) -> None:
         """Ends what is left of them."""
@@ -118,9 +114,10 @@ class WorkerHub:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for process in self._processes.values():
+        for child in self._children.values():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), _EXIT_SECONDS)
+                await asyncio.wait_for(child.ended(), _EXIT_SECONDS)
+            child.close()
         if self._server is not None:
             self._server.close()
         self._stack.close()
@@ -167,8 +164,7 @@ class WorkerHub:
         """
         for worker, one in self._links.items():
             if one is link:
-                with contextlib.suppress(ProcessLookupError):
-                    self._processes[worker].kill()
+                self._children[worker].kill()
 
     @property
     def service(self) -> GenerationService:
@@ -194,10 +190,8 @@ class WorkerHub:
             self.counts.clear(worker)
             if self._draining.is_set():
                 return
-            process = self._processes.get(worker)
-            who = f"HTTP worker {worker}" + (
-                f" (process {process.pid})" if process is not None else ""
-            )
+            child = self._children.get(worker)
+            who = f"HTTP worker {worker}" + (f" (process {child.pid})" if child is not None else "")
             logger.error(
                 "%s is gone: %s; %d answers were lost with it; it is started again", who, how, lost
             )
@@ -220,31 +214,15 @@ class WorkerHub:
         """From a worker's start to its end; how it ended."""
         assert self._client is not None
         assert self._client.ready is not None
-        paths = [
-            str(Path(quire.__file__).parents[1]),
-            *filter(None, [os.environ.get("PYTHONPATH")]),
-        ]
-        process = self._processes[worker] = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "quire.server.link.workers.worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=2,
-            pass_fds=(self._listener.fileno(),),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        child = self._children[worker] = Child(
+            "quire.server.link.workers.worker", pass_fds=(self._listener.fileno(),)
         )
-        assert process.stdin is not None
         fields = encode_config(self._config)
         first = WorkerConfig(
             fields, worker, self._listener.fileno(), str(self.folder), self._client.ready
         )
-        process.stdin.write(msgspec.json.encode(first) + b"\n")
-        with contextlib.suppress(ConnectionError):
-            await process.stdin.drain()
-        code = await process.wait()
-        return (
-            f"killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
-        )
+        await child.tell(msgspec.json.encode(first) + b"\n")
+        return await child.ended()
 
     async def _watch(self) -> None:
         """Ends workers that hang. Times in which this process did not run itself count for nothing."""
@@ -256,8 +234,7 @@ class WorkerHub:
                     logger.error(
                         "HTTP worker %d gave no sign of life for %.0f s", worker, _PINGS * pause
                     )
-                    with contextlib.suppress(ProcessLookupError):
-                        self._processes[worker].kill()
+                    self._children[worker].kill()
 
     async def _tell_state(self, client: Engines) -> None:
         """Workers hear how the engine is when that changes."""

@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +22,7 @@ from quire.checkpoints.sources import resolve
 from quire.frontend.tokenizer import Tokenizer
 from quire.observe.shared_metrics import Numbers
 from quire.observe.tracing import Tracing
+from quire.process.child import end_with_parent, ignore_terminal_signals
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.guard.counts import Counts
@@ -70,11 +69,9 @@ class _Server(HttpServer):
 
 
 def main() -> int:
-    # They reach every process of a group; the server's own process decides what they mean.
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)
+    ignore_terminal_signals()
+    end_with_parent()
     first = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
     config = decode_config(first.server)
     set_up_logging(config.log_format, config.log_level, f"worker-{first.worker}")
     prepare_process()
@@ -122,12 +119,6 @@ async def _serve(first: WorkerConfig, config: ServerConfig, tokenizer: Tokenizer
     serving.result()
     if tracing is not None:
         await asyncio.to_thread(tracing.close)
-
-
-def _exit_with_parent() -> None:
-    while os.read(0, 1024):
-        pass
-    os._exit(0)
 
 
 if __name__ == "__main__":
