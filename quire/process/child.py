@@ -112,13 +112,14 @@ class Child:
         await ended.wait()
         return self.end or ""
 
-    async def tell(self, data: bytes) -> None:
-        """Sends its first message, on an event loop. That it is gone already, `ended` says."""
+    async def end_now(self, seconds: float) -> None:
+        """`close` on an event loop, which waits so long for the process to be gone."""
         import asyncio
 
-        self.connection.setblocking(False)
-        with contextlib.suppress(ConnectionError):
-            await asyncio.get_running_loop().sock_sendall(self.connection, data)
+        self.kill()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.ended(), seconds)
+        self.close()
 
     def signal(self, number: signal.Signals) -> None:
         """Does nothing once it has ended."""
@@ -209,7 +210,7 @@ def _watch_parent(last: Callable[[], None]) -> None:
     try:
         last()
     finally:
-        _end_group()
+        end_group()
 
 
 def _is_parent_gone(seconds: float | None) -> bool:
@@ -220,7 +221,8 @@ def _is_parent_gone(seconds: float | None) -> bool:
     return any(event & (select.POLLHUP | select.POLLERR) for _, event in found)
 
 
-def _end_group() -> NoReturn:
+def end_group() -> NoReturn:
+    """Ends this process at once, and what it has started, if it leads a group."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
@@ -237,7 +239,7 @@ class ParentLines:
         for line in self._file:
             yield json.loads(line)
         if _is_parent_gone(0.0):
-            _end_group()
+            end_group()
 
     def answer(self, message: object) -> None:
         self._file.write(json.dumps(message).encode() + b"\n")

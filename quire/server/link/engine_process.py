@@ -1,8 +1,8 @@
 """The engine's own process: `python -m quire.server.link.engine_process`, started by `engine_client`.
 
-It reads its configuration from standard input, loads the model, and then turns one loop: take in
-commands, compute a step, tell what came of it. When standard input ends, so does the process:
-nothing is left behind when the HTTP process dies, however it dies.
+It is told its configuration, loads the model, and then turns one loop: take in commands, compute a
+step, tell what came of it. It ends with its parent: nothing is left behind when the HTTP process
+dies, however it dies.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ import gc
 import hashlib
 import logging
 import math
-import shutil
+import select
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 
 import quire
 from quire.assemble import Engine, build_engine
@@ -37,9 +34,10 @@ from quire.observe.cache_events import CacheEvents, window_of
 from quire.observe.request_records import describe_request
 from quire.observe.step_log import StepSummary, describe_steps, summarize
 from quire.process import life
-from quire.process.child import end_with_parent, ignore_terminal_signals
+from quire.process.child import end_group, end_with_parent, ignore_terminal_signals
 from quire.process.gc_pauses import IdleCollector, full_collections_put_off
 from quire.server.link import messages
+from quire.server.link.channel import BlockingChannel
 from quire.server.link.engine_memory import EngineMemory
 from quire.server.link.engine_requests import EngineRequests
 from quire.server.link.engine_watch import EngineWatch
@@ -52,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_BATCHED_TOKENS = 8192
 """On a GPU, unless it is set: half of what the engine computes in a step elsewhere."""
-_HIGH_WATER = 1000
-"""Messages the HTTP process may be behind; then the engine waits for it."""
+_LAST_WORDS = 1.0
+"""Seconds in which the parent may take what it was told last."""
 _FAILURES_IN_A_ROW = 3
 """Steps. A device that lost its mind fails every one, and only a new process helps."""
 _LAST_STEPS = 20
@@ -71,12 +69,10 @@ _MAX_COMMANDS = 256
 class EngineLoop:
     """Commands in, steps, updates out. `observe` must be among the step log's listeners."""
 
-    def __init__(self, commands: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
-        self._commands = commands
-        self._events = events
-        self._sending = threading.Lock()
-        self._poller = zmq.Poller()
-        self._poller.register(commands, zmq.POLLIN)
+    def __init__(self, channel: BlockingChannel) -> None:
+        self._channel = channel
+        self._poller = select.poll()
+        self._poller.register(channel, select.POLLIN)
         self._out = messages.Updates()
         self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
         self._asked: list[messages.Describe] = []
@@ -108,26 +104,27 @@ class EngineLoop:
             self._watch.observe(entry)
 
     def run(self, engine: Engine, block_events: bool = False) -> None:
-        """Returns when told to shut down."""
+        """Until the parent is gone."""
         if block_events:
             self._cache_events = CacheEvents(engine.core.scheduler.blocks)
         requests = EngineRequests(engine)
         self._memory = EngineMemory(engine.decoder.device)
-        self._poller.register(requests.wake_fd, zmq.POLLIN)
+        self._poller.register(requests.wake_fd, select.POLLIN)
         if engine.runner.broken_fd is not None:
-            self._poller.register(engine.runner.broken_fd, zmq.POLLIN)
+            self._poller.register(engine.runner.broken_fd, select.POLLIN)
         core = engine.core
         try:
             while True:
                 if not core.has_work:
                     self._wait(requests.is_compiling)
                 for _ in range(_MAX_COMMANDS):
-                    if not self._commands.poll(0):
-                        break
-                    command = messages.decode_command(self._commands.recv())
-                    if isinstance(command, messages.Shutdown):
+                    try:
+                        data = self._channel.receive(0.0)
+                    except EOFError:
                         return
-                    self._handle(command, requests, engine)
+                    if data is None:
+                        break
+                    self._handle(messages.decode_command(data), requests, engine)
                 now = time.monotonic()
                 requests.poll(now)
                 updates = core.step(now)
@@ -150,6 +147,9 @@ class EngineLoop:
 
     def _wait(self, is_compiling: bool) -> None:
         """Until there may be something to do. A silence is time to look for garbage."""
+        if self._channel.has_received:
+            return
+        self._channel.flush()
         frame_due = None if self._watch is None else self._watch.wait_seconds(time.monotonic())
         if frame_due is not None:
             self._poller.poll(math.ceil(1000 * frame_due))
@@ -164,10 +164,7 @@ class EngineLoop:
         logger.error("last steps: %s", describe_steps(self._last_steps))
 
     def send(self, event: messages.Event) -> None:
-        # A socket may be used by one thread after the other: threads that compile give signs of
-        # life.
-        with self._sending:
-            self._events.send(messages.encode(event))
+        self._channel.send(messages.encode(event))
 
     def _handle(self, command: messages.Command, requests: EngineRequests, engine: Engine) -> None:
         now = time.monotonic()
@@ -177,7 +174,7 @@ class EngineLoop:
             case messages.Abort():
                 requests.abort(command.request_ids, now)
             case messages.End():
-                requests.end(command.name, command.reason, now)
+                requests.end(command.request_id, command.reason, now)
             case messages.Describe():
                 self._asked.append(command)
             case messages.Watch():
@@ -247,19 +244,11 @@ def main(build: Callable[..., Engine] = build_engine) -> int:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # where it hangs, if it hangs
     ignore_terminal_signals()
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=messages.EngineProcessConfig)
-    folder = Path(config.commands_address.removeprefix("ipc://")).parent
-    # A parent that was killed could not take its sockets away.
-    end_with_parent(lambda: shutil.rmtree(folder, ignore_errors=True))
+    end_with_parent()
+    channel = BlockingChannel.to_parent()
+    config = msgspec.msgpack.decode(channel.receive() or b"", type=messages.EngineProcessConfig)
     set_up_logging(config.log_format, config.log_level, config.log_name)
-    context = zmq.Context()
-    commands: zmq.Socket[bytes] = context.socket(zmq.PULL)
-    commands.set_hwm(0)
-    commands.connect(config.commands_address)
-    events: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-    events.set_hwm(_HIGH_WATER)
-    events.connect(config.events_address)
-    loop = EngineLoop(commands, events)
+    loop = EngineLoop(channel)
     loop.send(messages.Loading())
     life.listeners.append(life.Heartbeat(lambda: loop.send(messages.Loading())))
     try:
@@ -272,18 +261,16 @@ def main(build: Callable[..., Engine] = build_engine) -> int:
         loop.send(_ready(source.name, engine))
         with full_collections_put_off():
             loop.run(engine, config.block_events)
+        end_group()
     except QuireError as error:
         loop.log_last_steps()
         loop.send(messages.Fatal(str(error), is_users_fault=not isinstance(error, EngineError)))
-        return 1
     except Exception as error:
         logger.exception("the engine failed")
         loop.log_last_steps()
         loop.send(messages.Fatal(f"{type(error).__name__}: {error}"))
-        return 1
-    finally:
-        context.destroy(linger=1000)
-    return 0
+    channel.flush(_LAST_WORDS)
+    return 1
 
 
 def _ready(name: str, engine: Engine) -> messages.Ready:

@@ -5,7 +5,6 @@ another engine can go on with it where the first one was lost.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -43,17 +42,15 @@ class Mover(Protocol):
 class Relay:
     """Stands between an engine and whoever waits for a request."""
 
-    def __init__(
-        self, mover: Mover, message: messages.AddRequest, names: Sequence[str], listener: Listener
-    ) -> None:
+    def __init__(self, mover: Mover, message: messages.AddRequest, listener: Listener) -> None:
         self.message = message
-        self.names = tuple(names)
+        self.answer_ids = message.answer_ids
         self.listener = listener
         self.assignment: Assignment | None = None
         """None while there is no engine that could take it."""
         self.fingerprint: str | None = None
         """Of the engine that has it, or had it last."""
-        self.outputs: dict[str, list[int]] = {name: [] for name in names}
+        self.outputs: dict[str, list[int]] = {request_id: [] for request_id in self.answer_ids}
         """The tokens so far of the answers that are not complete."""
         self._mover = mover
         self._arrival = time.monotonic()
