@@ -23,8 +23,8 @@ FIRST_ID, NUM_IDS = 300, 1024
 """Of the tokens it gives. They come again after so many steps, which is longer than any of them is
 on its way.
 """
-_MOST_BEHIND = 4
-"""Messages that may wait in this process; those that wait in the HTTP process come on top."""
+_MOST_BEHIND = 64 * 1024
+"""Bytes that may wait in this process; those that wait in the HTTP process come on top."""
 VARIABLE = "QUIRE_BENCH_BOARD"
 
 
@@ -108,4 +108,4 @@ def run(channel: BlockingChannel) -> None:
 if __name__ == "__main__":
     ignore_terminal_signals()
     end_with_parent()
-    run(BlockingChannel.to_parent())
+    run(BlockingChannel.to_parent(_MOST_BEHIND))

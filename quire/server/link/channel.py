@@ -58,6 +58,7 @@ class Channel(asyncio.Protocol):
         self._lost = lost
         self._frames = Frames()
         self._transport: asyncio.Transport | None = None
+        self._is_paused = False
 
     async def open(self, connection: socket.socket) -> None:
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=connection)
@@ -73,12 +74,15 @@ class Channel(asyncio.Protocol):
 
     def pause(self) -> None:
         """Takes no more until `resume`; the other side will have to wait."""
-        if self._transport is not None and self._transport.is_reading():
+        if self._transport is not None and not self._is_paused:
+            self._is_paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        if self._transport is not None and not self._transport.is_reading():
-            self._transport.resume_reading()
+        if self._transport is not None and self._is_paused:
+            self._is_paused = False
+            if not self._transport.is_closing():
+                self._transport.resume_reading()
 
     def close(self) -> None:
         if self._transport is not None:
@@ -100,17 +104,18 @@ class Channel(asyncio.Protocol):
 class BlockingChannel:
     """An end in a process without an event loop. Any thread may send; one receives."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, most_unsent: int = _MOST_UNSENT) -> None:
         connection.setblocking(False)
         self._connection = connection
+        self._most_unsent = most_unsent
         self._frames = Frames()
         self._received: deque[bytes] = deque()
         self._unsent = bytearray()
         self._sending = threading.Lock()
 
     @classmethod
-    def to_parent(cls) -> BlockingChannel:
-        return cls(socket.socket(fileno=os.dup(0)))
+    def to_parent(cls, most_unsent: int = _MOST_UNSENT) -> BlockingChannel:
+        return cls(socket.socket(fileno=os.dup(0)), most_unsent)
 
     def fileno(self) -> int:
         """Readable when something has come that `receive` does not have yet."""
@@ -146,7 +151,7 @@ class BlockingChannel:
         with self._sending:
             self._unsent += frame(data)
             self._write()
-            if len(self._unsent) > _MOST_UNSENT:
+            if len(self._unsent) > self._most_unsent:
                 self._write_all(None)
 
     def flush(self, seconds: float | None = None) -> None:

@@ -103,18 +103,23 @@ class EngineLink:
 
     def receive_now(self) -> Event | None:
         """What has come already; None if nothing has."""
-        return _decode(self._waiting.popleft()) if self._waiting else None
+        return _decode(self._next()) if self._waiting else None
 
     async def receive_bytes(self) -> bytes:
         """The next event as it came."""
         while not self._waiting:
-            self._channel.resume()
             self._arrival = asyncio.get_running_loop().create_future()
             try:
                 await self._arrival
             finally:
                 self._arrival = None
-        return self._waiting.popleft()
+        return self._next()
+
+    def _next(self) -> bytes:
+        data = self._waiting.popleft()
+        if not self._waiting:
+            self._channel.resume()
+        return data
 
     def _take(self, data: bytes) -> None:
         self._waiting.append(data)

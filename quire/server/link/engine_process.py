@@ -76,7 +76,7 @@ class EngineLoop:
         self._out = messages.Updates()
         self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
         self._asked: list[messages.Describe] = []
-        self._failed_names: set[str] = set()
+        self._failed_ids: set[str] = set()
         self._failures = 0
         self._memory: EngineMemory | None = None
         self._watch: EngineWatch | None = None
@@ -94,7 +94,7 @@ class EngineLoop:
             )
         if entry.error is not None:
             self._failures += 1
-            self._failed_names.update(one.request_id for one in step.scheduled)
+            self._failed_ids.update(one.request_id for one in step.scheduled)
         elif step.scheduled:
             self._failures = 0
         summary = summarize(entry)
@@ -189,14 +189,15 @@ class EngineLoop:
         before it.
         """
         for command in self._asked:
-            entries, before = engine.step_log.about(command.request_id)
-            name, scheduling = command.request_id, engine.core.scheduler.config
+            request_id, scheduling = command.request_id, engine.core.scheduler.config
+            entries, before = engine.step_log.about(request_id)
             if command.explain:
-                record = explain_request(entries, name, scheduling, before)
-                if record is not None and (seconds := requests.grammar_seconds(name)) is not None:
+                record = explain_request(entries, request_id, scheduling, before)
+                seconds = requests.grammar_seconds(request_id)
+                if record is not None and seconds is not None:
                     add_grammar(record, seconds)
             else:
-                record = describe_request(entries, name, scheduling)
+                record = describe_request(entries, request_id, scheduling)
             self.send(messages.Described(command.ticket, record))
         self._asked.clear()
 
@@ -205,8 +206,8 @@ class EngineLoop:
     ) -> None:
         out = self._out
         out.updates, out.accepted, out.refused = requests.take()
-        if self._failed_names:  # why a step failed is for the log: it may hold anything
-            hidden = self._failed_names
+        if self._failed_ids:  # why a step failed is for the log: it may hold anything
+            hidden = self._failed_ids
             updates = [
                 one._replace(error=_STEP_FAILED) if one.error and one[0] in hidden else one
                 for one in updates
@@ -225,7 +226,7 @@ class EngineLoop:
             out.blocks_stored, out.blocks_removed = self._cache_events.take()
         self.send(out)
         self._out = messages.Updates()
-        self._failed_names.clear()
+        self._failed_ids.clear()
 
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:

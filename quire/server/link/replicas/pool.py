@@ -99,17 +99,11 @@ class ReplicaPool:
         self._is_stopped = False
 
     def _divide(self, config: ServerConfig) -> list[ServerConfig]:
-        """The configuration of each engine; a single one has the whole machine."""
-        return [config] if config.replicas == 1 else divide(config)
+        """The configuration of each engine."""
+        return divide(config)
 
     def _new_replica(self, config: ServerConfig, number: int) -> Replica:
-        metrics = self._server_metrics
-        return Replica(
-            config,
-            metrics if self._config.replicas == 1 else metrics.of_engine(str(number)),
-            self,
-            number,
-        )
+        return Replica(config, self._server_metrics.of_engine(str(number)), self, number)
 
     # Its life
 
@@ -353,10 +347,9 @@ class ReplicaPool:
         return any(self.router.has_room(one, len(relay.outputs)) for one in others)
 
     def _relays_at(self, number: int) -> list[Relay]:
-        found = [relay for relay in self._relays.values() if relay.assignment is not None]
         return [
             relay
-            for relay in found
+            for relay in self._relays.values()
             if relay.assignment is not None and relay.assignment.replica == number
         ]
 

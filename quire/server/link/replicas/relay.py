@@ -74,10 +74,10 @@ class Relay:
     def age(self) -> float:
         return time.monotonic() - self._arrival
 
-    def end(self, name: str) -> None:
+    def end(self, answer_id: str) -> None:
         """An answer is complete, says its reader."""
-        if name in self.outputs:
-            self._ended[name] = len(self.outputs.pop(name))
+        if answer_id in self.outputs:
+            self._ended[answer_id] = len(self.outputs.pop(answer_id))
 
     def relieve(self) -> None:
         """It leaves an engine that is silent, not lost: that is no sign that the request is the
@@ -102,7 +102,7 @@ class Relay:
                 )
             params = {**params, "deadline": deadline - age}
         resume = messages.Resume(
-            {name: tuple(tokens) for name, tokens in self.outputs.items()}, age
+            {answer_id: tuple(tokens) for answer_id, tokens in self.outputs.items()}, age
         )
         return msgspec.structs.replace(message, params=params, resume=resume)
 
@@ -110,10 +110,12 @@ class Relay:
         """The engine can't confirm the ends that it was told of any more; its reader waits for the
         count.
         """
-        for name, num_tokens in self._ended.items():
+        for answer_id, num_tokens in self._ended.items():
             num_prompt = self.message.num_prompt_tokens
-            metrics = RequestMetrics(name, 0.0, None, None, 0.0, num_prompt, num_tokens, 0, 0, 0, 0)
-            self.listener.update(RequestUpdate(name, (), "stop", metrics=metrics))
+            metrics = RequestMetrics(
+                answer_id, 0.0, None, None, 0.0, num_prompt, num_tokens, 0, 0, 0, 0
+            )
+            self.listener.update(RequestUpdate(answer_id, (), "stop", metrics=metrics))
         self._ended.clear()
 
     # For the engine's client
@@ -135,39 +137,39 @@ class Relay:
         else:
             self.listener.refused(refusal)
 
-    def started(self, name: str, cached_tokens: int) -> None:
-        self.listener.started(name, cached_tokens)
+    def started(self, answer_id: str, cached_tokens: int) -> None:
+        self.listener.started(answer_id, cached_tokens)
 
     def update(self, update: RequestUpdate) -> None:
-        name = update.request_id
+        answer_id = update.request_id
         if update.new_token_ids:
-            self._note(name, update.new_token_ids)
+            self._note(answer_id, update.new_token_ids)
         if update.finish_reason is not None:
-            self.outputs.pop(name, None)
-            self._ended.pop(name, None)
+            self.outputs.pop(answer_id, None)
+            self._ended.pop(answer_id, None)
             if self.outputs or self._ended:
                 self._mover.answered(self)
             else:
                 self._mover.over(self)
         self.listener.update(update)
 
-    def grower(self, name: str) -> Grow:
-        grow = self.listener.grower(name)
+    def grower(self, answer_id: str) -> Grow:
+        grow = self.listener.grower(answer_id)
 
         def note_and_grow(token_ids: tuple[int, ...], now: float) -> None:
-            self._note(name, token_ids)
+            self._note(answer_id, token_ids)
             grow(token_ids, now)
 
         return note_and_grow
 
-    def _note(self, name: str, token_ids: tuple[int, ...]) -> None:
+    def _note(self, answer_id: str, token_ids: tuple[int, ...]) -> None:
         self._num_lost = 0
         self.was_relieved = False
         if not self._is_computed:
             self._is_computed = True
             self._mover.computed(self)
-        if name in self.outputs:
-            self.outputs[name].extend(token_ids)
+        if answer_id in self.outputs:
+            self.outputs[answer_id].extend(token_ids)
 
     def fail(self, error: ApiError) -> None:
         if error.code == ENGINE_LOST:
