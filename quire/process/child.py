@@ -54,11 +54,11 @@ class Child:
             own, theirs = socket.socketpair()
             stack.callback(own.close)
             self._log: IO[bytes] | None = None
+            written_to: int | IO[bytes] = 2
             if errors == "kept":
-                self._log = stack.enter_context(tempfile.TemporaryFile())
-            written_to: int | IO[bytes] = {"shown": 2, "dropped": subprocess.DEVNULL}.get(errors, 2)
-            if self._log is not None:
-                written_to = self._log
+                written_to = self._log = stack.enter_context(tempfile.TemporaryFile())
+            elif errors == "dropped":
+                written_to = subprocess.DEVNULL
             with theirs:
                 self._process = Popen(
                     [python, "-m", module],

@@ -154,12 +154,14 @@ class EngineLink:
 
     async def stop(self) -> None:
         """Ends the process. Can be called at any point; raises nothing."""
+        if self._child is None:
+            return
         try:
-            if self._child is not None:
-                await self._child.end_now(_EXIT_SECONDS)
+            self._child.kill()
+            self._channel.close()  # before the child closes the socket under it
+            await self._child.end_now(_EXIT_SECONDS)
         except Exception:
             logger.exception("the engine process could not be left behind cleanly")
-        self._channel.close()
 
     # Its start
 

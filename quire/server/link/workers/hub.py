@@ -106,6 +106,8 @@ class WorkerHub:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in self._links.values():
+            link.lost()
         for child in self._children.values():
             await child.end_now(_EXIT_SECONDS)
         self._stack.close()
