@@ -197,7 +197,7 @@ class ReplicaPool:
         """Hands a request to the engine that suits it best."""
         if not self.router.has_open and not self._candidates():
             raise unavailable()
-        relay = Relay(self, message, listener)
+        relay = Relay(message, listener, self.router, self.over, self.move)
         self._relays[message.request_id] = relay
         self._owners.update(dict.fromkeys(relay.answer_ids, relay))
         try:
@@ -282,15 +282,8 @@ class ReplicaPool:
 
     # What the relays tell
 
-    def computed(self, relay: Relay) -> None:
-        if relay.assignment is not None:
-            self.router.computed(relay.assignment)
-
-    def answered(self, relay: Relay) -> None:
-        if relay.assignment is not None:
-            self.router.answered(relay.assignment)
-
     def over(self, relay: Relay) -> None:
+        """Nothing more comes of it."""
         if self._relays.get(relay.message.request_id) is not relay:
             return
         del self._relays[relay.message.request_id]

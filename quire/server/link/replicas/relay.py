@@ -5,13 +5,13 @@ another engine can go on with it where the first one was lost.
 from __future__ import annotations
 
 import time
-from typing import Protocol
+from collections.abc import Callable
 
 import msgspec
 
 from quire.server.errors import ApiError
 from quire.server.link import messages
-from quire.server.link.replicas.router import Assignment
+from quire.server.link.replicas.router import Assignment, PrefixRouter
 from quire.server.listeners import Grow, Listener
 from quire.step import RequestMetrics, RequestUpdate
 
@@ -23,26 +23,18 @@ token. It may be the reason: what kills an engine in its first step, nobody hear
 """
 
 
-class Mover(Protocol):
-    """Who gives requests to engines."""
-
-    def computed(self, relay: Relay) -> None:
-        """Its prompt is computed."""
-
-    def answered(self, relay: Relay) -> None:
-        """One of its answers is complete."""
-
-    def over(self, relay: Relay) -> None:
-        """Nothing more comes of it."""
-
-    def move(self, relay: Relay) -> None:
-        """Its engine is gone."""
-
-
 class Relay:
     """Stands between an engine and whoever waits for a request."""
 
-    def __init__(self, mover: Mover, message: messages.AddRequest, listener: Listener) -> None:
+    def __init__(
+        self,
+        message: messages.AddRequest,
+        listener: Listener,
+        router: PrefixRouter,
+        over: Callable[[Relay], None],
+        move: Callable[[Relay], None],
+    ) -> None:
+        """`over` is called when nothing more comes of it, `move` when its engine is gone."""
         self.message = message
         self.answer_ids = message.answer_ids
         self.listener = listener
@@ -52,7 +44,9 @@ class Relay:
         """Of the engine that has it, or had it last."""
         self.outputs: dict[str, list[int]] = {request_id: [] for request_id in self.answer_ids}
         """The tokens so far of the answers that are not complete."""
-        self._mover = mover
+        self._router = router
+        self._over = over
+        self._move = move
         self._arrival = time.monotonic()
         self._ended: dict[str, int] = {}
         """Answers that their reader has ended, while the engine has not confirmed it, with their
@@ -126,7 +120,7 @@ class Relay:
             self.listener.accepted(request_id)
 
     def refused(self, refusal: messages.Refused) -> None:
-        self._mover.over(self)
+        self._over(self)
         if self._is_accepted:
             self.listener.fail(
                 ApiError(
@@ -147,10 +141,10 @@ class Relay:
         if update.finish_reason is not None:
             self.outputs.pop(answer_id, None)
             self._ended.pop(answer_id, None)
-            if self.outputs or self._ended:
-                self._mover.answered(self)
-            else:
-                self._mover.over(self)
+            if not self.outputs and not self._ended:
+                self._over(self)
+            elif self.assignment is not None:
+                self._router.answered(self.assignment)
         self.listener.update(update)
 
     def grower(self, answer_id: str) -> Grow:
@@ -167,13 +161,14 @@ class Relay:
         self.was_relieved = False
         if not self._is_computed:
             self._is_computed = True
-            self._mover.computed(self)
+            if self.assignment is not None:
+                self._router.computed(self.assignment)
         if answer_id in self.outputs:
             self.outputs[answer_id].extend(token_ids)
 
     def fail(self, error: ApiError) -> None:
         if error.code == ENGINE_LOST:
-            self._mover.move(self)
+            self._move(self)
             return
-        self._mover.over(self)
+        self._over(self)
         self.listener.fail(error)
