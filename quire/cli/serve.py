@@ -217,7 +217,6 @@ def check_installed(who: str) -> None:
             "prometheus_client",
             "python_multipart",
             "uvicorn",
-            "zmq",
         ):
             importlib.import_module(name)
     except ImportError as error:

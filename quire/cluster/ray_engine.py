@@ -16,7 +16,6 @@ from typing import Any
 import ray
 import ray.actor
 import ray.exceptions
-import zmq
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -33,20 +32,12 @@ _WAITING_MESSAGES = 1000
 """Then the engine waits for whoever reads them."""
 
 
-class _ProcessLink(EngineLink):
-    """To the process beside the actor; messages stay encoded."""
-
-    def send_bytes(self, data: bytes) -> None:
-        assert self._commands is not None
-        self._commands.send(data, zmq.NOBLOCK)
-
-
 class EngineActor:
     """Runs on the machine of an engine."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._clock = AttendedClock(1.0)
-        self._link = _ProcessLink(config, self._clock)
+        self._link = EngineLink(config, self._clock)
         self._messages: deque[bytes] = deque()
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
@@ -85,8 +76,7 @@ class EngineActor:
 
     async def pid(self) -> int:
         """The engine's process."""
-        assert self._link._process is not None
-        return self._link._process.pid
+        return self._link.pid
 
     async def _read(self) -> None:
         while True:
@@ -121,7 +111,7 @@ class RayLink(EngineLink):
         self._group: PlacementGroup | None = None
         self._actor: Any = None
         self._inbox: deque[bytes] = deque()
-        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> Ready:
         # All on one machine: the ranks of an engine share its memory.
@@ -154,8 +144,8 @@ class RayLink(EngineLink):
             try:
                 self._inbox.extend(await _awaited(self._actor.receive.remote()))
             except ray.exceptions.RayError as error:
-                if not self._lost.done():
-                    self._lost.set_result(f"its actor is gone: {_first_line(error)}")
+                if not self._gone.done():
+                    self._gone.set_result(f"its actor is gone: {_first_line(error)}")
                 await asyncio.Event().wait()
         return decode_event(self._inbox.popleft())
 
@@ -168,7 +158,7 @@ class RayLink(EngineLink):
             self._actor.send.remote(encode(command))
 
     async def wait(self) -> str:
-        return await asyncio.shield(self._lost)
+        return await asyncio.shield(self._gone)
 
     async def kill_hung(self) -> None:
         if self._actor is not None:
@@ -183,7 +173,7 @@ class RayLink(EngineLink):
         if self._group is not None:
             with contextlib.suppress(Exception):
                 remove_placement_group(self._group)
-        self._lost.cancel()
+        self._gone.cancel()
 
 
 async def _awaited(reference: Any) -> Any:

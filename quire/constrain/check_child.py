@@ -5,8 +5,7 @@ and `{"multipleOf": 1234567}` takes 18 seconds and 700 MB. So the engine has eve
 here first. This process holds the vocabulary and forks for each grammar; the fork has limits on
 processor time, wall time, stack and memory that end it whatever it is doing.
 
-Both ways one JSON object a line: first the vocabulary comes in, then grammars; a verdict goes out
-for each.
+First the vocabulary comes in, then grammars; a verdict goes out for each.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.constrain import limits
 from quire.constrain.guidance import build_tokenizer, error_of, new_matcher, run_with_stack
+from quire.process.child import ParentLines, end_with_parent
 
 if TYPE_CHECKING:
     import llguidance
@@ -28,7 +28,10 @@ _TRIVIAL = json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]})
 
 
 def main() -> None:
-    vocabulary = json.loads(sys.stdin.readline())
+    end_with_parent()
+    parent = ParentLines()
+    lines = iter(parent)
+    vocabulary = next(lines)
     data, tokens, start = bytes.fromhex(vocabulary["bytes"]), [], 0
     for length in vocabulary["lengths"]:
         tokens.append(data[start : start + length])
@@ -39,8 +42,9 @@ def main() -> None:
         return tokenizer.greedy_tokenize(text)
 
     tokenizer = build_tokenizer(tokens, vocabulary["special"], vocabulary["eos"], encode)
-    for line in sys.stdin:
-        print(json.dumps(_try_in_fork(tokenizer, json.loads(line)["grammar"])), flush=True)
+    parent.answer({})
+    for line in lines:
+        parent.answer(_try_in_fork(tokenizer, line["grammar"]))
 
 
 def _try_in_fork(tokenizer: llguidance.LLTokenizer, grammar: str) -> dict[str, Any]:

@@ -9,18 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-import quire
 from quire.parallel.group import GroupError
 from quire.parallel.messages import Alive, Computed, Failed, Hello, Task, frame, receive
+from quire.process.child import Child
 from quire.process.life import sign_of_life
 
 _LAST_WORDS = 3.0
@@ -33,34 +29,23 @@ class RankProcess:
 
     def __init__(self, task: Task) -> None:
         self.rank = task.rank
-        own, theirs = socket.socketpair()
-        folder = str(Path(quire.__file__).parents[1])
-        path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "quire.parallel.rank", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
-            )
-        own.settimeout(task.step_seconds)  # one that does not take its messages hangs
-        self.connection = own
+        self.child = Child("quire.parallel.rank")
+        # one that does not take its messages hangs
+        self.connection.settimeout(task.step_seconds)
         self.is_up = False
         self.failed: Failed | None = None
 
     @property
+    def connection(self) -> socket.socket:
+        return self.child.connection
+
+    @property
     def name(self) -> str:
-        return f"rank {self.rank} (process {self.process.pid})"
+        return f"rank {self.rank} (process {self.child.pid})"
 
     def end_of_it(self) -> str:
         """How the process ended, in words."""
-        try:
-            status = self.process.wait(_EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "closed its connection"
-        if status < 0:
-            return f"was killed by {signal.Signals(-status).name}"
-        return f"ended with status {status}"
+        return f"is gone: {self.child.wait(_EXIT_SECONDS) or 'it closed its connection'}"
 
 
 class RankProcesses:
@@ -222,20 +207,15 @@ class RankProcesses:
                 one.connection.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + (_EXIT_SECONDS if is_orderly else 0.0)
         for one in self.processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                one.process.wait(max(deadline - time.monotonic(), 0.0))
-            if one.process.poll() is None:
-                one.process.kill()
-                one.process.wait()
+            one.child.wait(max(deadline - time.monotonic(), 0.0))
+            one.child.kill()
         if (
             self.processes
             and hasattr(self, "_listener")
             and self._listener is not threading.current_thread()
         ):
             self._listener.join(_EXIT_SECONDS)
-        for connection in (
-            *(one.connection for one in self.processes),
-            self._broken,
-            self._tell_broken,
-        ):
+        for one in self.processes:
+            one.child.close()
+        for connection in (self._broken, self._tell_broken):
             connection.close()

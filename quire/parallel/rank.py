@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -37,6 +36,7 @@ from quire.parallel.messages import (
 )
 from quire.parallel.share import RankShare, rank_config, rank_device
 from quire.process import life
+from quire.process.child import end_with_parent, ignore_terminal_signals
 from quire.runner.runner import Runner
 from quire.runner.step_outputs import PendingStep
 from quire.runner.worker import start_worker
@@ -49,10 +49,9 @@ Inbox = queue.SimpleQueue[Step | Sleep | Wake]
 
 
 def main() -> int:
-    # Ctrl-C reaches every process of a terminal; rank 0 decides what it means.
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    ignore_terminal_signals()
+    end_with_parent()
+    connection = socket.socket(fileno=os.dup(0))
     task: Task = receive(connection)
     logging.basicConfig(
         level=logging.WARNING, format=f"rank {task.rank}: %(levelname)s: %(message)s"

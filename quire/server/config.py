@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError
 from quire.server.logs import LOG_FORMATS, LOG_LEVELS
@@ -186,3 +188,13 @@ class ServerConfig:
             return not ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host != "localhost"
+
+
+def encode_config(config: ServerConfig) -> dict[str, Any]:
+    """A server's options as plain values."""
+    found = {name: getattr(config, name) for name in ServerConfig.__slots__}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
+
+
+def decode_config(fields: dict[str, Any]) -> ServerConfig:
+    return msgspec.convert(fields, ServerConfig, dec_hook=lambda kind, value: kind(value))

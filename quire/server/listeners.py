@@ -27,12 +27,12 @@ class Listener(Protocol):
 
     def refused(self, refusal: messages.Refused) -> None: ...
 
-    def started(self, name: str, cached_tokens: int) -> None:
+    def started(self, answer_id: str, cached_tokens: int) -> None:
         """An answer left the queue; comes again if it was preempted."""
 
     def update(self, update: RequestUpdate) -> None: ...
 
-    def grower(self, name: str) -> Grow:
+    def grower(self, answer_id: str) -> Grow:
         """`update` for the times when this answer gains tokens and nothing else, which is nearly
         always.
         """
@@ -47,12 +47,12 @@ class Listeners:
     def __init__(self) -> None:
         self._listeners: dict[str, Listener] = {}
         """By the request's id."""
-        self._names: dict[str, set[str]] = {}
+        self._unfinished: dict[str, set[str]] = {}
         """Of a request's answers that are not finished."""
         self._requests: dict[str, str] = {}
-        """The request's id by the name of an answer."""
+        """The request's id by the id of an answer."""
         self._grow: dict[str, Grow] = {}
-        """Whom to tell of an answer's tokens, by its name."""
+        """Whom to tell of an answer's tokens, by its id."""
 
     def __len__(self) -> int:
         return len(self._listeners)
@@ -60,17 +60,17 @@ class Listeners:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._listeners
 
-    def add(self, request_id: str, names: Sequence[str], listener: Listener) -> None:
+    def add(self, request_id: str, answer_ids: Sequence[str], listener: Listener) -> None:
         self._listeners[request_id] = listener
-        self._names[request_id] = set(names)
-        self._requests.update(dict.fromkeys(names, request_id))
-        self._grow.update({name: listener.grower(name) for name in names})
+        self._unfinished[request_id] = set(answer_ids)
+        self._requests.update(dict.fromkeys(answer_ids, request_id))
+        self._grow.update({answer_id: listener.grower(answer_id) for answer_id in answer_ids})
 
     def remove(self, request_id: str) -> Listener | None:
         """Nothing further is heard of it."""
         listener = self._listeners.pop(request_id, None)
-        for name in self._names.pop(request_id, ()):
-            del self._requests[name], self._grow[name]
+        for answer_id in self._unfinished.pop(request_id, ()):
+            del self._requests[answer_id], self._grow[answer_id]
         return listener
 
     def take(self, event: messages.Updates, abort: Callable[[Sequence[str]], None]) -> None:
@@ -82,17 +82,19 @@ class Listeners:
             refused = self.remove(refusal.request_id)
             if refused is not None:
                 refused.refused(refusal)
-        for name in event.started:
-            if name in self._requests:
-                self._listeners[self._requests[name]].started(name, event.cached.get(name, 0))
+        for answer_id in event.started:
+            if answer_id in self._requests:
+                self._listeners[self._requests[answer_id]].started(
+                    answer_id, event.cached.get(answer_id, 0)
+                )
         now = time.monotonic()
-        for name, token_ids in zip(event.grown, event.grown_ids, strict=True):
-            grow = self._grow.get(name)
+        for answer_id, token_ids in zip(event.grown, event.grown_ids, strict=True):
+            grow = self._grow.get(answer_id)
             if grow is not None:  # else whoever waited has left
                 try:
                     grow(token_ids, now)
                 except Exception as error:
-                    self._fail(self._requests[name], error, abort)
+                    self._fail(self._requests[answer_id], error, abort)
         for update in event.updates:
             owner = self._requests.get(update.request_id)
             if owner is None:
@@ -100,8 +102,8 @@ class Listeners:
             listener = self._listeners[owner]
             if update.finish_reason is not None:
                 del self._requests[update.request_id], self._grow[update.request_id]
-                self._names[owner].remove(update.request_id)
-                if not self._names[owner]:
+                self._unfinished[owner].remove(update.request_id)
+                if not self._unfinished[owner]:
                     self.remove(owner)
             try:
                 listener.update(update)
@@ -126,7 +128,7 @@ class Listeners:
         self._listeners.clear()
         self._requests.clear()
         self._grow.clear()
-        self._names.clear()
+        self._unfinished.clear()
         for listener in dict.fromkeys(listeners):
             try:
                 listener.fail(error)

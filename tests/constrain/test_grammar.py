@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -161,10 +162,10 @@ def test_threads_share_one_compiled_grammar(compiler: GrammarCompiler) -> None:
 def test_a_checker_that_was_killed_is_started_again(compiler: GrammarCompiler) -> None:
     compiler.compile(StructuredOutput(regex="before"))
     assert compiler._checker is not None
-    process = compiler._checker._process
-    assert process is not None
-    process.kill()
-    process.wait()
+    child = compiler._checker._child
+    assert child is not None
+    child.kill()
+    child.wait()
     assert compiler.compile(StructuredOutput(regex="after"))
 
 
@@ -172,10 +173,12 @@ def test_the_checker_goes_with_its_owner(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
     compiler.compile(StructuredOutput(regex="a"))
     assert compiler._checker is not None
-    process = compiler._checker._process
-    assert process is not None
-    del compiler
-    assert process.poll() is not None
+    child = compiler._checker._child
+    assert child is not None
+    pid = child.pid
+    del compiler, child
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_a_model_without_an_end_is_refused(tokenizer: Tokenizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import zmq
 
 from quire import LLM, SamplingParams
 from quire.assemble import assemble
@@ -24,8 +24,8 @@ from quire.config import EngineConfig
 from quire.kernels.reference import ReferenceKernels
 from quire.process.gc_pauses import IdleCollector, full_collections_put_off, no_collections
 from quire.server.link import engine_process
+from quire.server.link.channel import BlockingChannel
 from quire.server.link.engine_process import EngineLoop
-from quire.server.link.messages import Shutdown, encode
 from tests.engine.harness import Harness, config
 from tests.random_models import SPECS, random_decoder
 
@@ -217,27 +217,19 @@ def test_an_idle_engine_process_collects_garbage_once_a_minute(
     monkeypatch.setattr("quire.process.gc_pauses._INTERVAL", 0.0)
     monkeypatch.setattr(engine_process, "_SILENCE", 1)
     collected = threading.Event()
-    with (
-        zmq.Context() as context,
-        context.socket(zmq.PUSH) as commands,
-        context.socket(zmq.PULL) as events,
-    ):
-        commands.bind("inproc://commands")
-        events.bind("inproc://events")
-        with context.socket(zmq.PULL) as theirs, context.socket(zmq.PUSH) as told:
-            theirs.connect("inproc://commands")
-            told.connect("inproc://events")
-            loop = EngineLoop(theirs, told)
-            garbage = Cycle()
-            weakref.finalize(garbage, collected.set)
-            gc.disable()  # so that it is the loop that collects
-            try:
-                del garbage
-                thread = threading.Thread(target=loop.run, args=(engine,))
-                thread.start()
-                assert collected.wait(60)
-            finally:
-                gc.enable()
-                commands.send(encode(Shutdown()))
-                thread.join(60)
-            assert not thread.is_alive()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        loop = EngineLoop(BlockingChannel(theirs))
+        garbage = Cycle()
+        weakref.finalize(garbage, collected.set)
+        gc.disable()  # so that it is the loop that collects
+        try:
+            del garbage
+            thread = threading.Thread(target=loop.run, args=(engine,))
+            thread.start()
+            assert collected.wait(60)
+        finally:
+            gc.enable()
+            ours.close()
+            thread.join(60)
+        assert not thread.is_alive()

@@ -296,6 +296,7 @@ def test_a_measure_that_takes_too_long_is_cut_and_named(tmp_path: Path) -> None:
     slow = tmp_path / "python"
     slow.write_text(
         f"""#!/bin/sh
+exec >&0
 echo start >> {tmp_path}/log
 read setting && echo '{{"name": "slow"}}'
 while read jobs; do

@@ -89,7 +89,7 @@ def embeddings(llm: LLM) -> list[bytes]:
 def children(llm: LLM) -> list[int]:
     runner = llm.engine.runner
     assert isinstance(runner, ParallelRunner)
-    return [one.process.pid for one in runner._processes.processes]
+    return [one.child.pid for one in runner._processes.processes]
 
 
 def are_gone(pids: Sequence[int]) -> bool:
@@ -170,7 +170,7 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
             check_sleep(llm)
             check_interrupt(llm)
             check_fork(llm)
-            check_end(llm, signal.SIGKILL, "was killed by SIGKILL")
+            check_end(llm, signal.SIGKILL, "is gone: killed by SIGKILL")
         elif options["speculation"] == "self":
             check_end(llm, signal.SIGSTOP, "hangs")
     assert are_gone(pids)
@@ -269,7 +269,7 @@ _KILLED = """
 import sys, time
 from quire import LLM, SamplingParams
 llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, kv_cache_memory="1MiB")
-print(*[one.process.pid for one in llm.engine.runner._processes.processes], flush=True)
+print(*[one.child.pid for one in llm.engine.runner._processes.processes], flush=True)
 if sys.argv[2] == "exits":
     sys.exit()
 while True:

@@ -4,11 +4,12 @@ third such call fails, and the file is empty then. So a test knows whether the f
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
 
-import zmq
+from quire.server.link.channel import BlockingChannel, Channel
 
 
 def is_due(kind: str) -> bool:
@@ -26,12 +27,15 @@ def is_due(kind: str) -> bool:
 
 
 def break_sends(kind: str) -> None:
-    """Sends of this process through zmq fail when they are due."""
-    send = zmq.Socket.send
+    """Messages of this process fail to be sent when they are due."""
+    for channel in (Channel, BlockingChannel):
+        channel.send = _counted(channel.send, kind)  # type: ignore[method-assign]
 
-    def counted(self: Any, *args: Any, **options: Any) -> Any:
+
+def _counted(send: Any, kind: str) -> Any:
+    def counted(self: Any, data: bytes) -> None:
         if is_due(kind):
-            raise zmq.ZMQError(zmq.ENOTSUP)
-        return send(self, *args, **options)
+            raise OSError(errno.ENOTSUP, "Operation not supported")
+        send(self, data)
 
-    zmq.Socket.send = counted  # type: ignore[method-assign]
+    return counted

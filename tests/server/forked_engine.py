@@ -7,7 +7,6 @@ tests of those.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import ctypes
@@ -16,11 +15,14 @@ import os
 import resource
 import runpy
 import signal
+import subprocess
 import sys
 import traceback
 import warnings
 import weakref
 from typing import Any, NoReturn
+
+from quire.process import child
 
 _MODULES = ("quire.server.link.engine_process", "tests.server.faulty_engine")
 _PR_SET_NAME = 15
@@ -28,76 +30,33 @@ _PR_SET_NAME = 15
 
 def fork_engines() -> None:
     """From now on this process forks them."""
-    start = asyncio.create_subprocess_exec
+    start = child.Popen
 
-    async def start_or_fork(*command: str, **options: Any) -> Any:
-        if command[1] == "-m" and command[2] in _MODULES:
-            return ForkedEngine(command[2], options["env"])
-        return await start(*command, **options)
+    def start_or_fork(command: list[str], **options: Any) -> Any:
+        if command[2] in _MODULES:
+            return ForkedEngine(command, **options)
+        return start(command, **options)
 
-    asyncio.create_subprocess_exec = start_or_fork  # type: ignore[assignment]
-
-
-class _Pipe:
-    """Its standard input, with what the link uses of asyncio's."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._file = os.fdopen(descriptor, "wb", buffering=0)
-        self._error: BrokenPipeError | None = None
-
-    def write(self, data: bytes) -> None:
-        try:
-            self._file.write(data)
-        except BrokenPipeError as error:
-            self._error = error
-
-    async def drain(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        self._file.close()
+    child.Popen = start_or_fork  # type: ignore[assignment, misc]
 
 
-class ForkedEngine:
-    """The process, with what the link uses of asyncio's."""
+class ForkedEngine(subprocess.Popen[bytes]):
+    """The process, with all that others have."""
 
-    def __init__(self, module: str, environment: dict[str, str]) -> None:
-        read, write = os.pipe()
+    def _execute_child(self, args: list[str], *options: Any) -> None:  # type: ignore[override]
+        environment, stdin = options[5], options[9]
         self.pid = os.fork()
         if not self.pid:
-            _become_engine(module, environment, read)
-        os.close(read)
-        self.stdin = _Pipe(write)
-        self.returncode: int | None = None
-        self._ended = asyncio.Event()
-        self._descriptor = os.pidfd_open(self.pid)
-        asyncio.get_running_loop().add_reader(self._descriptor, self._on_end)
-
-    def _on_end(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._descriptor)
-        os.close(self._descriptor)
-        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        self._ended.set()
-
-    async def wait(self) -> int:
-        await self._ended.wait()
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, which: int) -> None:
-        if self.returncode is not None:
-            raise ProcessLookupError
-        os.kill(self.pid, which)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+            _become_engine(args[2], environment, stdin)
+        os.setpgid(self.pid, self.pid)
+        self._child_created = True
 
 
 def _become_engine(module: str, environment: dict[str, str], stdin: int) -> NoReturn:
     """What a new interpreter would find, then `python -m module`."""
     status: Any = 1
     try:
+        os.setpgid(0, 0)
         gc.freeze()  # nothing of the server's is to be finalised here
         atexit._clear()
         weakref.finalize._registry.clear()  # type: ignore[attr-defined]

@@ -10,17 +10,13 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import sys
-import threading
 import time
 from pathlib import Path
 
-import msgspec
-import zmq
-from zmq.utils.monitor import recv_monitor_message
-
 from quire.observe.step_log import StepSummary
+from quire.process.child import end_with_parent, ignore_terminal_signals
 from quire.server.link import messages
+from quire.server.link.channel import BlockingChannel
 from quire.step import RequestMetrics, RequestUpdate, TokenScore
 
 LONG_PROMPT = 50
@@ -31,20 +27,9 @@ PAUSE = 20
 class ScriptedEngine:
     """Speaks the engine's part."""
 
-    def __init__(self, config: messages.EngineProcessConfig) -> None:
+    def __init__(self, channel: BlockingChannel) -> None:
         self._order = Path(os.environ["QUIRE_TEST_FAULT"])
-        context = zmq.Context()
-        self._commands: zmq.Socket[bytes] = context.socket(zmq.PULL)
-        self._events: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-        for one, address in (
-            (self._commands, config.commands_address),
-            (self._events, config.events_address),
-        ):
-            monitor = one.get_monitor_socket(zmq.EVENT_CONNECTED)
-            one.connect(address)
-            # connected by now: what becomes of the address does not matter any more
-            recv_monitor_message(monitor)
-            one.disable_monitor()
+        self._channel = channel
         self._running: dict[str, messages.AddRequest] = {}
         self._counts: dict[str, int] = {}
         self._scripts: dict[str, list[int]] = {}
@@ -61,16 +46,12 @@ class ScriptedEngine:
             order = self._obey()
             pause = 1000 * float(order.partition(" ")[2]) if order.startswith("slow") else PAUSE
             if not self._running:
-                self._commands.poll(PAUSE)
+                self._channel.wait(PAUSE / 1000)
             elif not self._scripts:
                 time.sleep(pause / 1000)
-            if self._commands.poll(0):
-                while self._commands.poll(0):
-                    command = messages.decode_command(self._commands.recv())
-                    if isinstance(command, messages.Shutdown):
-                        return
-                    self._take(command, out)
-                    had_work = True
+            while (data := self._channel.receive(0.0)) is not None:
+                self._take(messages.decode_command(data), out)
+                had_work = True
             for name, request in list(self._running.items()):
                 if name in self._scripts:
                     out.add_updates([self._say(name, request, self._scripts[name])])
@@ -156,24 +137,17 @@ class ScriptedEngine:
             case "hang":
                 time.sleep(600)
             case "nonsense":
-                self._events.send(b"\xc1")
+                self._channel.send(b"\xc1")
         return order
 
     def _send(self, event: messages.Event) -> None:
-        self._events.send(messages.encode(event))
-
-
-def exit_with_parent() -> None:
-    while os.read(0, 1024):
-        pass
-    os._exit(0)
+        self._channel.send(messages.encode(event))
 
 
 if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR1)
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)
-    first = msgspec.json.decode(sys.stdin.buffer.readline(), type=messages.EngineProcessConfig)
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-    ScriptedEngine(first).run()
-    os._exit(0)
+    ignore_terminal_signals()
+    end_with_parent()
+    channel = BlockingChannel.to_parent()
+    channel.receive()
+    ScriptedEngine(channel).run()

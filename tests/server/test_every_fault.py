@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
+import resource
 import signal
 import socket
 import threading
@@ -99,22 +99,19 @@ def pause_all(server: ScriptedServer) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def kill_without_folder(server: ScriptedServer) -> None:
+def kill_without_descriptors(server: ScriptedServer) -> None:
     """The first attempts to start it again fail for a reason of the system."""
-    away = server.temporary.with_name("away")
-    server.temporary.rename(away)
+    assert server.process is not None
+    pid = server.process.pid
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
     os.kill(server.engine_pid, signal.SIGKILL)
     failed = "could not be started"
     wait_for(
         lambda: failed in server.log or server.process is None or server.process.poll() is not None
     )
-    shutil.rmtree(away)
-    server.temporary.mkdir()
-
-
-def clean_folder(server: ScriptedServer) -> None:
-    for one in server.temporary.iterdir():
-        shutil.rmtree(one)
+    with contextlib.suppress(ProcessLookupError):
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def raw(server: ScriptedServer, *pieces: bytes) -> None:
@@ -158,9 +155,8 @@ FAULTS = {
     "engine talks nonsense": Fault(
         lambda server: server.order("nonsense"), "lost", "can't be read"
     ),
-    "engine killed, no temporary folder": Fault(kill_without_folder, "lost", "killed by SIGKILL"),
+    "engine killed, no descriptors": Fault(kill_without_descriptors, "lost", "killed by SIGKILL"),
     "signals for the engine": Fault(signal_engine(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)),
-    "temporary folder cleaned": Fault(clean_folder),
     "all paused": Fault(pause_all),
     "a client leaves": Fault(lambda server: raw(server, b"content-length: 20\r\n\r\n{}")),
     "malformed chunks": Fault(lambda server: raw(server, CHUNKED + b"ZZ\r\n")),

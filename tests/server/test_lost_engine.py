@@ -17,9 +17,10 @@ from quire.observe.prometheus import ServerMetrics
 from quire.server.app import create_app
 from quire.server.calls.embedding_call import EmbeddingCall
 from quire.server.config import ServerConfig
+from quire.server.link.channel import Channel
 from quire.server.link.engine_client import EngineClient, unavailable
 from quire.server.link.engine_link import EngineLink
-from quire.server.link.messages import AddRequest, Ready, Shutdown, Updates
+from quire.server.link.messages import AddRequest, Ready, Updates, Watch
 from quire.server.service import GenerationService
 from quire.server.tasks import AttendedClock
 from quire.step import RequestUpdate
@@ -134,19 +135,20 @@ def test_it_dies(small_model: str, path: str, moment: Moment, stream: bool) -> N
         assert int(response.headers["retry-after"]) >= 1
 
 
-def test_a_command_that_cannot_be_sent_breaks_the_link_and_raises_nothing() -> None:
+def test_a_command_that_cannot_be_sent_breaks_the_link_and_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whatever the system has against it: those who wait hear that the engine is lost (503), not of
     a fault (500).
     """
 
-    class Closed:
-        def send(self, data: bytes, flags: int) -> None:
-            raise OSError("no buffer space")
+    def refuse(self: Channel, data: bytes) -> None:
+        raise OSError("no buffer space")
 
+    monkeypatch.setattr(Channel, "send", refuse)
     link = EngineLink(ServerConfig(), AttendedClock(1.0))
-    link._commands = Closed()  # type: ignore[assignment]
-    link.send(Shutdown())
-    assert "Shutdown: no buffer space" in asyncio.run(link.broken())
+    link.send(Watch(is_on=True))
+    assert "Watch: no buffer space" in asyncio.run(link.broken())
 
 
 def test_it_dies_before_the_later_texts_of_a_long_list(small_model: str) -> None:

@@ -288,7 +288,7 @@ class EngineCall(ABC):
                 message = AddRequest(
                     request_id, packed, params, seed, prompt.resolved, self._queue_seconds, pooling
                 )
-                self._client.add(message, self._names[number], self)
+                self._client.add(message, self)
                 self._waiting.popleft()
                 self._undecided.add(request_id)
         except ApiError as error:  # the engine is gone, be it in the middle of the call

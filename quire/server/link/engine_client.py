@@ -16,6 +16,7 @@ from quire.observe.step_log import StepSummary, describe_steps
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.link import messages
+from quire.server.link.channel import Tickets
 from quire.server.link.engine_link import EngineLink
 from quire.server.listeners import Listener as Listener
 from quire.server.listeners import Listeners
@@ -62,13 +63,11 @@ class Engines(Protocol):
 
     def abandon(self) -> None: ...
 
-    def add(
-        self, message: messages.AddRequest, names: Sequence[str], listener: Listener
-    ) -> None: ...
+    def add(self, message: messages.AddRequest, listener: Listener) -> None: ...
 
     def abort(self, request_ids: Sequence[str]) -> None: ...
 
-    def end(self, name: str) -> None: ...
+    def end(self, request_id: str) -> None: ...
 
     async def describe(self, request_id: str, explain: bool = False) -> dict[str, Any] | None: ...
 
@@ -86,8 +85,7 @@ class EngineClient:
         self._link: EngineLink | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._listeners = Listeners()
-        self._tickets: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
-        self._num_tickets = 0
+        self._tickets = Tickets()
         self._clock = AttendedClock(min(1.0, config.stall_seconds / 4))
         self._ticking: asyncio.Task[None] | None = None
         self._last_heard = 0.0
@@ -148,14 +146,14 @@ class EngineClient:
 
     # Requests
 
-    def add(self, message: messages.AddRequest, names: Sequence[str], listener: Listener) -> None:
-        """Hands a request over. `names` are those of its answers; `listener` hears of it from now
-        on, the verdict whether the engine takes it first.
+    def add(self, message: messages.AddRequest, listener: Listener) -> None:
+        """Hands a request over. `listener` hears of it from now on, the verdict whether the engine
+        takes it first.
         """
         link = self._live_link()
         if not self._listeners and not self._owes:
             self._last_heard = self._clock.now  # an idle engine has nothing to say
-        self._listeners.add(message.request_id, names, listener)
+        self._listeners.add(message.request_id, message.answer_ids, listener)
         link.send(message)
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -166,9 +164,9 @@ class EngineClient:
         if live and self._link is not None and self.state == "ready":
             self._link.send(messages.Abort(live))
 
-    def end(self, name: str) -> None:
+    def end(self, request_id: str) -> None:
         """An answer has come to a stop string. Its metrics come as a last update."""
-        self._live_link().send(messages.End(name))
+        self._live_link().send(messages.End(request_id))
 
     async def describe(self, request_id: str, explain: bool = False) -> dict[str, Any] | None:
         """What the engine's log says about a request; None if it says nothing (any more).
@@ -176,14 +174,12 @@ class EngineClient:
         """
         if self._link is None or self.state != "ready":
             return None
-        self._num_tickets += 1
-        ticket = self._num_tickets
-        future = self._tickets[ticket] = asyncio.get_running_loop().create_future()
-        self._link.send(messages.Describe(ticket, request_id, explain))
-        try:
-            return await asyncio.wait_for(future, _DESCRIBE_SECONDS)
-        finally:
-            del self._tickets[ticket]
+        link = self._link
+        found: dict[str, Any] | None = await self._tickets.ask(
+            lambda ticket: link.send(messages.Describe(ticket, request_id, explain)),
+            _DESCRIBE_SECONDS,
+        )
+        return found
 
     def _new_link(self) -> EngineLink:
         """To a process that is to be started."""
@@ -298,9 +294,7 @@ class EngineClient:
                     self._take_updates(event)
                     num_updates += len(event.grown) + len(event.updates)
                 elif isinstance(event, messages.Described):
-                    future = self._tickets.get(event.ticket)
-                    if future is not None and not future.done():
-                        future.set_result(event.record)
+                    self._tickets.answer(event.ticket, event.record)
                 elif isinstance(event, messages.Watched) and self._on_watched is not None:
                     self._on_watched(event)
                 # If this process lags, several steps are taken in at once and told together.
@@ -336,9 +330,7 @@ class EngineClient:
         self._metrics.memory(event.memory)
 
     def _lose_all(self, error: ApiError) -> None:
-        for future in self._tickets.values():
-            if not future.done():
-                future.set_result(None)
+        self._tickets.answer_all(None)
         self._listeners.fail_all(error)
 
 

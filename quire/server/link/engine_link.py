@@ -1,23 +1,18 @@
-"""One engine process and the two sockets to it, from its start to its end."""
+"""One engine process and the channel to it, from its start to its end."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import signal
-import sys
-import tempfile
-from pathlib import Path
+from collections import deque
 
 import msgspec
-import zmq
 
-import quire
 from quire.errors import EngineError, QuireError
-from quire.process.temporary_folders import temporary_folder
+from quire.process.child import Child
 from quire.server.config import ServerConfig
+from quire.server.link.channel import Channel
 from quire.server.link.messages import (
     Command,
     EngineProcessConfig,
@@ -25,7 +20,6 @@ from quire.server.link.messages import (
     Fatal,
     Loading,
     Ready,
-    Shutdown,
     decode_event,
     encode,
 )
@@ -33,11 +27,10 @@ from quire.server.tasks import AttendedClock, running
 
 logger = logging.getLogger(__name__)
 
-_DESCRIPTORS = 32
-"""More than a process and its sockets need. Without them libzmq would end us rather than say so."""
-_LONGEST_PARENT = 75
-"""Bytes; the system takes some 100 for the path of a socket."""
+_MOST_WAITING = 1000
+"""Messages that this process may be behind; then the engine waits for it."""
 _EXIT_SECONDS = 5.0
+_LAST_WORDS = 0.5
 _STACKS_SECONDS = 1.0
 """For a hung process to write down where it hangs."""
 
@@ -48,179 +41,129 @@ class EngineLink:
     def __init__(self, config: ServerConfig, clock: AttendedClock) -> None:
         self._config = config
         self._clock = clock
-        self._process: asyncio.subprocess.Process | None = None
-        self._folder = contextlib.ExitStack()
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._commands: zmq.Socket[bytes] | None = None
-        self._events: zmq.Socket[bytes] | None = None
-        self._readable: asyncio.Future[None] | None = None
+        self._child: Child | None = None
+        self._channel = Channel(self._take, self._lost)
+        self._waiting: deque[bytes] = deque()
+        self._arrival: asyncio.Future[None] | None = None
         """Of who waits for an event."""
         self._broken = asyncio.Event()
         self._fault = ""
         self._last_heard = 0.0
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._child is not None
+        return self._child.pid
+
     async def start(self) -> Ready:
         """Starts the process and waits until it is ready; raises EngineError, or what it says is
         wrong.
         """
+        config, share = self._config, self._config.share
         try:
-            await self._start()
-        except (OSError, zmq.ZMQError) as error:
+            self._child = Child(
+                config.engine_module, environment=share.environment, leads_group=True
+            )
+            await self._channel.open(self._child.connection)
+        except OSError as error:
             raise EngineError(f"the engine process could not be started: {error}") from error
-        return await self._first_event()
-
-    async def _start(self) -> None:
-        config = self._config
-        _check_descriptors()
-        # For this user alone, and so are the sockets in it. Their paths must not be long.
-        parent = Path(tempfile.gettempdir())
-        if len(str(parent)) > _LONGEST_PARENT:
-            parent = Path("/tmp")
-        folder = self._folder.enter_context(temporary_folder("quire-", parent))
-        self._context = zmq.Context()
-        self._commands = self._context.socket(zmq.PUSH)
-        self._commands.set_hwm(0)  # bounded by admission: as many as there are requests
-        self._events = self._context.socket(zmq.PULL)
-        self._events.set_hwm(1000)
-        commands, events = (f"ipc://{folder}/{name}" for name in ("commands", "events"))
-        self._commands.bind(commands)
-        self._events.bind(events)
-        asyncio.get_running_loop().add_reader(self._events.fileno(), self._is_readable)
-        paths = [
-            str(Path(quire.__file__).parents[1]),
-            *filter(None, [os.environ.get("PYTHONPATH")]),
-        ]
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            config.engine_module,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=2,  # whatever a library prints belongs with the log
-            env={**os.environ, **config.share.environment, "PYTHONPATH": os.pathsep.join(paths)},
-        )
-        stdin = self._process.stdin
-        assert stdin is not None
-        share = config.share
         first = EngineProcessConfig(
             config.model,
             config.engine,
-            commands,
-            events,
             config.log_format,
             config.log_level,
             share.log_name,
             share.block_events,
         )
-        # It may be gone already, which shows below: asyncio says so in one way, uvloop, of a handle
-        # that is closed, in another.
-        with contextlib.suppress(ConnectionError, RuntimeError):
-            stdin.write(msgspec.json.encode(first) + b"\n")
-            await stdin.drain()
+        self.send_bytes(msgspec.msgpack.encode(first))
+        return await self._first_event()
+
+    # Messages
+
+    def send(self, command: Command) -> None:
+        """Never blocks, never raises: `broken` tells of a command that could not be sent."""
+        try:
+            self.send_bytes(encode(command))
+        except OSError as error:
+            self._break(f"a command could not be sent to it ({type(command).__name__}: {error})")
+
+    def send_bytes(self, data: bytes) -> None:
+        self._channel.send(data)
+
+    async def broken(self) -> str:
+        """Waits until the connection is of no more use and says why. From then on the two sides may
+        disagree on what is running, so neither is the process.
+        """
+        await self._broken.wait()
+        return self._fault
 
     async def receive(self) -> Event:
         return _decode(await self.receive_bytes())
 
     def receive_now(self) -> Event | None:
         """What has come already; None if nothing has."""
-        data = self._bytes_now()
-        return None if data is None else _decode(data)
+        return _decode(self._next()) if self._waiting else None
 
     async def receive_bytes(self) -> bytes:
-        """The next event as it came. (zmq.asyncio does the same in several turns of the event
-        loop.)
-        """
-        while (data := self._bytes_now()) is None:
-            # The socket's descriptor tells of what comes from now on, since nothing was left.
-            self._readable = asyncio.get_running_loop().create_future()
+        """The next event as it came."""
+        while not self._waiting:
+            self._arrival = asyncio.get_running_loop().create_future()
             try:
-                await self._readable
+                await self._arrival
             finally:
-                self._readable = None
+                self._arrival = None
+        return self._next()
+
+    def _next(self) -> bytes:
+        data = self._waiting.popleft()
+        if not self._waiting:
+            self._channel.resume()
         return data
 
-    def _bytes_now(self) -> bytes | None:
-        assert self._events is not None
-        try:
-            return self._events.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
+    def _take(self, data: bytes) -> None:
+        self._waiting.append(data)
+        if len(self._waiting) > _MOST_WAITING:
+            self._channel.pause()
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
-    def _is_readable(self) -> None:
-        if self._readable is not None and not self._readable.done():
-            self._readable.set_result(None)
+    def _lost(self) -> None:
+        self._break("its connection is closed")
 
-    def send(self, command: Command) -> None:
-        """Never blocks, never raises: `broken` tells of a command that could not be sent."""
-        assert self._commands is not None
-        try:
-            self._commands.send(encode(command), zmq.NOBLOCK)
-        except (zmq.ZMQError, OSError) as error:
-            self._fault = f"{type(command).__name__}: {error}"
+    def _break(self, fault: str) -> None:
+        if not self._broken.is_set():
+            self._fault = fault
             self._broken.set()
 
-    async def broken(self) -> str:
-        """Waits for a command that can't be sent and says which. From then on the two sides may
-        disagree on what is running, so the process is of no more use.
-        """
-        await self._broken.wait()
-        return f"a command could not be sent to it ({self._fault})"
+    # Its end
 
     async def wait(self) -> str:
         """Waits for the process to end and says how it did."""
-        assert self._process is not None
-        code = await self._process.wait()
-        self._kill_group()  # a compiler that it had started would go on
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        assert self._child is not None
+        how = await self._child.ended()
+        self._child.kill()  # a compiler that it had started would go on
+        return how
 
     async def kill_hung(self) -> None:
         """Makes the process write down where it hangs, then kills it."""
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGUSR1)
-            await asyncio.sleep(_STACKS_SECONDS)
-            self._process.kill()
-            self._kill_group()
-
-    def _kill_group(self) -> None:
-        """Kills what the process has started: it leads a group of its own, once it has come so far."""
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        assert self._child is not None
+        self._child.signal(signal.SIGUSR1)
+        await asyncio.sleep(_STACKS_SECONDS)
+        self._child.kill()
 
     async def stop(self) -> None:
-        """Ends the process, gently first, and closes the sockets. Can be called at any point;
-        raises nothing.
-        """
-        for what in (self._end_process, self._close_sockets):
-            try:
-                await what()
-            except Exception:
-                logger.exception("the engine process could not be left behind cleanly")
-        self._folder.close()
-
-    async def _end_process(self) -> None:
-        if self._process is None or self._process.returncode is not None:
+        """Ends the process. Can be called at any point; raises nothing."""
+        if self._child is None:
             return
-        if self._commands is not None:
-            self.send(Shutdown())
-        assert self._process.stdin is not None
-        with contextlib.suppress(RuntimeError):  # uvloop's: it is closed
-            self._process.stdin.close()
         try:
-            await asyncio.wait_for(self._process.wait(), _EXIT_SECONDS)
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
-        self._kill_group()
+            self._child.kill()
+            self._channel.close()  # before the child closes the socket under it
+            await self._child.end_now(_EXIT_SECONDS)
+        except Exception:
+            logger.exception("the engine process could not be left behind cleanly")
 
-    async def _close_sockets(self) -> None:
-        if self._context is not None:
-            if self._events is not None:
-                asyncio.get_running_loop().remove_reader(self._events.fileno())
-                self._events.close(linger=0)
-            self._context.destroy(linger=0)
-            self._context = self._commands = self._events = None
+    # Its start
 
     async def _first_event(self) -> Ready:
         self._last_heard = self._clock.now
@@ -233,7 +176,7 @@ class EngineLink:
                 await self.kill_hung()
                 raise EngineError(watching.result())
             if not receiving.done():  # its last words may be on their way
-                await asyncio.wait((receiving,), timeout=0.5)
+                await asyncio.wait((receiving,), timeout=_LAST_WORDS)
             if not receiving.done():
                 raise EngineError(
                     f"the engine process did not start: {exiting.result()}; its log is above"
@@ -261,13 +204,3 @@ def _decode(data: bytes) -> Event:
         return decode_event(data)
     except msgspec.MsgspecError as error:
         raise EngineError(f"the engine process said what can't be read: {error}") from error
-
-
-def _check_descriptors() -> None:
-    """Raises OSError if there are too few left."""
-    opened: list[int] = []
-    try:
-        opened.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(_DESCRIPTORS))
-    finally:
-        for one in opened:
-            os.close(one)

@@ -1,32 +1,27 @@
 """The engine's own process: `python -m quire.server.link.engine_process`, started by `engine_client`.
 
-It reads its configuration from standard input, loads the model, and then turns one loop: take in
-commands, compute a step, tell what came of it. When standard input ends, so does the process:
-nothing is left behind when the HTTP process dies, however it dies.
+It is told its configuration, loads the model, and then turns one loop: take in commands, compute a
+step, tell what came of it. It ends with its parent: nothing is left behind when the HTTP process
+dies, however it dies.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import hashlib
 import logging
 import math
-import os
-import shutil
+import select
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 
 import quire
 from quire.assemble import Engine, build_engine
@@ -39,8 +34,10 @@ from quire.observe.cache_events import CacheEvents, window_of
 from quire.observe.request_records import describe_request
 from quire.observe.step_log import StepSummary, describe_steps, summarize
 from quire.process import life
+from quire.process.child import end_group, end_with_parent, ignore_terminal_signals
 from quire.process.gc_pauses import IdleCollector, full_collections_put_off
 from quire.server.link import messages
+from quire.server.link.channel import BlockingChannel
 from quire.server.link.engine_memory import EngineMemory
 from quire.server.link.engine_requests import EngineRequests
 from quire.server.link.engine_watch import EngineWatch
@@ -53,8 +50,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_BATCHED_TOKENS = 8192
 """On a GPU, unless it is set: half of what the engine computes in a step elsewhere."""
-_HIGH_WATER = 1000
-"""Messages the HTTP process may be behind; then the engine waits for it."""
+_LAST_WORDS = 1.0
+"""Seconds in which the parent may take what it was told last."""
 _FAILURES_IN_A_ROW = 3
 """Steps. A device that lost its mind fails every one, and only a new process helps."""
 _LAST_STEPS = 20
@@ -72,16 +69,14 @@ _MAX_COMMANDS = 256
 class EngineLoop:
     """Commands in, steps, updates out. `observe` must be among the step log's listeners."""
 
-    def __init__(self, commands: zmq.Socket[bytes], events: zmq.Socket[bytes]) -> None:
-        self._commands = commands
-        self._events = events
-        self._sending = threading.Lock()
-        self._poller = zmq.Poller()
-        self._poller.register(commands, zmq.POLLIN)
+    def __init__(self, channel: BlockingChannel) -> None:
+        self._channel = channel
+        self._poller = select.poll()
+        self._poller.register(channel, select.POLLIN)
         self._out = messages.Updates()
         self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
         self._asked: list[messages.Describe] = []
-        self._failed_names: set[str] = set()
+        self._failed_ids: set[str] = set()
         self._failures = 0
         self._memory: EngineMemory | None = None
         self._watch: EngineWatch | None = None
@@ -99,7 +94,7 @@ class EngineLoop:
             )
         if entry.error is not None:
             self._failures += 1
-            self._failed_names.update(one.request_id for one in step.scheduled)
+            self._failed_ids.update(one.request_id for one in step.scheduled)
         elif step.scheduled:
             self._failures = 0
         summary = summarize(entry)
@@ -109,26 +104,27 @@ class EngineLoop:
             self._watch.observe(entry)
 
     def run(self, engine: Engine, block_events: bool = False) -> None:
-        """Returns when told to shut down."""
+        """Until the parent is gone."""
         if block_events:
             self._cache_events = CacheEvents(engine.core.scheduler.blocks)
         requests = EngineRequests(engine)
         self._memory = EngineMemory(engine.decoder.device)
-        self._poller.register(requests.wake_fd, zmq.POLLIN)
+        self._poller.register(requests.wake_fd, select.POLLIN)
         if engine.runner.broken_fd is not None:
-            self._poller.register(engine.runner.broken_fd, zmq.POLLIN)
+            self._poller.register(engine.runner.broken_fd, select.POLLIN)
         core = engine.core
         try:
             while True:
                 if not core.has_work:
                     self._wait(requests.is_compiling)
                 for _ in range(_MAX_COMMANDS):
-                    if not self._commands.poll(0):
-                        break
-                    command = messages.decode_command(self._commands.recv())
-                    if isinstance(command, messages.Shutdown):
+                    try:
+                        data = self._channel.receive(0.0)
+                    except EOFError:
                         return
-                    self._handle(command, requests, engine)
+                    if data is None:
+                        break
+                    self._handle(messages.decode_command(data), requests, engine)
                 now = time.monotonic()
                 requests.poll(now)
                 updates = core.step(now)
@@ -151,6 +147,9 @@ class EngineLoop:
 
     def _wait(self, is_compiling: bool) -> None:
         """Until there may be something to do. A silence is time to look for garbage."""
+        if self._channel.has_received:
+            return
+        self._channel.flush()
         frame_due = None if self._watch is None else self._watch.wait_seconds(time.monotonic())
         if frame_due is not None:
             self._poller.poll(math.ceil(1000 * frame_due))
@@ -165,10 +164,7 @@ class EngineLoop:
         logger.error("last steps: %s", describe_steps(self._last_steps))
 
     def send(self, event: messages.Event) -> None:
-        # A socket may be used by one thread after the other: threads that compile give signs of
-        # life.
-        with self._sending:
-            self._events.send(messages.encode(event))
+        self._channel.send(messages.encode(event))
 
     def _handle(self, command: messages.Command, requests: EngineRequests, engine: Engine) -> None:
         now = time.monotonic()
@@ -178,7 +174,7 @@ class EngineLoop:
             case messages.Abort():
                 requests.abort(command.request_ids, now)
             case messages.End():
-                requests.end(command.name, command.reason, now)
+                requests.end(command.request_id, command.reason, now)
             case messages.Describe():
                 self._asked.append(command)
             case messages.Watch():
@@ -193,14 +189,15 @@ class EngineLoop:
         before it.
         """
         for command in self._asked:
-            entries, before = engine.step_log.about(command.request_id)
-            name, scheduling = command.request_id, engine.core.scheduler.config
+            request_id, scheduling = command.request_id, engine.core.scheduler.config
+            entries, before = engine.step_log.about(request_id)
             if command.explain:
-                record = explain_request(entries, name, scheduling, before)
-                if record is not None and (seconds := requests.grammar_seconds(name)) is not None:
+                record = explain_request(entries, request_id, scheduling, before)
+                seconds = requests.grammar_seconds(request_id)
+                if record is not None and seconds is not None:
                     add_grammar(record, seconds)
             else:
-                record = describe_request(entries, name, scheduling)
+                record = describe_request(entries, request_id, scheduling)
             self.send(messages.Described(command.ticket, record))
         self._asked.clear()
 
@@ -209,8 +206,8 @@ class EngineLoop:
     ) -> None:
         out = self._out
         out.updates, out.accepted, out.refused = requests.take()
-        if self._failed_names:  # why a step failed is for the log: it may hold anything
-            hidden = self._failed_names
+        if self._failed_ids:  # why a step failed is for the log: it may hold anything
+            hidden = self._failed_ids
             updates = [
                 one._replace(error=_STEP_FAILED) if one.error and one[0] in hidden else one
                 for one in updates
@@ -229,7 +226,7 @@ class EngineLoop:
             out.blocks_stored, out.blocks_removed = self._cache_events.take()
         self.send(out)
         self._out = messages.Updates()
-        self._failed_names.clear()
+        self._failed_ids.clear()
 
 
 def engine_config(options: dict[str, Any]) -> EngineConfig:
@@ -247,23 +244,12 @@ def main(build: Callable[..., Engine] = build_engine) -> int:
     """Runs the process; `build` makes the engine (tests make it break)."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # where it hangs, if it hangs
-    # They reach every process of a group; the HTTP process decides what they mean.
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)
-    with contextlib.suppress(PermissionError):  # it leads a session, so it has a group of its own
-        os.setpgid(0, 0)  # ranks, compilers and whatever else it starts can be ended with it
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=messages.EngineProcessConfig)
-    folder = Path(config.commands_address.removeprefix("ipc://")).parent
-    threading.Thread(target=_exit_with_parent, args=(folder,), daemon=True).start()
+    ignore_terminal_signals()
+    end_with_parent()
+    channel = BlockingChannel.to_parent()
+    config = msgspec.msgpack.decode(channel.receive() or b"", type=messages.EngineProcessConfig)
     set_up_logging(config.log_format, config.log_level, config.log_name)
-    context = zmq.Context()
-    commands: zmq.Socket[bytes] = context.socket(zmq.PULL)
-    commands.set_hwm(0)
-    commands.connect(config.commands_address)
-    events: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-    events.set_hwm(_HIGH_WATER)
-    events.connect(config.events_address)
-    loop = EngineLoop(commands, events)
+    loop = EngineLoop(channel)
     loop.send(messages.Loading())
     life.listeners.append(life.Heartbeat(lambda: loop.send(messages.Loading())))
     try:
@@ -276,18 +262,16 @@ def main(build: Callable[..., Engine] = build_engine) -> int:
         loop.send(_ready(source.name, engine))
         with full_collections_put_off():
             loop.run(engine, config.block_events)
+        end_group()
     except QuireError as error:
         loop.log_last_steps()
         loop.send(messages.Fatal(str(error), is_users_fault=not isinstance(error, EngineError)))
-        return 1
     except Exception as error:
         logger.exception("the engine failed")
         loop.log_last_steps()
         loop.send(messages.Fatal(f"{type(error).__name__}: {error}"))
-        return 1
-    finally:
-        context.destroy(linger=1000)
-    return 0
+    channel.flush(_LAST_WORDS)
+    return 1
 
 
 def _ready(name: str, engine: Engine) -> messages.Ready:
@@ -307,15 +291,6 @@ def _ready(name: str, engine: Engine) -> messages.Ready:
         bytes_per_block=scheduler.bytes_per_block,
         window=window_of(scheduler),
     )
-
-
-def _exit_with_parent(folder: Path) -> None:
-    """`folder` holds the sockets; a parent that was killed could not take it away."""
-    # Not through sys.stdin: its lock, held here, would stop the interpreter from shutting down.
-    while os.read(0, 1024):
-        pass
-    shutil.rmtree(folder, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)  # itself and what it has started
 
 
 if __name__ == "__main__":

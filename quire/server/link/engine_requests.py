@@ -80,11 +80,11 @@ class EngineRequests:
             self._compiling.pop(request_id, None)
         self._core.abort(wanted, now)
 
-    def end(self, name: str, reason: FinishReason, now: float) -> None:
+    def end(self, request_id: str, reason: FinishReason, now: float) -> None:
         """Ends an answer; its metrics are the last to be told of it."""
-        if name not in self._core.scheduler.table.requests:
+        if request_id not in self._core.scheduler.table.requests:
             return  # it came to an end of its own meanwhile
-        self._end(name, reason, now)
+        self._end(request_id, reason, now)
 
     def poll(self, now: float) -> None:
         """Adds what has been compiled and ends what has waited too long."""
@@ -102,12 +102,12 @@ class EngineRequests:
                 continue
             self._add(message, params, grammar, now)
         while self._queued:
-            name, (deadline, request) = next(iter(self._queued.items()))
+            request_id, (deadline, request) = next(iter(self._queued.items()))
             if request.first_scheduled is None and request.finish_reason is None:
                 if deadline > now:
                     return
-                self._end(name, "deadline", now, "waited too long in the queue")
-            self._queued.pop(name, None)
+                self._end(request_id, "deadline", now, "waited too long in the queue")
+            self._queued.pop(request_id, None)
 
     def grammar_seconds(self, request_id: str) -> float | None:
         """How long a request waited until its grammar was compiled; None if it had none, or too
@@ -182,9 +182,11 @@ class EngineRequests:
             Refused(message.request_id, "the engine could not take it", None, "internal")
         )
 
-    def _end(self, name: str, reason: FinishReason, now: float, error: str | None = None) -> None:
+    def _end(
+        self, request_id: str, reason: FinishReason, now: float, error: str | None = None
+    ) -> None:
         update = RequestUpdate(
-            name, (), reason, error=error, metrics=self._core.end(name, reason, now)
+            request_id, (), reason, error=error, metrics=self._core.end(request_id, reason, now)
         )
         self._updates.append(update)
         self.forget([update])

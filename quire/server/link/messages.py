@@ -1,5 +1,5 @@
-"""What passes between the HTTP process and the engine process: msgpack of these values, never
-pickle.
+"""What passes between the server's process, engine processes and HTTP workers: msgpack of these
+values, never pickle.
 
 Token ids and numbers only; the one text that goes down is a grammar (inside the parameters) and
 cache salts, the texts that come up are error messages.
@@ -24,7 +24,7 @@ class Resume(msgspec.Struct):
     """A request that another engine had begun and lost: it goes on where it was."""
 
     outputs: dict[str, tuple[int, ...]]
-    """The tokens so far of its answers that are not complete, by their names; the others are not
+    """The tokens so far of its answers that are not complete, by their ids; the others are not
     made again.
     """
     age: float
@@ -34,7 +34,7 @@ class Resume(msgspec.Struct):
 
 
 class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
-    """Generate answers to a prompt. With several (params.n, best_of) their names are `request_id/0`
+    """Generate answers to a prompt. With several (params.n, best_of) their ids are `request_id/0`
     and so on.
     """
 
@@ -52,6 +52,16 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     pooling: Pooling | None = None
     """For embeddings: no answer, but the prompt's hidden states pooled this way."""
     resume: Resume | None = None
+
+    @property
+    def answer_ids(self) -> tuple[str, ...]:
+        """The engine's ids of the answers that it is to make (as `make_requests` gives them)."""
+        if self.resume is not None:
+            return tuple(self.resume.outputs)
+        count = self.params.get("best_of") or self.params.get("n", 1)
+        if count == 1:
+            return (self.request_id,)
+        return tuple(f"{self.request_id}/{number}" for number in range(count))
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -73,7 +83,8 @@ class End(msgspec.Struct, tag="end"):
     string.
     """
 
-    name: str
+    request_id: str
+    """The answer's."""
     reason: FinishReason = "stop"
 
 
@@ -92,11 +103,7 @@ class Watch(msgspec.Struct, tag="watch"):
     is_on: bool
 
 
-class Shutdown(msgspec.Struct, tag="shutdown"):
-    """Go away; requests still running are aborted."""
-
-
-Command = AddRequest | Abort | End | Describe | Watch | Shutdown
+Command = AddRequest | Abort | End | Describe | Watch
 """What goes down: all that the engine is asked."""
 
 
@@ -222,13 +229,11 @@ Event = Loading | Ready | Updates | Described | Watched | Fatal
 
 
 class EngineProcessConfig(msgspec.Struct):
-    """The one line the engine process reads from its standard input."""
+    """The first message to an engine process."""
 
     model: str
     options: dict[str, Any]
     """Of `quire.config.EngineConfig`."""
-    commands_address: str
-    events_address: str
     log_format: str = "human"
     log_level: str = "info"
     log_name: str = "engine"
@@ -236,11 +241,101 @@ class EngineProcessConfig(msgspec.Struct):
     """Whether it tells which blocks it has cached."""
 
 
+# Between the server's process and an HTTP worker: what a worker tells the engine and hears of it
+# goes as above, and so does what else there is one of.
+
+
+class WorkerConfig(msgspec.Struct):
+    """The first message to a worker."""
+
+    server: dict[str, Any]
+    """As `quire.server.config.encode_config` writes it."""
+    worker: int
+    """Its number, from 1."""
+    listener: int
+    """The number of the listening socket."""
+    folder: str
+    """What all processes of the server share."""
+    ready: Ready
+
+
+class Listening(msgspec.Struct, tag="listening"):
+    """The worker takes connections."""
+
+
+class Store(msgspec.Struct, tag="store"):
+    """Keep a response, which is written as its file is. Answered with nothing when it is kept."""
+
+    response: bytes
+
+
+class Recall(msgspec.Struct, tag="recall"):
+    """A stored response, by its id or by an item it holds. Answered with its file."""
+
+    owner: str
+    response_id: str | None = None
+    item_id: str | None = None
+
+
+class Find(msgspec.Struct, tag="find"):
+    """To a worker: the record of a request by one of its ids, asked for by this owner, or with None
+    by anybody. Answered with its fields.
+    """
+
+    an_id: str
+    owner: str | None
+
+
+class Ping(msgspec.Struct, tag="ping"):
+    """To a worker: does it live? Answered with nothing."""
+
+
+class Ask(msgspec.Struct, tag="ask"):
+    """Answered by `Answer` with the same ticket."""
+
+    ticket: int
+    question: Store | Recall | Find | Ping
+
+
+class Answer(msgspec.Struct, tag="answer"):
+    ticket: int
+    value: Any = None
+
+
+class EngineState(msgspec.Struct, tag="state"):
+    """To a worker: how the engine is."""
+
+    state: str
+    ready: Ready | None
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """To a worker: a request is lost. What its client is told, as in an `ApiError`."""
+
+    request_id: str
+    status: int
+    message: str
+    kind: str
+    field: str | None
+    code: str | None
+    retry_after: float | None
+
+
+class Drain(msgspec.Struct, tag="drain"):
+    """To a worker: take nobody in any more, and end when all requests have."""
+
+
+FromWorker = Listening | AddRequest | Abort | End | Ask | Answer
+ToWorker = EngineState | Updates | Failed | Ask | Answer | Drain
+
+
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int32."""
     return struct.pack(f"<{len(token_ids)}i", *token_ids)
 
 
-encode: Callable[[Command | Event], bytes] = msgspec.msgpack.Encoder().encode
+encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
 decode_event: Callable[[bytes], Event] = msgspec.msgpack.Decoder(Event).decode
+decode_from_worker: Callable[[bytes], FromWorker] = msgspec.msgpack.Decoder(FromWorker).decode
+decode_to_worker: Callable[[bytes], ToWorker] = msgspec.msgpack.Decoder(ToWorker).decode

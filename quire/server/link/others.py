@@ -14,22 +14,23 @@ from quire.observe.request_records import RequestRecord
 
 Find = Callable[[str, str | None], Awaitable[RequestRecord | None]]
 """A request by its id, if this owner may see it."""
-_NAME = re.compile(r"\b[a-z]+[-_][0-9a-f]{24}(?:\.\d+)?(?:/\d+)?(?![0-9a-f])")
-"""Of an answer, as the engine knows it: the response's id, and which of its answers."""
+_REQUEST_ID = re.compile(r"\b[a-z]+[-_][0-9a-f]{24}(?:\.\d+)?(?:/\d+)?(?![0-9a-f])")
+"""The engine's id of a request: the response's id, and which of its answers."""
 _WHICH = re.compile(r"(?:\.\d+)?(?:/\d+)?$")
 _MOST_KNOWN = 10_000
 
 
 class OwnNames:
-    """Which names of answers are a key's own."""
+    """Which of the engine's request ids are a key's own."""
 
     def __init__(self, find: Find, owner: str) -> None:
         self._find = find
         self._owner = owner
         self._known: dict[str, bool] = {}
 
-    async def has(self, name: str) -> bool:
-        response_id = _WHICH.sub("", name)
+    async def has(self, request_id: str) -> bool:
+        """`request_id`: the engine's."""
+        response_id = _WHICH.sub("", request_id)
         if response_id not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
@@ -38,7 +39,7 @@ class OwnNames:
 
 
 async def hide_others(value: Any, find: Find, owner: str | None) -> Any:
-    """JSON with the names of others' requests replaced: the same one by the same word. An admin
+    """JSON with the ids of others' requests replaced: the same one by the same word. An admin
     (None) sees them, and so does everybody where there are no keys.
     """
     if not owner:
@@ -46,11 +47,11 @@ async def hide_others(value: Any, find: Find, owner: str | None) -> Any:
     own = OwnNames(find, owner)
     text = msgspec.json.encode(value).decode()
     words: dict[str, str] = {}
-    for name in dict.fromkeys(_NAME.findall(text)):
-        if not await own.has(name):
-            words[name] = f"another-{len(words) + 1}"
+    for request_id in dict.fromkeys(_REQUEST_ID.findall(text)):
+        if not await own.has(request_id):
+            words[request_id] = f"another-{len(words) + 1}"
     return (
-        msgspec.json.decode(_NAME.sub(lambda found: words.get(found[0], found[0]), text))
+        msgspec.json.decode(_REQUEST_ID.sub(lambda found: words.get(found[0], found[0]), text))
         if words
         else value
     )
@@ -83,7 +84,7 @@ class OwnFrames:
         return told
 
     async def _is_own(self, about: list[Any]) -> bool:
-        """`about`: a request's number, its name, and what is told of it."""
+        """`about`: a request's number, its id, and what is told of it."""
         is_own = await self._names.has(about[1])
         if is_own:
             self._own.add(about[0])

@@ -2,28 +2,25 @@
 takes of memory, and nothing of it in anybody else's way. The process may run in another virtual
 environment.
 
-Both sides write lines of JSON: first the kind of engine and its setting, answered by the engine's
-name, then jobs, answered by their tokens. `python -m quire.tools.bench.engine_process` is the
-process's side.
+First it is told the kind of engine and its setting, and answers with the engine's name; then jobs,
+and it answers with their tokens. `python -m quire.tools.bench.engine_process` is the process's
+side.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import select
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from quire.errors import QuireError
+from quire.process.child import Child, ParentLines, end_with_parent
 from quire.tools.bench.jobs import Job
 from quire.tools.bench.peers import Answers, Peer, PeerSetting, open_peer
+
+_EXIT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ class EngineProcess:
         """
         self._choice = choice
         self._limit = limit
-        self._running = False
+        self._child: Child | None = None
         self.peak_memory: int | None = None
         """Of resident memory, in bytes, from the process's start to its last answer; None where the
         system does not tell.
@@ -61,39 +58,33 @@ class EngineProcess:
 
     def _start(self) -> None:
         choice = self._choice
-        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed in `close`)
-        root = str(Path(__file__).parents[3])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        command = [choice.python, "-m", "quire.tools.bench.engine_process"]
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
-                env=os.environ | {"PYTHONPATH": path},
+            self._child = Child(
+                "quire.tools.bench.engine_process",
+                python=choice.python,
+                leads_group=True,
+                errors="kept",
             )
         except OSError as error:
-            self._log.close()
             raise QuireError(f"{choice.kind}: {choice.python} can't be started: {error}") from None
-        self._running = True
+        order = {
+            "kind": choice.kind,
+            "setting": asdict(choice.setting),
+            "options": choice.options,
+        }
         try:
-            order = {
-                "kind": choice.kind,
-                "setting": asdict(choice.setting),
-                "options": choice.options,
-            }
-            self.name: str = self._ask(order)["name"]
+            self.name: str = self._ask(self._child, order)["name"]
         except BaseException:
             self.close()
             raise
 
     def run(self, jobs: Sequence[Job]) -> Answers:
-        if not self._running:
+        if self._child is None:
             self._start()
+        assert self._child is not None
+        order = {"jobs": [(job.token_ids, job.max_tokens) for job in jobs]}
         try:
-            reply = self._ask({"jobs": [(job.token_ids, job.max_tokens) for job in jobs]})
+            reply = self._ask(self._child, order)
         except TookTooLongError:
             self._start()  # now, not within the time of whatever comes next
             raise
@@ -102,23 +93,10 @@ class EngineProcess:
         return answers if isinstance(answers, int) else [tuple(answer) for answer in answers]
 
     def close(self) -> None:
-        """Ends the process."""
-        if not self._running:
-            return
-        self._running = False
-        if self._process.stdin is not None:
-            # There is no more to do, so it ends by itself; one that has ended already left what it
-            # did not read.
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-        self._log.close()
+        """Ends the process: there is no more to do, so it ends by itself, or is killed."""
+        if self._child is not None:
+            self._child.close(_EXIT_SECONDS)
+            self._child = None
 
     def __enter__(self) -> Self:
         return self
@@ -126,36 +104,19 @@ class EngineProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
+    def _ask(self, child: Child, order: dict[str, Any]) -> dict[str, Any]:
+        kind = self._choice.kind
         try:
-            _write(stdin, order)
-            # A line is written in one go, so where it has begun its end is near.
-            if self._limit is not None and not select.select([stdout], [], [], self._limit)[0]:
-                self._process.kill()
-                self.close()
-                raise TookTooLongError(
-                    f"{self._choice.kind} did not answer within {self._limit:g} s"
-                )
-            line = stdout.readline()
-        except OSError:
-            line = ""
-        if not line:
-            self._log.seek(0)
-            raise QuireError(
-                f"the process of {self._choice.kind} ended: {self._log.read()[-2000:].strip()}"
-            )
-        reply: dict[str, Any] = json.loads(line)
+            reply: dict[str, Any] = child.ask(order, self._limit)
+        except TimeoutError:
+            child.kill()
+            self.close()
+            raise TookTooLongError(f"{kind} did not answer within {self._limit:g} s") from None
+        except ConnectionError:
+            raise QuireError(f"the process of {kind} ended: {child.last_words()}") from None
         if "error" in reply:
             raise QuireError(reply["error"])
         return reply
-
-
-def _write(file: IO[str], message: dict[str, Any]) -> None:
-    file.write(json.dumps(message) + "\n")
-    file.flush()
 
 
 def _open(order: dict[str, Any]) -> Peer:
@@ -181,25 +142,18 @@ def _peak_resident() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
-def _serve(orders: IO[str], replies: IO[str]) -> None:
-    try:
-        engine = _open(json.loads(orders.readline()))
-        _write(replies, {"name": engine.name})
-        for line in orders:
-            jobs = [
-                Job(tuple(prompt), max_tokens) for prompt, max_tokens in json.loads(line)["jobs"]
-            ]
-            answers = engine.run(jobs)
-            _write(replies, {"answers": answers, "peak_memory": _peak_resident()})
-    except QuireError as error:
-        _write(replies, {"error": str(error)})
-
-
 def main() -> None:
-    # What libraries print must not stand between the answers.
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    _serve(sys.stdin, replies)
+    end_with_parent()
+    parent = ParentLines()
+    orders = iter(parent)
+    try:
+        engine = _open(next(orders))
+        parent.answer({"name": engine.name})
+        for order in orders:
+            jobs = [Job(tuple(prompt), max_tokens) for prompt, max_tokens in order["jobs"]]
+            parent.answer({"answers": engine.run(jobs), "peak_memory": _peak_resident()})
+    except QuireError as error:
+        parent.answer({"error": str(error)})
 
 
 if __name__ == "__main__":

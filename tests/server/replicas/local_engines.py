@@ -36,13 +36,25 @@ _models: dict[str, LoadedModel] = {}
 
 
 class _Mailbox:
-    """Stands for the socket on which an engine tells things."""
+    """Stands for an engine's channel."""
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
+        self.received: list[bytes] = []
+
+    def fileno(self) -> int:
+        """The loop's poller only keeps it."""
+        return 0
 
     def send(self, data: bytes) -> None:
         self.sent.append(data)
+
+    @property
+    def has_received(self) -> bool:
+        return bool(self.received)
+
+    def receive(self, seconds: float) -> bytes | None:
+        return self.received.pop(0) if self.received else None
 
 
 class LocalLink:
@@ -63,8 +75,7 @@ class LocalLink:
         if self.engines.refuses_to_start:
             raise OSError("no more processes")
         loaded, config = self.engines.model, EngineConfig(**self.config.engine)
-        # The poller only keeps what it is given.
-        self._loop = EngineLoop(self._mailbox, self._mailbox)  # type: ignore[arg-type]
+        self._loop = EngineLoop(self._mailbox)  # type: ignore[arg-type]
         self._engine = assemble(
             loaded.decoder,
             config,

@@ -249,22 +249,12 @@ def test_what_a_lost_rank_takes_along_is_not_called_an_error(
         [encode(AddRequest("r", pack_tokens((1, 2, 3)), {"max_tokens": 3}, 0))],
     )
 
-    class Commands:
-        """Stands for the socket on which an engine is told things."""
-
-        def poll(self, timeout: int) -> bool:
-            return bool(commands)
-
-        def recv(self) -> bytes:
-            return commands.pop()
-
     def submit(step: Step) -> Pending:
         engine.runner.broken = "rank 1 was killed by SIGKILL"
         raise RuntimeError("connection closed by peer")
 
     monkeypatch.setattr(engine.runner, "submit", submit)
-    monkeypatch.setattr(link._loop, "_commands", Commands())
-    monkeypatch.setattr(link._loop._poller, "poll", lambda *timeout: [])
+    link._mailbox.received += commands
     with pytest.raises(EngineError, match="rank 1 was killed"):
         link._loop.run(engine)
     assert not link._mailbox.sent

@@ -264,7 +264,7 @@ def test_whoever_leaves_while_nobody_can_compute_is_forgotten(engines: LocalEngi
         server.pool.abort([stranded.message.request_id])
         assert not server.pool._stranded
         server.pool.abort([stranded.message.request_id])
-        server.pool.end(stranded.names[0])
+        server.pool.end(stranded.answer_ids[0])
         stranded.listener.abort()  # type: ignore[attr-defined]
         engines.refuses_to_start = False
         assert (await task).status_code == 200  # of what it had

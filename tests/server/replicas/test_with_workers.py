@@ -6,8 +6,8 @@ in the test's own process.
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -30,40 +30,29 @@ from tests.server.replicas.test_moves import BODIES
 KINDS = ("sampled", "several", "schema")
 
 
-class Hub:
-    """The server's own process, as its links see it."""
-
-    def __init__(self, service: GenerationService) -> None:
-        self.service = service
-        self.links: list[WorkerLink] = []
-
-    def new_link(self) -> WorkerLink:
-        self.links.append(WorkerLink(self, self.service.client))
-        return self.links[-1]
-
-    def listening(self, worker: int, link: WorkerLink) -> None: ...
-
-    def unlinked(self, link: WorkerLink) -> None: ...
-
-
-async def open_worker(server: LocalServer, path: Path, stack: AsyncExitStack) -> httpx.AsyncClient:
-    """A client of a worker that is linked to the server through a socket."""
+async def open_worker(
+    server: LocalServer, stack: AsyncExitStack
+) -> tuple[WorkerLink, httpx.AsyncClient]:
+    """The server's end of the link to a worker, and a client of the worker."""
     ready = server.client.ready
     assert ready is not None
-    loop = asyncio.get_running_loop()
-    transport, engines = await loop.create_unix_connection(lambda: RemoteEngines(ready), str(path))
-    stack.callback(transport.close)
+    ours, theirs = socket.socketpair()
+    link = WorkerLink(server.client, server.service.responses, lambda link: None, lambda: None)
+    await link.open(ours)
+    stack.callback(link.lost)
+    engines = RemoteEngines(ready)
+    await engines.open(theirs)
     client, metrics = cast(Engines, engines), metrics_for(server.config)
     service = GenerationService(
         server.config, server.engines.model.tokenizer, client, ready, metrics
     )
     http = httpx.ASGITransport(create_app(service))
-    return await stack.enter_async_context(
+    return link, await stack.enter_async_context(
         httpx.AsyncClient(transport=http, base_url="http://test", timeout=60)
     )
 
 
-def test_engines_die_behind_workers(small_model: str, tmp_path: Path) -> None:
+def test_engines_die_behind_workers(small_model: str) -> None:
     """Answers are those of the server's own process, undisturbed; nothing is left of requests, also
     of those whose worker is gone.
     """
@@ -77,12 +66,8 @@ def test_engines_die_behind_workers(small_model: str, tmp_path: Path) -> None:
         server = LocalServer(engines, 3)
         async with server as http, AsyncExitStack() as stack:
             wanted = [await seen_by_client(http, path, body) for path, body in bodies]
-            hub = Hub(server.service)
-            listener = await asyncio.get_running_loop().create_unix_server(
-                hub.new_link, str(tmp_path / "link")
-            )
-            stack.callback(listener.close)
-            workers = [await open_worker(server, tmp_path / "link", stack) for _ in range(2)]
+            opened = [await open_worker(server, stack) for _ in range(2)]
+            workers = [http for _, http in opened]
             engines.kill_at(20, 90)
             asked = [(worker, *call) for call in bodies for worker in workers]
             found = await asyncio.gather(*(seen_by_client(*one) for one in asked))
@@ -90,17 +75,19 @@ def test_engines_die_behind_workers(small_model: str, tmp_path: Path) -> None:
             assert server.moved() > 0
             engines.kill_at()
             await server.all_up()
-            await _lose_a_worker(server, hub, workers[1])
+            await _lose_a_worker(server, *opened[1])
             server.assert_empty()
             assert await seen_by_client(workers[0], *bodies[0]) == wanted[0]
 
-    async def _lose_a_worker(server: LocalServer, hub: Hub, worker: httpx.AsyncClient) -> None:
+    async def _lose_a_worker(
+        server: LocalServer, link: WorkerLink, worker: httpx.AsyncClient
+    ) -> None:
         body: dict[str, Any] = {"prompt": "on and on", "max_tokens": 900, "ignore_eos": True}
         asking = asyncio.create_task(worker.post("/v1/completions", json=body))
         async with asyncio.timeout(60):
             while not server.pool._relays:
                 await asyncio.sleep(0.001)
-        assert hub.links[1].lost() == 1
+        assert link.lost() == 1
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking

@@ -91,7 +91,7 @@ class ReplicaPool:
         self._relays: dict[str, Relay] = {}
         """By the request's id."""
         self._owners: dict[str, Relay] = {}
-        """By the name of an answer."""
+        """By an answer's id."""
         self._stranded: dict[Relay, asyncio.TimerHandle] = {}
         """Requests whose engine is gone while no other could take them, and when they give up."""
         self._last_at: OrderedDict[str, int] = OrderedDict()
@@ -99,17 +99,11 @@ class ReplicaPool:
         self._is_stopped = False
 
     def _divide(self, config: ServerConfig) -> list[ServerConfig]:
-        """The configuration of each engine; a single one has the whole machine."""
-        return [config] if config.replicas == 1 else divide(config)
+        """The configuration of each engine."""
+        return divide(config)
 
     def _new_replica(self, config: ServerConfig, number: int) -> Replica:
-        metrics = self._server_metrics
-        return Replica(
-            config,
-            metrics if self._config.replicas == 1 else metrics.of_engine(str(number)),
-            self,
-            number,
-        )
+        return Replica(config, self._server_metrics.of_engine(str(number)), self, number)
 
     # Its life
 
@@ -199,13 +193,13 @@ class ReplicaPool:
 
     # Requests
 
-    def add(self, message: messages.AddRequest, names: Sequence[str], listener: Listener) -> None:
+    def add(self, message: messages.AddRequest, listener: Listener) -> None:
         """Hands a request to the engine that suits it best."""
         if not self.router.has_open and not self._candidates():
             raise unavailable()
-        relay = Relay(self, message, names, listener)
+        relay = Relay(message, listener, self.router, self.over, self.move)
         self._relays[message.request_id] = relay
-        self._owners.update(dict.fromkeys(names, relay))
+        self._owners.update(dict.fromkeys(relay.answer_ids, relay))
         try:
             self._place(relay, message)
         except ApiError:
@@ -221,16 +215,16 @@ class ReplicaPool:
                 if assignment is not None:
                     self.replicas[assignment.replica].abort([request_id])
 
-    def end(self, name: str) -> None:
-        relay = self._owners.get(name)
+    def end(self, request_id: str) -> None:
+        relay = self._owners.get(request_id)
         if relay is None:
             return
-        relay.end(name)
+        relay.end(request_id)
         if (
             relay.assignment is not None
             and self.replicas[relay.assignment.replica].state == "ready"
         ):
-            self.replicas[relay.assignment.replica].end(name)
+            self.replicas[relay.assignment.replica].end(request_id)
 
     async def describe(self, request_id: str, explain: bool = False) -> dict[str, Any] | None:
         """What the log of the engine that has it, or had it last, says about a request."""
@@ -288,20 +282,13 @@ class ReplicaPool:
 
     # What the relays tell
 
-    def computed(self, relay: Relay) -> None:
-        if relay.assignment is not None:
-            self.router.computed(relay.assignment)
-
-    def answered(self, relay: Relay) -> None:
-        if relay.assignment is not None:
-            self.router.answered(relay.assignment)
-
     def over(self, relay: Relay) -> None:
+        """Nothing more comes of it."""
         if self._relays.get(relay.message.request_id) is not relay:
             return
         del self._relays[relay.message.request_id]
-        for name in relay.names:
-            del self._owners[name]
+        for request_id in relay.answer_ids:
+            del self._owners[request_id]
         if relay in self._stranded:
             self._stranded.pop(relay).cancel()
         self._release(relay)
@@ -353,10 +340,9 @@ class ReplicaPool:
         return any(self.router.has_room(one, len(relay.outputs)) for one in others)
 
     def _relays_at(self, number: int) -> list[Relay]:
-        found = [relay for relay in self._relays.values() if relay.assignment is not None]
         return [
             relay
-            for relay in found
+            for relay in self._relays.values()
             if relay.assignment is not None and relay.assignment.replica == number
         ]
 
@@ -391,20 +377,20 @@ class ReplicaPool:
             relay.listener.fail(error)
 
     def _place(self, relay: Relay, message: messages.AddRequest) -> None:
-        num_tokens, names = message.num_prompt_tokens, list(relay.outputs)
+        num_tokens, num_answers = message.num_prompt_tokens, len(relay.outputs)
         blocks = self._namer.names(message.prompt, message.params.get("cache_salt"))
         # Only an answer that has begun may be bound to some of them: looking at each takes long
         # where there are many.
         is_free = self.router.has_open and not any(relay.outputs.values())
         candidates = None if is_free else self._candidates(relay)
-        assignment = self.router.place(blocks, num_tokens, len(names), candidates)
+        assignment = self.router.place(blocks, num_tokens, num_answers, candidates)
         relay.assignment = assignment
         relay.fingerprint = self._fingerprint(self.replicas[assignment.replica])
         self._last_at[message.request_id] = assignment.replica
         if len(self._last_at) > _REMEMBERED:
             self._last_at.popitem(last=False)
         self._metrics.placed(assignment.replica, num_tokens, assignment.num_cached)
-        self.replicas[assignment.replica].add(message, names, relay)
+        self.replicas[assignment.replica].add(message, relay)
 
     def _release(self, relay: Relay) -> None:
         if relay.assignment is not None:

@@ -5,14 +5,13 @@ another engine can go on with it where the first one was lost.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 import msgspec
 
 from quire.server.errors import ApiError
 from quire.server.link import messages
-from quire.server.link.replicas.router import Assignment
+from quire.server.link.replicas.router import Assignment, PrefixRouter
 from quire.server.listeners import Grow, Listener
 from quire.step import RequestMetrics, RequestUpdate
 
@@ -24,38 +23,30 @@ token. It may be the reason: what kills an engine in its first step, nobody hear
 """
 
 
-class Mover(Protocol):
-    """Who gives requests to engines."""
-
-    def computed(self, relay: Relay) -> None:
-        """Its prompt is computed."""
-
-    def answered(self, relay: Relay) -> None:
-        """One of its answers is complete."""
-
-    def over(self, relay: Relay) -> None:
-        """Nothing more comes of it."""
-
-    def move(self, relay: Relay) -> None:
-        """Its engine is gone."""
-
-
 class Relay:
     """Stands between an engine and whoever waits for a request."""
 
     def __init__(
-        self, mover: Mover, message: messages.AddRequest, names: Sequence[str], listener: Listener
+        self,
+        message: messages.AddRequest,
+        listener: Listener,
+        router: PrefixRouter,
+        over: Callable[[Relay], None],
+        move: Callable[[Relay], None],
     ) -> None:
+        """`over` is called when nothing more comes of it, `move` when its engine is gone."""
         self.message = message
-        self.names = tuple(names)
+        self.answer_ids = message.answer_ids
         self.listener = listener
         self.assignment: Assignment | None = None
         """None while there is no engine that could take it."""
         self.fingerprint: str | None = None
         """Of the engine that has it, or had it last."""
-        self.outputs: dict[str, list[int]] = {name: [] for name in names}
+        self.outputs: dict[str, list[int]] = {request_id: [] for request_id in self.answer_ids}
         """The tokens so far of the answers that are not complete."""
-        self._mover = mover
+        self._router = router
+        self._over = over
+        self._move = move
         self._arrival = time.monotonic()
         self._ended: dict[str, int] = {}
         """Answers that their reader has ended, while the engine has not confirmed it, with their
@@ -77,10 +68,10 @@ class Relay:
     def age(self) -> float:
         return time.monotonic() - self._arrival
 
-    def end(self, name: str) -> None:
+    def end(self, answer_id: str) -> None:
         """An answer is complete, says its reader."""
-        if name in self.outputs:
-            self._ended[name] = len(self.outputs.pop(name))
+        if answer_id in self.outputs:
+            self._ended[answer_id] = len(self.outputs.pop(answer_id))
 
     def relieve(self) -> None:
         """It leaves an engine that is silent, not lost: that is no sign that the request is the
@@ -105,7 +96,7 @@ class Relay:
                 )
             params = {**params, "deadline": deadline - age}
         resume = messages.Resume(
-            {name: tuple(tokens) for name, tokens in self.outputs.items()}, age
+            {answer_id: tuple(tokens) for answer_id, tokens in self.outputs.items()}, age
         )
         return msgspec.structs.replace(message, params=params, resume=resume)
 
@@ -113,10 +104,12 @@ class Relay:
         """The engine can't confirm the ends that it was told of any more; its reader waits for the
         count.
         """
-        for name, num_tokens in self._ended.items():
+        for answer_id, num_tokens in self._ended.items():
             num_prompt = self.message.num_prompt_tokens
-            metrics = RequestMetrics(name, 0.0, None, None, 0.0, num_prompt, num_tokens, 0, 0, 0, 0)
-            self.listener.update(RequestUpdate(name, (), "stop", metrics=metrics))
+            metrics = RequestMetrics(
+                answer_id, 0.0, None, None, 0.0, num_prompt, num_tokens, 0, 0, 0, 0
+            )
+            self.listener.update(RequestUpdate(answer_id, (), "stop", metrics=metrics))
         self._ended.clear()
 
     # For the engine's client
@@ -127,7 +120,7 @@ class Relay:
             self.listener.accepted(request_id)
 
     def refused(self, refusal: messages.Refused) -> None:
-        self._mover.over(self)
+        self._over(self)
         if self._is_accepted:
             self.listener.fail(
                 ApiError(
@@ -138,43 +131,44 @@ class Relay:
         else:
             self.listener.refused(refusal)
 
-    def started(self, name: str, cached_tokens: int) -> None:
-        self.listener.started(name, cached_tokens)
+    def started(self, answer_id: str, cached_tokens: int) -> None:
+        self.listener.started(answer_id, cached_tokens)
 
     def update(self, update: RequestUpdate) -> None:
-        name = update.request_id
+        answer_id = update.request_id
         if update.new_token_ids:
-            self._note(name, update.new_token_ids)
+            self._note(answer_id, update.new_token_ids)
         if update.finish_reason is not None:
-            self.outputs.pop(name, None)
-            self._ended.pop(name, None)
-            if self.outputs or self._ended:
-                self._mover.answered(self)
-            else:
-                self._mover.over(self)
+            self.outputs.pop(answer_id, None)
+            self._ended.pop(answer_id, None)
+            if not self.outputs and not self._ended:
+                self._over(self)
+            elif self.assignment is not None:
+                self._router.answered(self.assignment)
         self.listener.update(update)
 
-    def grower(self, name: str) -> Grow:
-        grow = self.listener.grower(name)
+    def grower(self, answer_id: str) -> Grow:
+        grow = self.listener.grower(answer_id)
 
         def note_and_grow(token_ids: tuple[int, ...], now: float) -> None:
-            self._note(name, token_ids)
+            self._note(answer_id, token_ids)
             grow(token_ids, now)
 
         return note_and_grow
 
-    def _note(self, name: str, token_ids: tuple[int, ...]) -> None:
+    def _note(self, answer_id: str, token_ids: tuple[int, ...]) -> None:
         self._num_lost = 0
         self.was_relieved = False
         if not self._is_computed:
             self._is_computed = True
-            self._mover.computed(self)
-        if name in self.outputs:
-            self.outputs[name].extend(token_ids)
+            if self.assignment is not None:
+                self._router.computed(self.assignment)
+        if answer_id in self.outputs:
+            self.outputs[answer_id].extend(token_ids)
 
     def fail(self, error: ApiError) -> None:
         if error.code == ENGINE_LOST:
-            self._mover.move(self)
+            self._move(self)
             return
-        self._mover.over(self)
+        self._over(self)
         self.listener.fail(error)

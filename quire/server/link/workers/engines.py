@@ -1,24 +1,29 @@
-"""The engine as a worker sees it: at the other end of a socket, behind the server's own process."""
+"""The engine and the stored responses as a worker sees them: at the other end of its channel, where
+the server's own process has them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import msgspec
+
+from quire.server.calls.response_store import ResponseStore, StoredResponse, StoreLimits
+from quire.server.config import ServerConfig
+from quire.server.errors import ApiError
 from quire.server.link import messages
+from quire.server.link.channel import Channel, Tickets
 from quire.server.link.engine_client import State, unavailable
-from quire.server.link.workers import messages as wire
-from quire.server.link.workers.messages import Frames, FromWorker, ToWorker, decode_to_worker, frame
 from quire.server.listeners import Listener, Listeners
 
 _STORE_SECONDS = 30.0
 
 
-class RemoteEngines(asyncio.Protocol):
-    """What `EngineClient` is to the server's own process. Also the way to what else there is one
-    of.
-    """
+class RemoteEngines:
+    """What `EngineClient` is to the server's own process."""
 
     def __init__(self, ready: messages.Ready) -> None:
         self.state: State = "ready"
@@ -26,25 +31,25 @@ class RemoteEngines(asyncio.Protocol):
         self.on_drain: Callable[[], None] = lambda: None
         self.on_find: Callable[[str, str | None], dict[str, Any] | None] = lambda *_: None
         self.lost = asyncio.get_running_loop().create_future()
-        """Done when the connection is gone."""
+        """Done when the channel is closed."""
         self._loop = asyncio.get_running_loop()
-        self._transport: asyncio.Transport | None = None
-        self._frames = Frames()
+        self._channel = Channel(self._receive, self._set_lost)
         self._listeners = Listeners()
-        self._tickets: dict[int, asyncio.Future[bytes | None]] = {}
-        self._num_tickets = 0
+        self._tickets = Tickets()
 
-    def send(self, message: FromWorker) -> None:
-        if self._transport is not None:
-            self._transport.write(frame(message))
+    async def open(self, connection: socket.socket) -> None:
+        await self._channel.open(connection)
+
+    def send(self, message: messages.FromWorker) -> None:
+        self._channel.send(messages.encode(message))
 
     # What calls ask (`EngineClient` has the same)
 
-    def add(self, message: messages.AddRequest, names: Sequence[str], listener: Listener) -> None:
+    def add(self, message: messages.AddRequest, listener: Listener) -> None:
         if self.state != "ready":
             raise unavailable()
-        self._listeners.add(message.request_id, names, listener)
-        self.send(wire.Add(message, tuple(names)))
+        self._listeners.add(message.request_id, message.answer_ids, listener)
+        self.send(message)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         live = tuple(request_id for request_id in request_ids if request_id in self._listeners)
@@ -53,16 +58,19 @@ class RemoteEngines(asyncio.Protocol):
         if live:
             self.send(messages.Abort(live))
 
-    def end(self, name: str) -> None:
+    def end(self, request_id: str) -> None:
         if self.state != "ready":
             raise unavailable()
-        self.send(messages.End(name))
+        self.send(messages.End(request_id))
 
     # What the store asks, from a thread
 
-    def ask(self, make: Callable[[int], wire.Store | wire.Recall]) -> bytes | None:
-        """Waits for the answer to a question about stored responses; not on the event loop."""
-        return asyncio.run_coroutine_threadsafe(self._ask(make), self._loop).result(_STORE_SECONDS)
+    def ask(self, question: messages.Store | messages.Recall) -> bytes | None:
+        """Waits for the answer; not on the event loop."""
+        asking = self._tickets.ask(
+            lambda ticket: self.send(messages.Ask(ticket, question)), _STORE_SECONDS
+        )
+        return cast(bytes | None, asyncio.run_coroutine_threadsafe(asking, self._loop).result())
 
     @property
     def is_on_loop(self) -> bool:
@@ -71,49 +79,72 @@ class RemoteEngines(asyncio.Protocol):
         except RuntimeError:
             return False
 
-    async def _ask(self, make: Callable[[int], wire.Store | wire.Recall]) -> bytes | None:
-        self._num_tickets += 1
-        ticket = self._num_tickets
-        future: asyncio.Future[bytes | None] = self._loop.create_future()
-        self._tickets[ticket] = future
-        self.send(make(ticket))
-        try:
-            return await future
-        finally:
-            del self._tickets[ticket]
-
-    # asyncio's
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        for one in self._frames.feed(data):
-            self._take(decode_to_worker(one))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.lost.done():
-            self.lost.set_result(None)
-
     # What the server's process says
 
-    def _take(self, message: ToWorker) -> None:
+    def _receive(self, data: bytes) -> None:
+        message = messages.decode_to_worker(data)
         match message:
             case messages.Updates():
                 self._listeners.take(message, self.abort)
-            case wire.Failed():
+            case messages.Failed():
                 listener = self._listeners.remove(message.request_id)
                 if listener is not None:
-                    listener.fail(message.error())
-            case wire.State():
+                    listener.fail(
+                        ApiError(
+                            message.status,
+                            message.message,
+                            type=message.kind,
+                            field=message.field,
+                            code=message.code,
+                            retry_after=message.retry_after,
+                        )
+                    )
+            case messages.EngineState():
                 self.state, self.ready = cast(State, message.state), message.ready or self.ready
-            case wire.Recalled():
-                future = self._tickets.get(message.ticket)
-                if future is not None and not future.done():
-                    future.set_result(message.response)
-            case wire.Ping():
-                self.send(wire.Pong())
-            case wire.Find():
-                self.send(wire.Found(message.ticket, self.on_find(message.name, message.owner)))
-            case wire.Drain():
+            case messages.Answer():
+                self._tickets.answer(message.ticket, message.value)
+            case messages.Ask(question=messages.Find(an_id, owner)):
+                self.send(messages.Answer(message.ticket, self.on_find(an_id, owner)))
+            case messages.Ask():
+                self.send(messages.Answer(message.ticket))
+            case messages.Drain():
                 self.on_drain()
+
+    def _set_lost(self) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+
+class RemoteStore(ResponseStore):
+    """Asks for every response; who reads one has to be in a thread."""
+
+    is_remote = True
+
+    def __init__(self, config: ServerConfig, engines: RemoteEngines) -> None:
+        super().__init__(
+            StoreLimits(config.stored_responses, config.stored_bytes, config.stored_seconds)
+        )
+        self._engines = engines
+
+    def put(self, stored: StoredResponse) -> None:
+        """In a thread, it is kept when this returns; on the event loop (nobody waits: the client
+        has left, or is told of an error), it will be.
+        """
+        question = messages.Store(msgspec.json.encode(stored))
+        if self._engines.is_on_loop:
+            self._engines.send(messages.Ask(0, question))
+        else:
+            self._engines.ask(question)
+
+    def get(self, owner: str, response_id: str) -> StoredResponse | None:
+        return self._recall(messages.Recall(owner, response_id))
+
+    def holder_of(self, owner: str, item_id: str) -> StoredResponse | None:
+        return self._recall(messages.Recall(owner, item_id=item_id))
+
+    def _recall(self, question: messages.Recall) -> StoredResponse | None:
+        data = self._engines.ask(question)
+        return None if data is None else msgspec.json.decode(data, type=StoredResponse)
+
+    def delete(self, owner: str, response_id: str) -> bool:
+        raise NotImplementedError("responses are deleted by the server's own process")

@@ -7,25 +7,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
-import quire
 from quire.observe.request_records import RequestRecord
 from quire.observe.shared_metrics import Numbers
+from quire.process.child import Child
 from quire.process.temporary_folders import temporary_folder
-from quire.server.config import ServerConfig
+from quire.server.config import ServerConfig, encode_config
 from quire.server.guard.counts import Counts
 from quire.server.link.engine_client import Engines
-from quire.server.link.workers.messages import Drain, Find, State, WorkerConfig, encode_config
+from quire.server.link.messages import Drain, WorkerConfig
 from quire.server.link.workers.relay import WorkerLink
 from quire.server.service import GenerationService
 
@@ -43,7 +38,6 @@ _PINGS = 8
 """Without an answer, in `hang_seconds`: then a worker hangs."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _MOST_FAILED_STARTS = 5
-_FIND_SECONDS = 2.0
 _EXIT_SECONDS = 5.0
 
 
@@ -65,13 +59,11 @@ class WorkerHub:
         self.counts = Counts(self._counts_path, 0, config.http_workers + 1)
         self._service: GenerationService | None = None
         self._client: Engines | None = None
-        self._server: asyncio.Server | None = None
         self._links: dict[int, WorkerLink] = {}
-        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._children: dict[int, Child] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._all_listening = asyncio.Event()
         self._draining = asyncio.Event()
-        self._num_tickets = 0
 
     @property
     def inner_socket(self) -> str:
@@ -85,12 +77,9 @@ class WorkerHub:
         numbers = [Numbers(self.folder / f"numbers-{worker}") for worker in self._workers()]
         service.metrics.show(numbers)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(
-            lambda: WorkerLink(self, client), str(self.folder / "link")
-        )
         self._listener.listen(_BACKLOG)
         self._tasks = [loop.create_task(self._supervise(worker)) for worker in self._workers()]
-        self._tasks += [loop.create_task(self._tell_state(client)), loop.create_task(self._watch())]
+        self._tasks += [loop.create_task(self._tell_state()), loop.create_task(self._watch())]
         await self._all_listening.wait()
 
     def drain(self) -> None:
@@ -98,7 +87,7 @@ class WorkerHub:
         self._listener.close()
         self._draining.set()
         self._all_listening.set()
-        for link in self._links.values():
+        for link in self._listening():
             link.send(Drain())
 
     async def wait(self) -> None:
@@ -108,9 +97,8 @@ class WorkerHub:
     def kill(self) -> None:
         """Ends them at once."""
         self._draining.set()
-        for process in self._processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+        for child in self._children.values():
+            child.kill()
 
     async def stop(self) -> None:
         """Ends what is left of them."""
@@ -118,67 +106,34 @@ class WorkerHub:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for process in self._processes.values():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), _EXIT_SECONDS)
-        if self._server is not None:
-            self._server.close()
+        for link in self._links.values():
+            link.lost()
+        for child in self._children.values():
+            await child.end_now(_EXIT_SECONDS)
         self._stack.close()
 
-    async def find_record(self, name: str, owner: str | None) -> RequestRecord | None:
+    async def find_record(self, an_id: str, owner: str | None) -> RequestRecord | None:
         """What a worker knows about a request of this owner."""
-        self._num_tickets += 1
-        ticket = self._num_tickets
-        future: asyncio.Future[RequestRecord | None] = asyncio.get_running_loop().create_future()
-        links = list(self._links.values())
-        if not links:
-            return None
-        missing = len(links)
-
-        def answered(record: RequestRecord | None) -> None:
-            nonlocal missing
-            missing -= 1
-            if not future.done() and (record is not None or not missing):
-                future.set_result(record)
-
-        for link in links:
-            link.finding[ticket] = answered
-            link.send(Find(ticket, name, owner))
-        try:
-            return await asyncio.wait_for(future, _FIND_SECONDS)
-        except TimeoutError:
-            return None
-        finally:
-            for link in links:
-                link.finding.pop(ticket, None)
-
-    # For links
-
-    def listening(self, worker: int, link: WorkerLink) -> None:
-        self._links[worker] = link
-        if self._draining.is_set():
-            link.send(Drain())
-        if len(self._links) == self._config.http_workers:
-            self._all_listening.set()
-
-    def unlinked(self, link: WorkerLink) -> None:
-        """Without its link a worker is of no use; its end is noticed by whoever waits for the
-        process.
-        """
-        for worker, one in self._links.items():
-            if one is link:
-                with contextlib.suppress(ProcessLookupError):
-                    self._processes[worker].kill()
-
-    @property
-    def service(self) -> GenerationService:
-        assert self._service is not None
-        return self._service
+        asking = [link.find_record(an_id, owner) for link in self._listening()]
+        for found in asyncio.as_completed(asking):
+            record = await found
+            if record is not None:
+                return record
+        return None
 
     # Inside
 
     def _workers(self) -> range:
         return range(1, self._config.http_workers + 1)
+
+    def _listening(self) -> list[WorkerLink]:
+        return [link for link in self._links.values() if link.is_listening]
+
+    def _on_listening(self, link: WorkerLink) -> None:
+        if self._draining.is_set():
+            link.send(Drain())
+        if len(self._listening()) == self._config.http_workers:
+            self._all_listening.set()
 
     async def _supervise(self, worker: int) -> None:
         """Keeps a worker running until the server goes down."""
@@ -190,19 +145,18 @@ class WorkerHub:
             except OSError as error:
                 how = f"it could not be started: {error}"
             link = self._links.pop(worker, None)
-            lost = link.lost() if link is not None else 0
+            lost = 0 if link is None else link.lost()
             self.counts.clear(worker)
             if self._draining.is_set():
                 return
-            process = self._processes.get(worker)
-            who = f"HTTP worker {worker}" + (
-                f" (process {process.pid})" if process is not None else ""
-            )
+            child = self._children.get(worker)
+            who = f"HTTP worker {worker}" + (f" (process {child.pid})" if child is not None else "")
             logger.error(
                 "%s is gone: %s; %d answers were lost with it; it is started again", who, how, lost
             )
-            self.service.metrics.worker_restarted(lost)
-            failed = failed + 1 if link is None else 0
+            assert self._service is not None
+            self._service.metrics.worker_restarted(lost)
+            failed = failed + 1 if link is None or not link.is_listening else 0
             if failed >= _MOST_FAILED_STARTS:
                 logger.error(
                     "HTTP worker %d could not be started %d times; giving up", worker, failed
@@ -218,33 +172,22 @@ class WorkerHub:
 
     async def _run(self, worker: int) -> str:
         """From a worker's start to its end; how it ended."""
-        assert self._client is not None
-        assert self._client.ready is not None
-        paths = [
-            str(Path(quire.__file__).parents[1]),
-            *filter(None, [os.environ.get("PYTHONPATH")]),
-        ]
-        process = self._processes[worker] = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "quire.server.link.workers.worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=2,
-            pass_fds=(self._listener.fileno(),),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        client, service = self._client, self._service
+        assert client is not None
+        assert client.ready is not None
+        assert service is not None
+        listener = self._listener.fileno()
+        child = Child("quire.server.link.workers.worker", pass_fds=(listener,))
+        self._children[worker] = child
+        link = WorkerLink(client, service.responses, self._on_listening, child.kill)
+        self._links[worker] = link
+        await link.open(child.connection)
+        link.send(
+            WorkerConfig(
+                encode_config(self._config), worker, listener, str(self.folder), client.ready
+            )
         )
-        assert process.stdin is not None
-        fields = encode_config(self._config)
-        first = WorkerConfig(
-            fields, worker, self._listener.fileno(), str(self.folder), self._client.ready
-        )
-        process.stdin.write(msgspec.json.encode(first) + b"\n")
-        with contextlib.suppress(ConnectionError):
-            await process.stdin.drain()
-        code = await process.wait()
-        return (
-            f"killed by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
-        )
+        return await child.ended()
 
     async def _watch(self) -> None:
         """Ends workers that hang. Times in which this process did not run itself count for nothing."""
@@ -252,16 +195,15 @@ class WorkerHub:
         while True:
             await asyncio.sleep(pause)
             for worker, link in self._links.items():
-                if link.ping() >= _PINGS:
+                if link.is_listening and link.ping() >= _PINGS:
                     logger.error(
                         "HTTP worker %d gave no sign of life for %.0f s", worker, _PINGS * pause
                     )
-                    with contextlib.suppress(ProcessLookupError):
-                        self._processes[worker].kill()
+                    self._children[worker].kill()
 
-    async def _tell_state(self, client: Engines) -> None:
+    async def _tell_state(self) -> None:
         """Workers hear how the engine is when that changes."""
         while True:
-            for link in self._links.values():
-                link.tell_state(State(client.state, client.ready))
+            for link in self._listening():
+                link.tell_state()
             await asyncio.sleep(_LOOK_SECONDS)

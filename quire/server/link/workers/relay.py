@@ -1,40 +1,22 @@
-"""One worker's requests on their way to the engine and back."""
+"""The server's end of the channel to one worker: its requests on their way to the engine and back."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, cast
 
 import msgspec
 
 from quire.observe.request_records import RequestRecord
-from quire.server.calls.response_store import StoredResponse
+from quire.server.calls.response_store import ResponseStore, StoredResponse
 from quire.server.errors import ApiError
 from quire.server.link import messages
+from quire.server.link.channel import Channel, Tickets
 from quire.server.link.engine_client import Engines
-from quire.server.link.workers.messages import (
-    Add,
-    Failed,
-    Found,
-    Frames,
-    FromWorker,
-    Listening,
-    Ping,
-    Pong,
-    Recall,
-    Recalled,
-    State,
-    Store,
-    ToWorker,
-    decode_from_worker,
-    frame,
-)
 from quire.server.listeners import Grow
-from quire.server.service import GenerationService
 from quire.server.tasks import NextTurn
 from quire.step import RequestUpdate
 
@@ -42,45 +24,45 @@ logger = logging.getLogger(__name__)
 
 _MOST_UNREAD = 64 * 2**20
 """Bytes. A worker that does not read so much is stuck; it is ended, and with it its requests."""
+_FIND_SECONDS = 2.0
 
 
-class Hub(Protocol):
-    """Whom a link belongs to."""
+class WorkerLink:
+    """What the engine says in one turn goes out in one message."""
 
-    @property
-    def service(self) -> GenerationService: ...
-
-    def listening(self, worker: int, link: WorkerLink) -> None: ...
-
-    def unlinked(self, link: WorkerLink) -> None: ...
-
-
-class WorkerLink(asyncio.Protocol):
-    """The connection of one worker. What the engine says in one turn goes out in one message."""
-
-    def __init__(self, hub: Hub, client: Engines) -> None:
-        self._hub = hub
+    def __init__(
+        self,
+        client: Engines,
+        store: ResponseStore,
+        on_listening: Callable[[WorkerLink], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        """`on_lost` is called when the channel is closed: without it a worker is of no use."""
         self._client = client
-        self._frames = Frames()
-        self._transport: asyncio.Transport | None = None
+        self._store = store
+        self._on_listening = on_listening
+        self._channel = Channel(self._receive, on_lost)
         self._requests: dict[str, _Request] = {}
         self._out = messages.Updates()
         self._is_due = False
         self._next_turn = NextTurn()
-        self._last_state: State | None = None
+        self._last_state: messages.EngineState | None = None
         self._num_unanswered = 0
-        self.finding: dict[int, Callable[[RequestRecord | None], None]] = {}
-        """Who waits for the answer to a `Find`, by ticket."""
+        self._tickets = Tickets()
+        self.is_listening = False
 
-    def send(self, message: ToWorker) -> None:
-        if self._transport is None or self._transport.is_closing():
-            return
-        self._transport.write(frame(message))
-        if self._transport.get_write_buffer_size() > _MOST_UNREAD:
+    async def open(self, connection: socket.socket) -> None:
+        await self._channel.open(connection)
+
+    def send(self, message: messages.ToWorker | messages.WorkerConfig) -> None:
+        self._channel.send(messages.encode(message))
+        if self._channel.num_unread > _MOST_UNREAD:
             logger.error("an HTTP worker does not read what the engine says; it is ended")
-            self._transport.abort()
+            self._channel.close()
 
-    def tell_state(self, state: State) -> None:
+    def tell_state(self) -> None:
+        """If it is another one than the worker knows."""
+        state = messages.EngineState(self._client.state, self._client.ready)
         if state != self._last_state:
             self._last_state = state
             self.send(state)
@@ -88,41 +70,40 @@ class WorkerLink(asyncio.Protocol):
     def ping(self) -> int:
         """Asks for a sign of life; how many times that has been done in vain."""
         self._num_unanswered += 1
-        self.send(Ping())
+        self.send(messages.Ask(0, messages.Ping()))
         return self._num_unanswered - 1
+
+    async def find_record(self, an_id: str, owner: str | None) -> RequestRecord | None:
+        """What the worker knows about a request of this owner."""
+        question = messages.Find(an_id, owner)
+        try:
+            found = await self._tickets.ask(
+                lambda ticket: self.send(messages.Ask(ticket, question)), _FIND_SECONDS
+            )
+        except TimeoutError:
+            return None
+        return None if found is None else RequestRecord(**found)
 
     def lost(self) -> int:
         """The worker is gone: nobody waits for its requests any more. How many answers they would
         have had.
         """
         requests, self._requests = self._requests, {}
-        if self._transport is not None:
-            self._transport.abort()
+        self._channel.close()
         self._client.abort(tuple(requests))
-        for answered in self.finding.values():
-            answered(None)
+        self._tickets.answer_all(None)
         return sum(one.num_unfinished for one in requests.values())
-
-    # asyncio's
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._hub.unlinked(self)
-
-    def data_received(self, data: bytes) -> None:
-        for one in self._frames.feed(data):
-            self._take(decode_from_worker(one))
 
     # From the worker
 
-    def _take(self, message: FromWorker) -> None:
+    def _receive(self, data: bytes) -> None:
+        message = messages.decode_from_worker(data)
         match message:
-            case Listening():
-                self._hub.listening(message.worker, self)
-                self.tell_state(State(self._client.state, self._client.ready))
-            case Add():
+            case messages.Listening():
+                self.is_listening = True
+                self.tell_state()
+                self._on_listening(self)
+            case messages.AddRequest():
                 self._add(message)
             case messages.Abort():
                 for request_id in message.request_ids:
@@ -130,36 +111,31 @@ class WorkerLink(asyncio.Protocol):
                 self._client.abort(message.request_ids)
             case messages.End():
                 with contextlib.suppress(ApiError):  # the engine is gone, as its listener hears
-                    self._client.end(message.name)
-            case Pong():
+                    self._client.end(message.request_id)
+            case messages.Answer():
                 self._num_unanswered = 0
-            case Found():
-                answered = self.finding.pop(message.ticket, None)
-                if answered is not None:
-                    answered(None if message.record is None else RequestRecord(**message.record))
-            case Store():
-                self._hub.service.responses.put(
-                    msgspec.json.decode(message.response, type=StoredResponse)
-                )
-                self.send(Recalled(message.ticket, None))
-            case Recall():
-                self._recall(message)
+                self._tickets.answer(message.ticket, message.value)
+            case messages.Ask():
+                self.send(messages.Answer(message.ticket, self._answer(message.question)))
 
-    def _add(self, message: Add) -> None:
-        request_id = message.request.request_id
-        listener = self._requests[request_id] = _Request(self, request_id, len(message.names))
+    def _add(self, message: messages.AddRequest) -> None:
+        request_id = message.request_id
+        listener = self._requests[request_id] = _Request(self, request_id, len(message.answer_ids))
         try:
-            self._client.add(message.request, message.names, listener)
+            self._client.add(message, listener)
         except ApiError as error:
             listener.fail(error)
 
-    def _recall(self, message: Recall) -> None:
-        store = self._hub.service.responses
-        if message.response_id is not None:
-            found = store.get(message.owner, message.response_id)
-        else:
-            found = store.holder_of(message.owner, message.item_id or "")
-        self.send(Recalled(message.ticket, None if found is None else msgspec.json.encode(found)))
+    def _answer(self, question: object) -> bytes | None:
+        found: StoredResponse | None = None
+        match question:
+            case messages.Store():
+                self._store.put(msgspec.json.decode(question.response, type=StoredResponse))
+            case messages.Recall(owner, str(response_id)):
+                found = self._store.get(owner, response_id)
+            case messages.Recall(owner, None, str(item_id)):
+                found = self._store.holder_of(owner, item_id)
+        return None if found is None else msgspec.json.encode(found)
 
     # From the engine
 
@@ -173,10 +149,21 @@ class WorkerLink(asyncio.Protocol):
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
 
-    def fail(self, failed: Failed) -> None:
+    def fail(self, request_id: str, error: ApiError) -> None:
         """A request is lost; what was said of it before goes first."""
+        self.forget(request_id)
         self._flush()
-        self.send(failed)
+        self.send(
+            messages.Failed(
+                request_id,
+                error.status,
+                error.message,
+                error.type,
+                error.field,
+                error.code,
+                error.retry_after,
+            )
+        )
 
     def _flush(self) -> None:
         if self._is_due:
@@ -204,10 +191,10 @@ class _Request:
         self._link.news().refused.append(refusal)
         self._link.forget(self._request_id)
 
-    def started(self, name: str, cached_tokens: int) -> None:
+    def started(self, request_id: str, cached_tokens: int) -> None:
         news = self._link.news()
-        news.started.append(name)
-        news.cached[name] = cached_tokens
+        news.started.append(request_id)
+        news.cached[request_id] = cached_tokens
 
     def update(self, update: RequestUpdate) -> None:
         self._told_in = news = self._link.news()
@@ -217,17 +204,16 @@ class _Request:
             if not self.num_unfinished:
                 self._link.forget(self._request_id)
 
-    def grower(self, name: str) -> Grow:
-        return partial(self._grow, name)
+    def grower(self, request_id: str) -> Grow:
+        return partial(self._grow, request_id)
 
-    def _grow(self, name: str, token_ids: tuple[int, ...], now: float) -> None:
+    def _grow(self, request_id: str, token_ids: tuple[int, ...], now: float) -> None:
         news = self._link.news()
         if self._told_in is news:
-            news.updates.append(RequestUpdate(name, token_ids))
+            news.updates.append(RequestUpdate(request_id, token_ids))
         else:
-            news.grown.append(name)
+            news.grown.append(request_id)
             news.grown_ids.append(token_ids)
 
     def fail(self, error: ApiError) -> None:
-        self._link.forget(self._request_id)
-        self._link.fail(Failed.of(self._request_id, error))
+        self._link.fail(self._request_id, error)

@@ -1,8 +1,7 @@
 """One HTTP worker: `python -m quire.server.link.workers.worker`, started by `hub`.
 
-It reads its configuration from standard input, accepts connections from the server's listening
-socket, and ends when its standard input or its link does: nothing is left behind when the server's
-process dies, however it dies.
+It accepts connections from the server's listening socket, and ends with the server's process:
+nothing is left behind, however that dies.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 from typing import cast
 
@@ -24,8 +21,9 @@ from quire.checkpoints.sources import resolve
 from quire.frontend.tokenizer import Tokenizer
 from quire.observe.shared_metrics import Numbers
 from quire.observe.tracing import Tracing
+from quire.process.child import end_with_parent, ignore_terminal_signals
 from quire.server.app import create_app
-from quire.server.config import ServerConfig
+from quire.server.config import ServerConfig, decode_config
 from quire.server.guard.counts import Counts
 from quire.server.http_server import (
     HttpServer,
@@ -34,13 +32,13 @@ from quire.server.http_server import (
     prepare_process,
     settle,
 )
+from quire.server.link.channel import BlockingChannel
 from quire.server.link.engine_client import Engines
+from quire.server.link.messages import Listening, WorkerConfig
 from quire.server.link.replicas.open import metrics_for
 from quire.server.link.workers.accept import Accepting
-from quire.server.link.workers.engines import RemoteEngines
+from quire.server.link.workers.engines import RemoteEngines, RemoteStore
 from quire.server.link.workers.forward import Forward
-from quire.server.link.workers.messages import Listening, WorkerConfig, decode_config
-from quire.server.link.workers.store import RemoteStore
 from quire.server.logs import set_up_logging
 from quire.server.service import GenerationService
 
@@ -70,26 +68,26 @@ class _Server(HttpServer):
 
 
 def main() -> int:
-    # They reach every process of a group; the server's own process decides what they mean.
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)
-    first = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    ignore_terminal_signals()
+    end_with_parent()
+    connection = socket.socket(fileno=os.dup(0))
+    first = msgspec.msgpack.decode(BlockingChannel(connection).receive() or b"", type=WorkerConfig)
     config = decode_config(first.server)
     set_up_logging(config.log_format, config.log_level, f"worker-{first.worker}")
     prepare_process()
     tokenizer = open_tokenizer(resolve(config.model), config)
     loop_factory = uvicorn.Config(app="", loop="auto", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(_serve(first, config, tokenizer))
+        runner.run(_serve(first, config, tokenizer, connection))
     return 0
 
 
-async def _serve(first: WorkerConfig, config: ServerConfig, tokenizer: Tokenizer) -> None:
+async def _serve(
+    first: WorkerConfig, config: ServerConfig, tokenizer: Tokenizer, connection: socket.socket
+) -> None:
     folder = Path(first.folder)
-    _, engines = await asyncio.get_running_loop().create_unix_connection(
-        lambda: RemoteEngines(first.ready), str(folder / "link")
-    )
+    engines = RemoteEngines(first.ready)
+    await engines.open(connection)
     counts = Counts(folder / "counts", first.worker, config.http_workers + 1)
     metrics = metrics_for(config, Numbers(folder / f"numbers-{first.worker}"))
     endpoint = config.otlp_traces_endpoint
@@ -107,13 +105,13 @@ async def _serve(first: WorkerConfig, config: ServerConfig, tokenizer: Tokenizer
         service.is_draining = True
         server.should_exit = True
 
-    def find(name: str, owner: str | None) -> dict[str, object] | None:
-        record = service.records.find(name, owner)
+    def find(an_id: str, owner: str | None) -> dict[str, object] | None:
+        record = service.records.find(an_id, owner)
         return None if record is None else {**record.describe(), "owner": record.owner}
 
     engines.on_drain, engines.on_find = drain, find
     settle()
-    server.on_started = lambda: engines.send(Listening(first.worker))
+    server.on_started = lambda: engines.send(Listening())
     serving = asyncio.create_task(server.serve())
     await asyncio.wait((serving, engines.lost), return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
@@ -122,12 +120,6 @@ async def _serve(first: WorkerConfig, config: ServerConfig, tokenizer: Tokenizer
     serving.result()
     if tracing is not None:
         await asyncio.to_thread(tracing.close)
-
-
-def _exit_with_parent() -> None:
-    while os.read(0, 1024):
-        pass
-    os._exit(0)
 
 
 if __name__ == "__main__":

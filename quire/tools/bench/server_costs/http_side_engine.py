@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import mmap
 import os
-import signal
-import sys
-import threading
 import time
 from pathlib import Path
 
-import msgspec
-import zmq
-
 from quire.observe.step_log import StepSummary
+from quire.process.child import end_with_parent, ignore_terminal_signals
 from quire.server.link import messages
+from quire.server.link.channel import BlockingChannel
 from quire.step import RequestUpdate
 
 FIRST_ID, NUM_IDS = 300, 1024
 """Of the tokens it gives. They come again after so many steps, which is longer than any of them is
 on its way.
 """
-_MOST_BEHIND = 4
-"""Messages that may wait in this process; those that wait in the HTTP process come on top."""
+_MOST_BEHIND = 64 * 1024
+"""Bytes that may wait in this process; those that wait in the HTTP process come on top."""
 VARIABLE = "QUIRE_BENCH_BOARD"
 
 
@@ -68,16 +64,10 @@ class Board:
         return FIRST_ID + step % NUM_IDS
 
 
-def run(config: messages.EngineProcessConfig) -> None:
+def run(channel: BlockingChannel) -> None:
     board = Board(Path(os.environ[VARIABLE]))
-    context = zmq.Context()
-    commands: zmq.Socket[bytes] = context.socket(zmq.PULL)
-    commands.set_hwm(0)
-    commands.connect(config.commands_address)
-    events: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-    events.set_hwm(_MOST_BEHIND)
-    events.connect(config.events_address)
-    events.send(
+    channel.receive()
+    channel.send(
         messages.encode(
             messages.Ready(FIRST_ID + NUM_IDS, 64, 65536, 4096, 1_000_000, 16, "fcfs", "fp_bench")
         )
@@ -88,12 +78,10 @@ def run(config: messages.EngineProcessConfig) -> None:
         out = messages.Updates(num_free_blocks=1_000_000)
         rate = board.rate
         is_idle = not names or not rate
-        wait = 20 if is_idle else max(0, int(1000 * (due - time.monotonic())))
-        if commands.poll(wait):
-            while commands.poll(0):
-                command = messages.decode_command(commands.recv())
-                if isinstance(command, messages.Shutdown):
-                    return
+        wait = 0.02 if is_idle else max(0.0, due - time.monotonic())
+        if channel.wait(wait):
+            while (data := channel.receive(0.0)) is not None:
+                command = messages.decode_command(data)
                 if isinstance(command, messages.AddRequest):
                     names[command.request_id] = None
                     out.accepted.append(command.request_id)
@@ -113,19 +101,10 @@ def run(config: messages.EngineProcessConfig) -> None:
         elif is_idle:
             due = now
         if out.accepted or out.has_updates:
-            events.send(messages.encode(out))
-
-
-def _exit_with_parent() -> None:
-    while os.read(0, 1024):
-        pass
-    os._exit(0)
+            channel.send(messages.encode(out))
 
 
 if __name__ == "__main__":
-    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)
-    first = msgspec.json.decode(sys.stdin.buffer.readline(), type=messages.EngineProcessConfig)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    run(first)
-    os._exit(0)
+    ignore_terminal_signals()
+    end_with_parent()
+    run(BlockingChannel.to_parent(_MOST_BEHIND))
