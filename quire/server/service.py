@@ -21,7 +21,6 @@ from quire.server.calls.embedding_call import EmbeddingCall
 from quire.server.calls.engine_call import EngineCall
 from quire.server.calls.generation import GenerationRequest
 from quire.server.calls.prompts import EncodedPrompt, PromptEncoder
-from quire.server.calls.response_store import OwnResponses, ResponseStore, open_store
 from quire.server.calls.text_call import TextCall
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
@@ -30,6 +29,7 @@ from quire.server.guard.auth import owner_of
 from quire.server.guard.counts import Counts
 from quire.server.link.engine_client import Engines, unavailable
 from quire.server.link.messages import Ready
+from quire.server.stored.store import OwnResponses, ResponseStore, open_store
 from quire.server.tasks import NextTurn
 
 _T = TypeVar("_T")

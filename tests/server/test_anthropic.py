@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.api.protocol.anthropic import MessagesRequest
-from quire.server.api.routes.anthropic import ContentBlocks, tool_input
+from quire.server.api.anthropic import ContentBlocks, tool_input
+from quire.server.api.anthropic_fields import MessagesRequest
 from quire.server.calls.generation import GenerationEvent, ToolCallDelta
 from tests.server.harness import Server, wait_for
 

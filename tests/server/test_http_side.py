@@ -26,16 +26,12 @@ from quire.observe.shared_metrics import Numbers
 from quire.outputs import TokenLogprobs
 from quire.process.gc_pauses import IdleCollector
 from quire.sampling_params import SamplingParams
-from quire.server.api.http_responses import TextEvent, data_event, one_line
-from quire.server.api.protocol.anthropic import MessagesRequest
-from quire.server.api.protocol.chat import ChatCompletionRequest
-from quire.server.api.protocol.completions import CompletionRequest
-from quire.server.api.protocol.responses import ResponsesRequest
-from quire.server.api.routes.anthropic import MessageWriter
-from quire.server.api.routes.chat import ChatWriter
-from quire.server.api.routes.completions import CompletionWriter
-from quire.server.api.routes.responses import OutputItems, ResponseWriter
-from quire.server.calls.call_stream import DIRECT_BODY, CallStream
+from quire.server.api.anthropic import MessageWriter
+from quire.server.api.anthropic_fields import MessagesRequest
+from quire.server.api.call_stream import DIRECT_BODY, CallStream
+from quire.server.api.chat import ChatCompletionRequest, ChatWriter
+from quire.server.api.completions import CompletionRequest, CompletionWriter
+from quire.server.api.responses import OutputItems, ResponsesRequest, ResponseWriter
 from quire.server.calls.engine_call import EngineCall, TextSink
 from quire.server.calls.generation import (
     GenerationEvent,
@@ -50,6 +46,7 @@ from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.guard.admission import Admission
 from quire.server.guard.counts import ANSWERS, CONNECTIONS, Counts
+from quire.server.http_responses import TextEvent, data_event, one_line
 from quire.server.http_server import HttpServer
 from quire.server.link.engine_client import EngineClient
 from quire.server.link.messages import Event, Fatal, Updates, decode_event, encode
@@ -136,7 +133,7 @@ def test_a_prepared_event_has_the_bytes_of_any_other(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same events from a writer that prepares nothing."""
-    monkeypatch.setattr("quire.server.api.routes.responses.new_id", lambda prefix: f"{prefix}1")
+    monkeypatch.setattr("quire.server.api.response_items.new_id", lambda prefix: f"{prefix}1")
     one_choice = name in ("responses", "messages")
     events = [event for event in EVENTS if not (one_choice and event.index)]
     quick, slow = new_writer(name), new_writer(name)

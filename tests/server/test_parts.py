@@ -26,8 +26,8 @@ from quire.observe.prometheus import ServerMetrics
 from quire.observe.request_records import RecordBook, RequestRecord, describe_request
 from quire.observe.step_log import StepLog
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.server.api.protocol.common import Body
-from quire.server.api.protocol.completions import CompletionRequest
+from quire.server.api.body import Body
+from quire.server.api.completions import CompletionRequest
 from quire.server.calls.answer_reader import AnswerReader
 from quire.server.calls.prompts import EncodedPrompt, PromptEncoder
 from quire.server.calls.text_call import new_reader

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from quire.outputs import TokenLogprobs
-from quire.server.api.protocol.responses import ResponsesRequest
-from quire.server.api.routes.responses import OutputItems
+from quire.server.api.responses import OutputItems, ResponsesRequest
 from quire.server.calls.generation import GenerationEvent, ToolCallDelta
-from quire.server.calls.response_store import ResponseStore, StoreLimits
+from quire.server.stored.store import ResponseStore, StoreLimits
 from tests.server.harness import Server, error_of, wait_for
 
 WEATHER = {

@@ -13,19 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.errors import InvalidRequestError
-from quire.server.api.http_responses import one_line
-from quire.server.api.protocol.chat import ChatCompletionRequest
-from quire.server.api.protocol.common import ApiRequest
-from quire.server.api.protocol.completions import CompletionRequest
-from quire.server.api.protocol.embeddings import EmbeddingsRequest
-from quire.server.api.routes.chat import ChatWriter
-from quire.server.api.routes.completions import CompletionWriter
-from quire.server.api.routes.embeddings import EmbeddingWriter
+from quire.server.api.body import ApiRequest
+from quire.server.api.chat import ChatCompletionRequest, ChatWriter
+from quire.server.api.completions import CompletionRequest, CompletionWriter
+from quire.server.api.embeddings import EmbeddingsRequest, EmbeddingWriter
+from quire.server.api.endpoint import Writer
 from quire.server.batches.requests import BatchRequest
 from quire.server.calls.generation import GenerationRequest
 from quire.server.errors import ApiError, error_body, to_api_error
 from quire.server.guard.connection import parse_body, refuse_unsupported
-from quire.server.lifecycle import Writer
+from quire.server.http_responses import one_line
 from quire.server.service import GenerationService, renamed
 
 _KINDS: dict[str, tuple[type[ApiRequest], type[Writer[Any]]]] = {

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined, from_json
 
 from quire.errors import InvalidRequestError
-from quire.server.api.http_responses import disconnected
 from quire.server.errors import ApiError
+from quire.server.http_responses import disconnected
 from quire.server.tasks import running
 
 _T = TypeVar("_T", bound=BaseModel)

@@ -12,7 +12,6 @@ from typing import Protocol, cast
 import msgspec
 
 from quire.observe.request_records import RequestRecord
-from quire.server.calls.response_store import StoredResponse
 from quire.server.errors import ApiError
 from quire.server.link import messages
 from quire.server.link.engine_client import Engines
@@ -35,6 +34,7 @@ from quire.server.link.workers.messages import (
 )
 from quire.server.listeners import Grow
 from quire.server.service import GenerationService
+from quire.server.stored.store import StoredResponse
 from quire.server.tasks import NextTurn
 from quire.step import RequestUpdate
 

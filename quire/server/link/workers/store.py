@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.server.calls.response_store import ResponseStore, StoredResponse, StoreLimits
 from quire.server.config import ServerConfig
 from quire.server.link.workers.engines import RemoteEngines
 from quire.server.link.workers.messages import Recall, Store
+from quire.server.stored.store import ResponseStore, StoredResponse, StoreLimits
 
 
 class RemoteStore(ResponseStore):

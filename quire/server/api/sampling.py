@@ -11,15 +11,15 @@ from pydantic import Field
 
 from quire.errors import InvalidRequestError
 from quire.sampling_params import MAX_ALLOWED_TOKENS, MAX_STOP_TOKENS, SamplingParams
-from quire.server.api.protocol import structure
-from quire.server.api.protocol.common import (
+from quire.server.api import structure
+from quire.server.api.body import (
     MAX_TOP_LOGPROBS,
     NO_TEMPLATES,
     ApiRequest,
     Body,
     present,
 )
-from quire.server.api.protocol.structure import ConstraintFields
+from quire.server.api.structure import ConstraintFields
 from quire.server.calls.generation import TruncationSide
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/messages, as Anthropic's clients speak it."""
+"""Anthropic's messages: POST /v1/messages and /v1/messages/count_tokens"""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from quire.server.api.http_responses import TextEvent, named_event
-from quire.server.api.protocol.anthropic import MessagesRequest
+from fastapi import Request
+from fastapi.responses import Response
+
+from quire.server.api.anthropic_fields import CountTokensRequest, MessagesRequest
+from quire.server.api.endpoint import Writer, endpoint
 from quire.server.calls.generation import FinishReason, GenerationEvent, Usage
 from quire.server.errors import ApiError, error_body
-from quire.server.lifecycle import Writer, endpoint
+from quire.server.guard.connection import body_schema, convert, ignored_header, read_body
+from quire.server.http_responses import JsonResponse, TextEvent, named_event
+from quire.server.service import get_service
 
 
 class MessageWriter(Writer[MessagesRequest]):
@@ -209,3 +214,17 @@ def _text_delta(place: int, kind: str, text: str) -> bytes:
 router = endpoint(
     MessagesRequest, MessageWriter, "create_message", "An answer to a conversation.", "Anthropic"
 )
+
+
+@router.post(
+    "/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest), tags=["Anthropic"]
+)
+async def count_tokens(request: Request) -> Response:
+    """How many tokens a conversation has."""
+    body = await read_body(request, CountTokensRequest)
+    service = get_service(request)
+    service.check_model(body.model)
+    prompt, left_out = await convert(request, body.read_prompt)
+    token_ids = await service.in_thread(service.encoder.encode_chat, prompt)
+    ignored = ignored_header([*request.state.ignored, *left_out])
+    return JsonResponse({"input_tokens": len(token_ids)}, headers=ignored)

@@ -15,25 +15,13 @@ from typing import Protocol
 
 from starlette.types import Scope, Send
 
-from quire.server.api.http_responses import EventStream
 from quire.server.calls.engine_call import EngineCall
 from quire.server.calls.generation import GenerationEvent
 from quire.server.errors import ApiError
+from quire.server.http_responses import DIRECT_BODY, DirectBody, EventStream
 from quire.server.tasks import NextTurn
 
 logger = logging.getLogger(__name__)
-
-DIRECT_BODY = "quire.direct_body"
-"""The ASGI extension under which a connection lends its `DirectBody`."""
-
-
-class DirectBody(Protocol):
-    """Writes on with the body of a response that has begun, as ASGI's `send` would, but at once."""
-
-    is_blocked: bool
-    """The client does not take what was written."""
-
-    def write(self, data: bytes) -> None: ...
 
 
 class StreamWriter(Protocol):

@@ -16,10 +16,10 @@ from fastapi.responses import Response
 from starlette.types import Scope, Send
 
 from quire import __version__
-from quire.server.api.http_responses import EventStream, JsonResponse, named_event
 from quire.server.errors import ApiError, error_body
 from quire.server.guard.auth import seen_by
 from quire.server.guard.page_session import PageSessions, security_headers
+from quire.server.http_responses import EventStream, JsonResponse, named_event
 from quire.server.link.others import OwnNames
 from quire.server.link.watch_hub import WatchHub, WatchHubs
 from quire.server.service import get_service
@@ -44,7 +44,7 @@ class _File(NamedTuple):
 def _read_files() -> Mapping[str, _File]:
     """All of them, once: no path of a request ever reaches the file system."""
     files = {}
-    for path in sorted((Path(__file__).parents[2] / "web").iterdir()):
+    for path in sorted((Path(__file__).parents[1] / "web").iterdir()):
         if path.suffix in _TYPES and path.name != "sign_in.html":
             content = path.read_bytes()
             files[path.name] = _File(

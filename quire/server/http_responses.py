@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -159,6 +159,19 @@ class TextEvent:
         if self._has_number:
             return b"%b%b%b%d%b" % (self._head, one_line(text), self._middle, number, self._tail)
         return self._head + one_line(text) + self._middle
+
+
+DIRECT_BODY = "quire.direct_body"
+"""The ASGI extension under which a connection lends its `DirectBody`."""
+
+
+class DirectBody(Protocol):
+    """Writes on with the body of a response that has begun, as ASGI's `send` would, but at once."""
+
+    is_blocked: bool
+    """The client does not take what was written."""
+
+    def write(self, data: bytes) -> None: ...
 
 
 class EventStream(Response, ABC):

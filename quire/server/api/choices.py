@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from quire.outputs import Logprob, TokenLogprobs
-from quire.server.api.http_responses import DONE, TextEvent, data_event
-from quire.server.api.protocol.sampling import SamplingFields
+from quire.server.api.endpoint import Writer
+from quire.server.api.sampling import SamplingFields
 from quire.server.calls.generation import Usage
-from quire.server.lifecycle import Writer
+from quire.server.http_responses import DONE, TextEvent, data_event
 
 RequestT = TypeVar("RequestT", bound=SamplingFields)
 

@@ -17,17 +17,17 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from quire.errors import InvalidRequestError
-from quire.server.api.http_responses import JsonResponse, LargeJsonResponse, data_event
-from quire.server.api.protocol.common import ApiRequest
-from quire.server.api.protocol.sampling import SamplingFields
-from quire.server.calls.call_stream import CallStream
+from quire.server.api.body import ApiRequest
+from quire.server.api.call_stream import CallStream
+from quire.server.api.sampling import SamplingFields
 from quire.server.calls.engine_call import EngineCall
 from quire.server.calls.generation import GenerationEvent, GenerationRequest
-from quire.server.calls.response_store import OwnResponses
 from quire.server.errors import ApiError, error_body
 from quire.server.guard import connection
 from quire.server.guard.auth import owner_of
+from quire.server.http_responses import JsonResponse, LargeJsonResponse, data_event
 from quire.server.service import get_service, renamed
+from quire.server.stored.store import OwnResponses
 
 RequestT = TypeVar("RequestT", bound=ApiRequest)
 _MANY_EVENTS = 2000
