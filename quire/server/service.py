@@ -17,8 +17,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.request_records import RecordBook, RequestRecord
 from quire.observe.tracing import Trace, Tracing
-from quire.server.calls.embedding_call import EmbeddingCall
-from quire.server.calls.engine_call import EngineCall
+from quire.server.calls.call import Call, EmbeddingCall
 from quire.server.calls.generation import GenerationRequest
 from quire.server.calls.prompts import EncodedPrompt, PromptEncoder
 from quire.server.calls.text_call import TextCall
@@ -43,7 +42,7 @@ _PROMPT_FIELDS = ("prompt", "text", "token_ids")
 
 
 class GenerationService:
-    """One model, served. `quire.server.calls.engine_call` explains its use."""
+    """One model, served. `quire.server.calls.call` explains its use."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class GenerationService:
             None
         )
         """Where else a request may be known: in the processes that serve the same engine."""
-        self.calls: WeakValueDictionary[tuple[str, str], EngineCall] = WeakValueDictionary()
+        self.calls: WeakValueDictionary[tuple[str, str], Call] = WeakValueDictionary()
         """By the owner and id of a response, as long as it is being written or read."""
         self.started = int(time.time())
         self.is_draining = False
@@ -103,7 +102,7 @@ class GenerationService:
 
     async def start(
         self, request: GenerationRequest, headers: Mapping[str, str], owner: str = ""
-    ) -> EngineCall:
+    ) -> Call:
         """Checks, tokenizes, admits and hands over; returns when the engine has taken it. `headers`
         are those of the HTTP request, which may name the trace that this is part of; `owner` may
         look at its record.
@@ -125,7 +124,7 @@ class GenerationService:
             raise InvalidRequestError(
                 "priority", "counts only on a server started with --policy priority"
             )
-        kind: type[EngineCall] = TextCall if request.pooling is None else EmbeddingCall
+        kind: type[Call] = TextCall if request.pooling is None else EmbeddingCall
         ticket = self.admission.enter(min(num_answers, kind.AT_ONCE))
         try:
             prompts = await self._encode(request)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
 from quire.server.api.anthropic_fields import CountTokensRequest, MessagesRequest
-from quire.server.api.endpoint import Writer, endpoint
+from quire.server.api.endpoint import endpoint
+from quire.server.api.writer import TextEvent, Writer
 from quire.server.calls.generation import FinishReason, GenerationEvent, Usage
 from quire.server.errors import ApiError, error_body
 from quire.server.guard.connection import body_schema, convert, ignored_header, read_body
-from quire.server.http_responses import JsonResponse, TextEvent, named_event
+from quire.server.http_responses import JsonResponse, named_event
 from quire.server.service import get_service
 
 
@@ -28,8 +28,8 @@ class MessageWriter(Writer[MessagesRequest]):
         self._has_begun = False
         self._is_clamped = self.call.prompts[0].is_clamped
 
-    def text_writer(self, index: int, is_reasoning: bool = False) -> Callable[[str], bytes | None]:
-        return partial(self._blocks.extend, "thinking" if is_reasoning else "text")
+    def text_chunk(self, index: int, text: str, is_reasoning: bool) -> bytes | None:
+        return self._blocks.extend("thinking" if is_reasoning else "text", text)
 
     def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
         if not self._has_begun:

@@ -1,160 +1,104 @@
 """A call's answer as server-sent events: what has come is written once per turn of the event loop.
 
 While a client reads as fast as it is written to, nobody is woken for a token: when the engine's
-step has been taken in, `_write_now` puts what is new into the connection. A task does the rest: the
+step has been taken in, what is new is put into the connection (`_NewText`, `_news`). A task does the rest: the
 beginning and the end, parts that take long to write, and a client that lags, whose events wait in
-the call (bounded, `EngineCall`) and are told together, in one, once it reads again.
+the call (bounded, `Call`) and are told together, in one, once it reads again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from starlette.types import Scope, Send
 
-from quire.server.calls.engine_call import EngineCall
+from quire.server.api.writer import Writer
 from quire.server.calls.generation import GenerationEvent
-from quire.server.errors import ApiError
 from quire.server.http_responses import DIRECT_BODY, DirectBody, EventStream
-from quire.server.tasks import NextTurn
-
-logger = logging.getLogger(__name__)
-
-
-class StreamWriter(Protocol):
-    """What a stream needs of an API's writer (`lifecycle.Writer`)."""
-
-    call: EngineCall
-    is_long: bool
-
-    def begin(self) -> Iterable[bytes]: ...
-
-    def text_writer(
-        self, index: int, is_reasoning: bool = False
-    ) -> Callable[[str], bytes | None] | None: ...
-
-    def chunk(self, event: GenerationEvent) -> Iterable[bytes]: ...
-
-    may_take_long: bool
-
-    def is_long_chunk(self, event: GenerationEvent) -> bool: ...
-
-    def finish(self) -> Iterable[bytes]: ...
-
-    def error_event(self, path: str, error: ApiError, request_id: str) -> bytes: ...
 
 
 class CallStream(EventStream):
     """Streams what a writer makes of its call."""
 
     def __init__(
-        self, writer: StreamWriter, end: Callable[[], None], headers: Mapping[str, str]
+        self, writer: Writer[Any], end: Callable[[], None], headers: Mapping[str, str]
     ) -> None:
         super().__init__(writer.error_event, end, headers)
         self._writer = writer
         self._call = writer.call
         self._direct: DirectBody | None = None
-        self._waiting: asyncio.Future[None] | None = None
-        """Of the task, while it has nothing to do."""
-        self._texts: dict[int, _NewText] = {}
-        self.is_idle = False
-        """The task has nothing to do, so what comes may be written."""
+        self.idle: asyncio.Future[None] | None = None
+        """Of the task, while it has nothing to do: what comes then is written at once."""
+        self._begun: set[int] = set()
+        """Choices of which something was written."""
 
     async def _write_events(self, scope: Scope, send: Send) -> None:
         self._direct = scope.get("extensions", {}).get(DIRECT_BODY)
-        await _send_all(send, self._writer.begin())
-        self._call.on_news = self._news
+        call, writer = self._call, self._writer
+        await _send(send, b"".join(writer.begin()))
+        call.on_news = self._news
         try:
-            while not (self._call.is_over and not self._call.has_events):
-                for event in self._call.take():
-                    written = self._writer.chunk(event)
-                    is_long = self._writer.may_take_long and self._writer.is_long_chunk(event)
-                    await _send_all(
-                        send, await asyncio.to_thread(list, written) if is_long else written
-                    )
-                    self._begun(event)
-                if not self._call.has_events and not self._call.is_over:
-                    self._waiting = asyncio.get_running_loop().create_future()
-                    self.is_idle = True
-                    await self._waiting
-                    self.is_idle = False
+            while call.events or not call.is_over:
+                for event in call.take():
+                    is_long = writer.may_take_long and writer.is_long_chunk(event)
+                    data = await asyncio.to_thread(self.chunk, event) if is_long else None
+                    await _send(send, self.chunk(event) if data is None else data)
+                if not call.events and not call.is_over:
+                    self.idle = asyncio.get_running_loop().create_future()
+                    await self.idle
         finally:
-            self._waiting = self._call.on_news = None
-            self.is_idle = False
-        self._call.raise_error()
-        finished = self._writer.finish()
-        await _send_all(
-            send, await asyncio.to_thread(list, finished) if self._writer.is_long else finished
+            self.idle = call.on_news = None
+        call.raise_error()
+        finished = writer.finish()
+        is_long = writer.is_long
+        await _send(
+            send, b"".join(await asyncio.to_thread(list, finished) if is_long else finished)
         )
+
+    def chunk(self, event: GenerationEvent) -> bytes:
+        """After the first event of a choice its text comes without any."""
+        data = self._writer.chunk(event)
+        if event.index not in self._begun:
+            self._begun.add(event.index)
+            if self._direct is not None:
+                self._call.write_text_to(
+                    event.index, _NewText(self, event.index, self._writer, self._direct)
+                )
+        return data
 
     def _news(self) -> None:
         """Events have come, or the end."""
-        self._call.is_told = False
-        if self._waiting is None or self._waiting.done():
+        call, writer = self._call, self._writer
+        call.is_told = False
+        if self.idle is None:
             return  # the task is at it
-        if self._direct is None or self._direct.is_blocked or self._call.is_over:
-            self._wake()
+        is_long = writer.may_take_long and any(map(writer.is_long_chunk, call.events))
+        if self._direct is None or self._direct.is_blocked or call.is_over or is_long:
+            self.wake()
             return
         try:
-            self._write_now(self._direct)
+            data = b"".join(map(self.chunk, call.take()))
         except Exception as error:
-            self.fail(error)
-
-    def _write_now(self, direct: DirectBody) -> None:
-        writer, events = self._writer, self._call.take()
-        if writer.may_take_long and any(map(writer.is_long_chunk, events)):
-            self._call.put_back(events)
-            self._wake()
+            self.wake(error)
             return
-        if len(events) == 1:
-            data = b"".join(writer.chunk(events[0]))
-        else:
-            data = b"".join([piece for event in events for piece in writer.chunk(event)])
-        for event in events:
-            if event.index not in self._texts:
-                self._begun(event)
         if data:
-            self._call.next_turn.write(direct.write, data)
+            call.next_turn.write(self._direct.write, data)
 
-    def _begun(self, event: GenerationEvent) -> None:
-        """The first event of a choice was written: from now on its text comes without any."""
-        if event.index in self._texts or self._direct is None:
+    def wake(self, error: Exception | None = None) -> None:
+        """Has the task do the rest; `error`: what has come can't be written."""
+        idle, self.idle = self.idle, None
+        if idle is None or idle.done():
             return
-        write = self._writer.text_writer(event.index)
-        if write is not None:
-            write_reasoning = self._writer.text_writer(event.index, is_reasoning=True)
-            text = _NewText(
-                self, event.index, self._direct, self._call.next_turn, write, write_reasoning
-            )
-            self._texts[event.index] = text
-            self._call.write_text_to(event.index, text)
-
-    # For `_NewText`
-
-    def put_back(self, event: GenerationEvent) -> None:
-        """What could not be written now. No event has come since, or it waits: so this goes before
-        all that do.
-        """
-        self._call.put_back([event])
-        self._news()
-
-    def fail(self, error: Exception) -> None:
-        """What has come can't be written."""
-        if self._waiting is not None and not self._waiting.done():
-            self.is_idle = False
-            self._waiting.set_exception(error)
-
-    def _wake(self) -> None:
-        assert self._waiting is not None
-        self.is_idle = False
-        self._waiting.set_result(None)
+        if error is None:
+            idle.set_result(None)
+        else:
+            idle.set_exception(error)
 
 
 class _NewText:
-    """What a choice gained in this turn of the event loop (`quire.server.calls.engine_call.TextSink`)."""
+    """What a choice gained in this turn of the event loop (`quire.server.calls.call.TextSink`)."""
 
     __slots__ = (
         "_direct",
@@ -163,38 +107,30 @@ class _NewText:
         "_next_turn",
         "_stream",
         "_text",
+        "_text_chunk",
         "_token_ids",
-        "_write",
-        "_write_reasoning",
     )
 
     def __init__(
-        self,
-        stream: CallStream,
-        index: int,
-        direct: DirectBody,
-        next_turn: NextTurn,
-        write: Callable[[str], bytes | None],
-        write_reasoning: Callable[[str], bytes | None] | None,
+        self, stream: CallStream, index: int, writer: Writer[Any], direct: DirectBody
     ) -> None:
         self._stream = stream
         self._index = index
+        self._text_chunk = writer.text_chunk
         self._direct = direct
-        self._next_turn = next_turn
-        self._write = write
-        self._write_reasoning = write_reasoning
+        self._next_turn = writer.call.next_turn
         self._is_reasoning = False
         self._text = ""
         self._token_ids: tuple[int, ...] = ()
 
-    def push(self, text: str, token_ids: tuple[int, ...], is_reasoning: bool = False) -> bool:
+    def push(self, text: str, token_ids: tuple[int, ...], is_reasoning: bool) -> bool:
         if not self._text:
-            if is_reasoning and self._write_reasoning is None:
+            if self._stream.idle is None or self._direct.is_blocked:
                 return False
             self._text = text
             self._token_ids = token_ids
             self._is_reasoning = is_reasoning
-            self._next_turn.add(self._tell)
+            self._next_turn.add(self._write)
         elif is_reasoning == self._is_reasoning:
             self._text += text
             self._token_ids += token_ids
@@ -202,28 +138,24 @@ class _NewText:
             return False
         return True
 
-    def _tell(self) -> None:
-        """Writes it; if that can't be done now, an event tells of it."""
+    def _write(self) -> None:
+        """Comes before the news of any event that was told later."""
         text, self._text = self._text, ""
-        stream, direct = self._stream, self._direct
-        write = self._write_reasoning if self._is_reasoning else self._write
-        if stream.is_idle and not direct.is_blocked and write is not None:
-            try:
-                data = write(text)
-            except Exception as error:
-                stream.fail(error)
-                return
-            if data is not None:
-                if data:
-                    self._next_turn.write(direct.write, data)
-                return
-        content, reasoning = ("", text) if self._is_reasoning else (text, "")
-        stream.put_back(
-            GenerationEvent(self._index, text, content, reasoning, token_ids=self._token_ids)
-        )
+        if self._stream.idle is None:
+            return  # the client has left meanwhile, or what came before could not be written
+        try:
+            data = self._text_chunk(self._index, text, self._is_reasoning)
+            if data is None:
+                parts = ("", text) if self._is_reasoning else (text, "")
+                event = GenerationEvent(self._index, text, *parts, (), self._token_ids)
+                data = self._stream.chunk(event)
+        except Exception as error:
+            self._stream.wake(error)
+            return
+        if data:
+            self._next_turn.write(self._direct.write, data)
 
 
-async def _send_all(send: Send, pieces: Iterable[bytes]) -> None:
-    data = b"".join(pieces)
+async def _send(send: Send, data: bytes) -> None:
     if data:
         await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -21,13 +21,13 @@ from quire.server.api.body import (
     offered,
     present,
 )
-from quire.server.api.choices import (
+from quire.server.api.endpoint import endpoint
+from quire.server.api.writer import (
     ChoicesWriter,
     logprob_body,
     prompt_logprobs_body,
     usage_body,
 )
-from quire.server.api.endpoint import endpoint
 from quire.server.calls.generation import (
     ChatPrompt,
     GenerationEvent,

@@ -13,13 +13,13 @@ from quire.errors import InvalidRequestError
 from quire.outputs import Logprob, TokenLogprobs
 from quire.server.api import sampling
 from quire.server.api.body import MAX_TOP_LOGPROBS, present, to_prompts
-from quire.server.api.choices import (
+from quire.server.api.endpoint import endpoint
+from quire.server.api.writer import (
     ChoicesWriter,
     prompt_logprobs_body,
     shown_beside,
     token_name,
 )
-from quire.server.api.endpoint import endpoint
 from quire.server.calls.generation import GenerationEvent, GenerationRequest, whole_choices
 
 DEFAULT_MAX_TOKENS = 16

@@ -14,8 +14,9 @@ from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams
 from quire.server.api import vectors
 from quire.server.api.body import NO_TEMPLATES, ApiRequest, present, to_prompts
-from quire.server.api.endpoint import Writer, endpoint
+from quire.server.api.endpoint import endpoint
 from quire.server.api.vectors import EmbedDtype
+from quire.server.api.writer import Writer
 from quire.server.calls.generation import GenerationEvent, GenerationRequest, TruncationSide
 from quire.step import Pooling
 

@@ -8,111 +8,23 @@ An API is a body (`protocol`), a `Writer`, and the route that `endpoint` makes o
 from __future__ import annotations
 
 import asyncio
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from quire.errors import InvalidRequestError
-from quire.server.api.body import ApiRequest
 from quire.server.api.call_stream import CallStream
 from quire.server.api.sampling import SamplingFields
-from quire.server.calls.engine_call import EngineCall
-from quire.server.calls.generation import GenerationEvent, GenerationRequest
-from quire.server.errors import ApiError, error_body
+from quire.server.api.writer import RequestT, Writer
+from quire.server.calls.generation import GenerationRequest
 from quire.server.guard import connection
 from quire.server.guard.auth import owner_of
-from quire.server.http_responses import JsonResponse, LargeJsonResponse, data_event
+from quire.server.http_responses import JsonResponse, LargeJsonResponse
 from quire.server.service import get_service, renamed
-from quire.server.stored.store import OwnResponses
 
-RequestT = TypeVar("RequestT", bound=ApiRequest)
 _MANY_EVENTS = 2000
 """Of a call that is answered as a whole: putting more together takes long."""
-
-
-class Writer(ABC, Generic[RequestT]):
-    """Puts one call's events into the form of an API. `begin`, `chunk` and `finish` write a stream,
-    `whole` the one body for those who wait.
-    """
-
-    MEDIA_TYPE: ClassVar[str] = "text/event-stream; charset=utf-8"
-    """Of its streams."""
-    STREAMS: ClassVar[bool] = True
-    """Whether a body that asks for a stream gets one; else it is refused."""
-
-    def __init__(
-        self, body: RequestT, call: EngineCall, model: str, fingerprint: str, stored: OwnResponses
-    ) -> None:
-        self.body = body
-        self.call = call
-        self.response_id = call.request.response_id
-        self.model = model
-        """As the client named it."""
-        self.fingerprint = fingerprint
-        self.created = int(time.time())
-        self.stored = stored
-        """Where the response is kept, if this API does that."""
-        params, pooling = call.request.params, call.request.pooling
-        self.is_long = (
-            params.logprobs is not None or params.prompt_logprobs is not None or pooling is not None
-        )
-        """Writing the whole body may take long: others must not wait for it."""
-
-    def begin(self) -> Iterable[bytes]:
-        """What comes before the first event."""
-        return ()
-
-    def text_writer(
-        self, index: int, is_reasoning: bool = False
-    ) -> Callable[[str], bytes | None] | None:
-        """Writes what most events of a choice tell: more content, or more reasoning, and nothing
-        else; it gives None if other events must go first. There is none before the choice has
-        begun, and if its chunks tell more than text.
-        """
-        return None
-
-    def chunk(self, event: GenerationEvent) -> Iterable[bytes]:
-        """What is written for an event."""
-        text, reasoning = event.content, event.reasoning
-        is_more = event.tool_calls or event.logprobs or event.finish_reason is not None
-        if not is_more and (not text or not reasoning):
-            write = self.text_writer(event.index, bool(reasoning))
-            written = (
-                write(text or reasoning) if write is not None and (text or reasoning) else None
-            )
-            if written is not None:
-                return (written,)
-        return self.chunks(event)
-
-    def chunks(self, event: GenerationEvent) -> Iterable[bytes]:
-        """The same for events of all kinds."""
-        raise NotImplementedError("this API does not stream")
-
-    may_take_long = False
-    """Whether there are events for which `is_long_chunk` is true."""
-
-    def is_long_chunk(self, event: GenerationEvent) -> bool:
-        """Whether writing it takes so long that others must not wait for it."""
-        return False
-
-    def finish(self) -> Iterable[bytes]:
-        """What comes after the last event."""
-        return ()
-
-    def error_event(self, path: str, error: ApiError, request_id: str) -> bytes:
-        """How a stream that began well tells its end; clients of OpenAI raise it."""
-        return data_event(error_body(path, error, request_id))
-
-    def close(self) -> None:
-        """A stream is over, whichever way it ended."""
-
-    @abstractmethod
-    def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
-        """The body made of all events."""
 
 
 def endpoint(

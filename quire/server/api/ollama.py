@@ -37,10 +37,10 @@ from quire.server.api.body import (
     offered,
     present,
 )
-from quire.server.api.choices import logprob_body
 from quire.server.api.embeddings import MAX_INPUTS
-from quire.server.api.endpoint import Writer, answer
+from quire.server.api.endpoint import answer
 from quire.server.api.sampling import TokenChoice
+from quire.server.api.writer import Writer, logprob_body
 from quire.server.calls.generation import (
     ChatPrompt,
     GenerationEvent,

@@ -23,7 +23,7 @@ from quire.server.api.body import (
     function_call,
     kind,
 )
-from quire.server.api.choices import logprob_body
+from quire.server.api.writer import logprob_body
 from quire.server.calls.generation import FinishReason, GenerationEvent
 from quire.server.errors import ApiError
 from quire.server.guard.connection import new_id

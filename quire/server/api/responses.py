@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
@@ -26,7 +25,7 @@ from quire.server.api.body import (
     offered,
     present,
 )
-from quire.server.api.endpoint import Writer, endpoint
+from quire.server.api.endpoint import endpoint
 from quire.server.api.response_items import (
     Conversation,
     Event,
@@ -35,6 +34,7 @@ from quire.server.api.response_items import (
     OutputItems,
     status_of,
 )
+from quire.server.api.writer import TextEvent, Writer
 from quire.server.calls.generation import (
     ChatPrompt,
     FinishReason,
@@ -45,7 +45,7 @@ from quire.server.calls.generation import (
     Usage,
 )
 from quire.server.errors import CANCELLED, ApiError, error_body
-from quire.server.http_responses import TextEvent, named_event
+from quire.server.http_responses import named_event
 from quire.server.stored.store import OwnResponses
 
 LOGPROBS = "message.output_text.logprobs"
@@ -320,11 +320,8 @@ class ResponseWriter(Writer[ResponsesRequest]):
         """
         return event.finish_reason is not None and self._stores_elsewhere
 
-    def text_writer(self, index: int, is_reasoning: bool = False) -> Callable[[str], bytes | None]:
-        return partial(self._extend, "reasoning" if is_reasoning else "message")
-
-    def _extend(self, kind: str, text: str) -> bytes | None:
-        if not self._items.takes_text(kind):
+    def text_chunk(self, index: int, text: str, is_reasoning: bool) -> bytes | None:
+        if not self._items.takes_text("reasoning" if is_reasoning else "message"):
             return None
         if self._text_item != len(self._items.items):
             self._text_item = len(self._items.items)

@@ -17,7 +17,7 @@ from quire.server.api.body import ApiRequest
 from quire.server.api.chat import ChatCompletionRequest, ChatWriter
 from quire.server.api.completions import CompletionRequest, CompletionWriter
 from quire.server.api.embeddings import EmbeddingsRequest, EmbeddingWriter
-from quire.server.api.endpoint import Writer
+from quire.server.api.writer import Writer
 from quire.server.batches.requests import BatchRequest
 from quire.server.calls.generation import GenerationRequest
 from quire.server.errors import ApiError, error_body, to_api_error

@@ -127,7 +127,7 @@ class ToolCallDelta:
     """The next piece of the arguments' JSON text."""
 
 
-class GenerationEvent(msgspec.Struct, frozen=True):
+class GenerationEvent(msgspec.Struct, frozen=True, gc=False):
     """What one choice gained. The last event of each choice, and only that, has a finish reason; a
     text to embed has one event, its vector.
     """
