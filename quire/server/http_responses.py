@@ -194,7 +194,7 @@ class EventStream(Response, ABC):
             await self._write_events(scope, send)
         except Exception as error:
             api_error = scope["state"]["error"] = to_api_error(error)
-            body = self._on_error(scope["path"], api_error, scope["state"]["request_id"])
+            body = self._on_error(scope["path"], api_error, scope["state"]["http_request_id"])
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -101,11 +102,19 @@ class GenerationService:
         return name
 
     async def start(
-        self, request: GenerationRequest, headers: Mapping[str, str], owner: str = ""
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        http_request_id: str,
+        owner: str,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> Call:
-        """Checks, tokenizes, admits and hands over; returns when the engine has taken it. `headers`
-        are those of the HTTP request, which may name the trace that this is part of; `owner` may
-        look at its record.
+        """Checks, tokenizes, admits and hands over; returns when the engine has taken it.
+
+        `request_id` (`chatcmpl-…` and the like, unique) is the engine's name for it, the id of the
+        response body and of GET /v1/requests/{id}; `http_request_id` is x-request-id of the HTTP
+        request, for logs; `owner` may look at its record; `headers` are the HTTP request's, which
+        may name the trace that this is part of.
         """
         if self.is_draining:
             raise ApiError(503, "the server is going down", code="shutting_down", retry_after=10.0)
@@ -129,9 +138,9 @@ class GenerationService:
         try:
             prompts = await self._encode(request)
             ticket.add_tokens(sum(len(prompt.token_ids) for prompt in prompts))
-            trace = self._begin_trace(request, headers)
+            trace = self._begin_trace(request, request_id, http_request_id, headers)
             parts = (self.client, self.config, self.metrics, ticket, trace, self._next_turn)
-            call = kind(request, prompts, self.tokenizer, *parts)
+            call = kind(request_id, http_request_id, request, prompts, self.tokenizer, *parts)
             call.record.owner = owner
             self.records.add(call.record)
         except BaseException:
@@ -171,13 +180,19 @@ class GenerationService:
                 return described
             # It ended meanwhile, say: the record knows that already, and the engine is to tell how.
 
-    def _begin_trace(self, request: GenerationRequest, headers: Mapping[str, str]) -> Trace:
+    def _begin_trace(
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        http_request_id: str,
+        headers: Mapping[str, str],
+    ) -> Trace:
         if self.tracing is None:
             return Trace()
         params = request.params
         attributes: dict[str, str | int | float] = {
-            "gen_ai.request.id": request.response_id,
-            "http.request.id": request.request_id,
+            "gen_ai.request.id": request_id,
+            "http.request.id": http_request_id,
             "http.route": request.endpoint,
             "gen_ai.response.model": self.config.model_names[0],
         }

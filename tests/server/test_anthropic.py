@@ -206,7 +206,7 @@ def test_blocks_become_openai_messages() -> None:
             "tools": [{"name": "f", "input_schema": {"type": "object"}, "strict": True}],
         }
     )
-    (prompt,) = body.to_generation("msg", "req").prompts
+    (prompt,) = body.to_generation().prompts
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
     assert prompt.messages == [  # type: ignore[union-attr]
         {"role": "system", "content": "S"},

@@ -96,8 +96,8 @@ WRITERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 def new_writer(name: str) -> Any:
     kind, body_kind, fields = WRITERS[name]
     prompt = SimpleNamespace(plan=None, token_ids=(1, 2), is_clamped=False, text="Hi")
-    request = GenerationRequest("id", "req", (TextPrompt("Hi"),), SamplingParams(n=2))
-    call = SimpleNamespace(request=request, prompts=[prompt], usage=Usage(2, 0, 5))
+    request = GenerationRequest((TextPrompt("Hi"),), SamplingParams(n=2))
+    call = SimpleNamespace(request_id="id", request=request, prompts=[prompt], usage=Usage(2, 0, 5))
     call.tokenizer = SimpleNamespace(special_token_ids=frozenset())
     writer = kind(
         body_kind.model_validate(fields), call, 'a "model"', "fp", SimpleNamespace(store=None)
@@ -370,7 +370,11 @@ def _run_stream(
         async def receive() -> Any:
             await asyncio.Event().wait()
 
-        scope = {"extensions": {DIRECT_BODY: connection}, "state": {"request_id": "r"}, "path": "/"}
+        scope = {
+            "extensions": {DIRECT_BODY: connection},
+            "state": {"http_request_id": "r"},
+            "path": "/",
+        }
         task = asyncio.create_task(stream(scope, receive, connection.send))
         await _turns()
         await scenario(call, connection)

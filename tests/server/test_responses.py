@@ -220,7 +220,7 @@ def test_items_become_the_turns_they_were() -> None:
         }
     )
     body.recall(ResponseStore(StoreLimits(0, 0, 1)).of(""))
-    (prompt,) = body.to_generation("resp", "req").prompts
+    (prompt,) = body.to_generation().prompts
     function = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert prompt.messages == [  # type: ignore[union-attr]
         {"role": "developer", "content": "Be kind."},

@@ -51,8 +51,8 @@ class MessageWriter(Writer[MessagesRequest]):
     def finish(self) -> Iterator[bytes]:
         yield _event("message_stop")
 
-    def error_event(self, path: str, error: ApiError, request_id: str) -> bytes:
-        return named_event("error", error_body(path, error, request_id))
+    def error_event(self, path: str, error: ApiError, http_request_id: str) -> bytes:
+        return named_event("error", error_body(path, error, http_request_id))
 
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
         for event in events:
@@ -78,7 +78,7 @@ class MessageWriter(Writer[MessagesRequest]):
     def _message(self) -> dict[str, Any]:
         """A message that holds nothing yet."""
         return {
-            "id": self.response_id,
+            "id": self.request_id,
             "type": "message",
             "role": "assistant",
             "model": self.model,

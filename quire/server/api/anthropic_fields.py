@@ -285,7 +285,7 @@ class MessagesRequest(CountTokensRequest, sampling.TokenChoice, ApiRequest):  # 
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
-    def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
+    def to_generation(self) -> GenerationRequest:
         if any(not one.strip() for one in self.stop_sequences or ()):
             raise InvalidRequestError(
                 "stop_sequences", "each must hold something that is not white space"
@@ -297,8 +297,6 @@ class MessagesRequest(CountTokensRequest, sampling.TokenChoice, ApiRequest):  # 
         prompt, ignored = self.read_prompt()
         choice, parallel = self._tool_choice()
         return GenerationRequest(
-            response_id=response_id,
-            request_id=request_id,
             prompts=(prompt,),
             params=params,
             endpoint=self.ENDPOINT,

@@ -173,7 +173,7 @@ class ApiRequest(Body):
         """Looks up what it goes on with; called before `to_generation`."""
 
     @abstractmethod
-    def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
+    def to_generation(self) -> GenerationRequest:
         """What is asked of the engine; raises InvalidRequestError for fields that don't go
         together.
         """

@@ -114,7 +114,7 @@ class ChatCompletionRequest(sampling.SamplingFields):
     def conversations(self) -> list[list[dict[str, Any]]]:
         return [self.messages]
 
-    def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
+    def to_generation(self) -> GenerationRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs", "needs logprobs to be true")
         self.check_stream()
@@ -143,8 +143,6 @@ class ChatCompletionRequest(sampling.SamplingFields):
             for messages in self.conversations()
         )
         return GenerationRequest(
-            response_id=response_id,
-            request_id=request_id,
             prompts=prompts,
             params=params,
             endpoint=self.ENDPOINT,

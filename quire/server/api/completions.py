@@ -52,7 +52,7 @@ class CompletionRequest(sampling.SamplingFields):
     def no_answer(self) -> bool:
         return self.max_tokens == 0
 
-    def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
+    def to_generation(self) -> GenerationRequest:
         self.check_stream()
         best_of = self.best_of if self.best_of is not None and self.best_of > 1 else None
         if best_of is not None and self.stream:
@@ -78,8 +78,6 @@ class CompletionRequest(sampling.SamplingFields):
             **self.logprob_params(self.logprobs),
         )
         return GenerationRequest(
-            response_id=response_id,
-            request_id=request_id,
             prompts=to_prompts(self.prompt, self.add_special_tokens),
             params=params,
             endpoint=self.ENDPOINT,

@@ -82,13 +82,11 @@ class EmbeddingsRequest(ApiRequest):
     cache_salt: str | None = Field(None, min_length=1)
     priority: int = 0
 
-    def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
+    def to_generation(self) -> GenerationRequest:
         params = SamplingParams(
             max_tokens=1, temperature=0, seed=0, cache_salt=self.cache_salt, priority=self.priority
         )
         return GenerationRequest(
-            response_id=response_id,
-            request_id=request_id,
             prompts=to_prompts(self.input, self.add_special_tokens),
             params=params,
             endpoint=self.ENDPOINT,
@@ -112,7 +110,7 @@ class EmbeddingWriter(Writer[EmbeddingsRequest]):
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
         num_tokens = self.call.usage.prompt_tokens
         return {
-            "id": self.response_id,
+            "id": self.request_id,
             "object": "list",
             "created": self.created,
             "data": [

@@ -64,14 +64,14 @@ async def answer(
     service = get_service(request)
     model = service.check_model(body.served_name)
     body.check_model_limits(service.ready.hidden_size)
-    request_id = connection.name_request(
+    http_request_id = connection.name_request(
         request, body.request_id if isinstance(body, SamplingFields) else None
     )
     stored = service.responses_of(request)
 
     def make() -> GenerationRequest:
         body.recall(stored)
-        return body.to_generation(connection.new_id(kind.ID_PREFIX), request_id)
+        return body.to_generation()
 
     try:
         # What was stored may be long, however short the body is.
@@ -80,9 +80,12 @@ async def answer(
         )
     except InvalidRequestError as error:
         raise renamed(error, kind.FIELDS) from None
-    call = await service.start(wanted, request.headers, owner_of(request.scope))
+    owner = owner_of(request.scope)
+    call = await service.start(
+        wanted, connection.new_id(kind.ID_PREFIX), http_request_id, owner, request.headers
+    )
     request.state.record = call.record
-    service.calls[owner_of(request.scope), wanted.response_id] = call
+    service.calls[owner, call.request_id] = call
     try:
         writer = writer_kind(body, call, model, service.ready.fingerprint, stored)
         headers = connection.ignored_header(

@@ -164,7 +164,7 @@ class AnswerRequest(OllamaRequest):
     def to_prompt(self) -> tuple[Prompt, tuple[str, ...]]:
         """And what was left out of it."""
 
-    def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
+    def to_generation(self) -> GenerationRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs", "needs logprobs to be true")
         form = structure.format_output(self.format)
@@ -174,8 +174,6 @@ class AnswerRequest(OllamaRequest):
         prompt, left_out = self.to_prompt()
         thinking = dict.fromkeys(("enable_thinking", "reasoning_effort"), "think")
         return GenerationRequest(
-            response_id=response_id,
-            request_id=request_id,
             prompts=(prompt,),
             params=params,
             endpoint=self.ENDPOINT,
@@ -295,11 +293,9 @@ class EmbedRequest(OllamaRequest):
     """Cut off the end of texts that are too long; false: refuse them."""
     dimensions: int | None = Field(None, ge=1)
 
-    def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
+    def to_generation(self) -> GenerationRequest:
         texts = [self.input] if isinstance(self.input, str) else self.input
         return GenerationRequest(
-            response_id=response_id,
-            request_id=request_id,
             prompts=tuple(map(TextPrompt, texts)),
             params=SamplingParams(max_tokens=1, temperature=0, seed=0),
             endpoint=self.ENDPOINT,
@@ -398,8 +394,8 @@ class AnswerWriter(OllamaWriter[_AnswerT]):
     def finish(self) -> Iterator[bytes]:
         yield one_line({**self._outline(), **self.said("", "", []), **self._ending()}) + b"\n"
 
-    def error_event(self, path: str, error: ApiError, request_id: str) -> bytes:
-        return one_line(error_body(path, error, request_id)) + b"\n"
+    def error_event(self, path: str, error: ApiError, http_request_id: str) -> bytes:
+        return one_line(error_body(path, error, http_request_id)) + b"\n"
 
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
         (event,) = whole_choices(events)

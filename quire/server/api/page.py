@@ -89,8 +89,8 @@ async def watch(request: Request, engine: int = 0) -> Response:
     # without keys all is everybody's
     own = OwnNames(get_service(request).find_record, owner) if owner else None
 
-    def failed(path: str, error: ApiError, request_id: str) -> bytes:
-        return named_event("failed", error_body(path, error, request_id))
+    def failed(path: str, error: ApiError, http_request_id: str) -> bytes:
+        return named_event("failed", error_body(path, error, http_request_id))
 
     return _WatchStream(hub, own, failed, lambda: None, {"cache-control": "no-store"})
 

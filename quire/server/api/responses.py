@@ -202,7 +202,7 @@ class ResponsesRequest(sampling.TokenChoice, ApiRequest):
         if self.store is not False and stored.store.is_on:
             self._to_store = self._conversation.describe_added()
 
-    def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
+    def to_generation(self) -> GenerationRequest:
         ignored = self._unmet_includes() + (("store",) if self._cant_store else ())
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options", "needs stream to be true")
@@ -222,8 +222,6 @@ class ResponsesRequest(sampling.TokenChoice, ApiRequest):
         assert self._conversation is not None, "recall comes first"
         messages = self._conversation.messages(self.instructions)
         return GenerationRequest(
-            response_id=response_id,
-            request_id=request_id,
             prompts=(ChatPrompt(messages, functions or None, template_kwargs=kwargs or None),),
             params=params,
             endpoint=self.ENDPOINT,
@@ -342,8 +340,8 @@ class ResponseWriter(Writer[ResponsesRequest]):
             status = status_of(event.finish_reason)
             yield self._event({"type": f"response.{status}", "response": self._finish(status)})
 
-    def error_event(self, path: str, error: ApiError, request_id: str) -> bytes:
-        shown = error_body(path, error, request_id)["error"]
+    def error_event(self, path: str, error: ApiError, http_request_id: str) -> bytes:
+        shown = error_body(path, error, http_request_id)["error"]
         if not self._is_over:
             is_cancelled = error.code == CANCELLED
             if not is_cancelled:
@@ -402,7 +400,7 @@ class ResponseWriter(Writer[ResponsesRequest]):
         if self.body.text is not None and self.body.text.format is not None:
             text_format = self.body.text.format.model_dump(by_alias=True, exclude_none=True)
         return {
-            "id": self.response_id,
+            "id": self.request_id,
             "object": "response",
             "created_at": self.created,
             "status": status,

@@ -43,13 +43,13 @@ class BatchedChatRequest(ChatCompletionRequest):
     def conversations(self) -> list[list[dict[str, Any]]]:
         return self.messages
 
-    def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
+    def to_generation(self) -> GenerationRequest:
         for field, value in (("stream", self.stream), ("tools", self.tools)):
             if value:
                 raise InvalidRequestError(
                     field, "is not supported for batches: use /v1/chat/completions"
                 )
-        return super().to_generation(response_id, request_id)
+        return super().to_generation()
 
 
 class BatchedChatWriter(ChatWriter):

@@ -59,7 +59,7 @@ class Writer(ABC, Generic[RequestT]):
     ) -> None:
         self.body = body
         self.call = call
-        self.response_id = call.request.response_id
+        self.request_id = call.request_id
         self.model = model
         """As the client named it."""
         self.fingerprint = fingerprint
@@ -112,9 +112,9 @@ class Writer(ABC, Generic[RequestT]):
         """What comes after the last event."""
         return ()
 
-    def error_event(self, path: str, error: ApiError, request_id: str) -> bytes:
+    def error_event(self, path: str, error: ApiError, http_request_id: str) -> bytes:
         """How a stream that began well tells its end; clients of OpenAI raise it."""
-        return data_event(error_body(path, error, request_id))
+        return data_event(error_body(path, error, http_request_id))
 
     def close(self) -> None:
         """A stream is over, whichever way it ended."""
@@ -177,7 +177,7 @@ class ChoicesWriter(Writer[SamplingT]):
 
     def outline(self, kind: str) -> dict[str, Any]:
         return {
-            "id": self.response_id,
+            "id": self.request_id,
             "object": kind,
             "created": self.created,
             "model": self.model,

@@ -122,7 +122,7 @@ async def _answer(
     if priority and not wanted.params.priority:
         wanted = replace(wanted, params=replace(wanted.params, priority=priority))
     attempt.has_begun = _is_open(service)
-    call = await service.start(wanted, {}, owner)
+    call = await service.start(wanted, f"{kind.ID_PREFIX}{request.id}", f"req_{request.id}", owner)
     try:
         events = await call.all()
         writer = writer_kind(body, call, model, service.ready.fingerprint, service.responses.of(""))
@@ -140,7 +140,7 @@ async def _answer(
 
 def _wanted(request: BatchRequest, body: ApiRequest, kind: type[ApiRequest]) -> GenerationRequest:
     try:
-        wanted = body.to_generation(f"{kind.ID_PREFIX}{request.id}", f"req_{request.id}")
+        wanted = body.to_generation()
     except InvalidRequestError as error:
         raise renamed(error, kind.FIELDS) from None
     if wanted.stream:

@@ -2,7 +2,7 @@
 whatever it asked for: its prompts go to the engine, what comes back waits here for its reader, and
 its end is recorded once.
 
-    call = await service.start(GenerationRequest(...))
+    call = await service.start(GenerationRequest(...), request_id, …)
     events = await call.all()                           # or, as they come: on_news and take
     call.usage                                          # complete when the call is over
 
@@ -73,6 +73,8 @@ class Call(ABC):
 
     def __init__(
         self,
+        request_id: str,
+        http_request_id: str,
         request: GenerationRequest,
         prompts: Sequence[EncodedPrompt],
         tokenizer: Tokenizer,
@@ -83,15 +85,16 @@ class Call(ABC):
         trace: Trace,
         next_turn: NextTurn,
     ) -> None:
+        self.request_id = request_id
         self.request = request
         self.prompts = prompts
         self.tokenizer = tokenizer
         self.usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts))
         self.record = RequestRecord(
-            request.response_id,
-            request.request_id,
-            request.endpoint,
-            time.time(),
+            response_id=request_id,
+            request_id=http_request_id,
+            endpoint=request.endpoint,
+            created=time.time(),
             notes=dict(request.notes),
         )
         self.record.prompt_tokens = self.usage.prompt_tokens
@@ -132,7 +135,7 @@ class Call(ABC):
         self._wake: asyncio.Future[None] | None = None
 
     def _ask(self, number: int) -> _Asked:
-        request_id, seed = self.request.response_id, self.request.params.seed
+        request_id, seed = self.request_id, self.request.params.seed
         if len(self.prompts) > 1:
             request_id += f".{number}"
         if seed is None:
@@ -230,13 +233,13 @@ class Call(ABC):
             field = self.request.fields[field]
         self.fail(ApiError(400, message, field=field, code="invalid_value"))
 
-    def started(self, name: str, cached_tokens: int) -> None:
-        if name in self._started:
+    def started(self, answer_id: str, cached_tokens: int) -> None:
+        if answer_id in self._started:
             return
-        self._started.add(name)
-        self._trace.started(name, time.monotonic())
+        self._started.add(answer_id)
+        self._trace.started(answer_id, time.monotonic())
         self.record.state = "running"
-        number = self._prompt_of[name]
+        number = self._prompt_of[answer_id]
         asked = self._asked[number]
         if asked.cached_tokens is None:
             num_tokens = len(self.prompts[number].token_ids)
@@ -255,8 +258,8 @@ class Call(ABC):
         if not self._unfinished and not self.is_over:
             self._end("finished")
 
-    def grower(self, name: str) -> Grow:
-        return lambda token_ids, now: self.update(RequestUpdate(name, token_ids))
+    def grower(self, answer_id: str) -> Grow:
+        return lambda token_ids, now: self.update(RequestUpdate(answer_id, token_ids))
 
     def fail(self, error: ApiError) -> None:
         if self.is_over:

@@ -78,10 +78,6 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 class GenerationRequest:
     """What an endpoint asks for."""
 
-    response_id: str
-    """`chatcmpl-…` and the like: unique, the id of the response body and of GET /v1/requests/{id}."""
-    request_id: str
-    """x-request-id of the HTTP request (`request.state.request_id`), for logs."""
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     """`max_tokens=None` goes on to the end of the context; `seed=None` draws one."""

@@ -144,9 +144,9 @@ class TextCall(Call):
         else:
             super().update(update)
 
-    def grower(self, name: str) -> Grow:
-        answer = self._answers[name]
-        return answer.grow if answer.grows else super().grower(name)
+    def grower(self, answer_id: str) -> Grow:
+        answer = self._answers[answer_id]
+        return answer.grow if answer.grows else super().grower(answer_id)
 
     def write_text_to(self, index: int, sink: TextSink) -> None:
         for answer in self._answers.values():
@@ -178,9 +178,7 @@ class TextCall(Call):
     def _advance(self, answer: _Answer, update: RequestUpdate) -> int:
         """Reads an update; returns how many of its tokens count."""
         began = time.monotonic()
-        delta = answer.live.advance(
-            answer.position, update, partial(self._end_answer, update.request_id, answer)
-        )
+        delta = answer.live.advance(answer.position, update, partial(self._end_answer, answer))
         if not answer.reader.is_plain and answer.reader.is_reasoning:
             self.usage.reasoning_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
@@ -198,7 +196,7 @@ class TextCall(Call):
             stop_reason = answer.live.stop_reason(answer.position) if is_last else None
             self._read(answer.index, answer.reader, delta, stop_reason)
             if answer.reader.is_over and not is_last:
-                self._end_answer(update.request_id, answer)
+                self._end_answer(answer)
                 self._unfinished.discard(update.request_id)
         elif delta.output is not None:
             for place, best in enumerate(delta.output.completions):
@@ -208,13 +206,13 @@ class TextCall(Call):
             self._trace.text(update.request_id, began, time.monotonic())
         return len(delta.token_ids)
 
-    def _end_answer(self, name: str, answer: _Answer) -> RequestMetrics:
+    def _end_answer(self, answer: _Answer) -> RequestMetrics:
         """A stop string is complete, or a call was repeated. The engine hears of it; its own counts
         follow.
         """
-        self._client.end(name)
+        self._client.end(answer.answer_id)
         return RequestMetrics(
-            request_id=name,
+            request_id=answer.answer_id,
             arrival=self._arrival,
             first_scheduled=None,
             first_token=answer.first_token,

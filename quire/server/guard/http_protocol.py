@@ -270,13 +270,13 @@ class LimitedProtocol(HttpToolsProtocol):
                 return
             cycle.disconnected = True  # for the application, the client has left
             cycle.message_event.set()
-        request_id = new_id("req-")
-        body = json.dumps(error_body("", error, request_id)).encode()
+        http_request_id = new_id("req-")
+        body = json.dumps(error_body("", error, http_request_id)).encode()
         headers = {
             **error.headers(),
             "content-type": "application/json",
             "content-length": str(len(body)),
-            "x-request-id": request_id,
+            "x-request-id": http_request_id,
             "connection": "close",
         }
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
