@@ -34,7 +34,7 @@ from quire.server.calls.text_call import new_reader
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, error_body, field_name, install, to_api_error
 from quire.server.guard.admission import Admission
-from quire.server.guard.connection import convert, ignored_header, parse_body, http_request_id_of
+from quire.server.guard.connection import convert, http_request_id_of, ignored_header, parse_body
 from quire.server.guard.limits import BodyLimits, RequestContext
 from quire.server.link.engine_process import engine_config
 from quire.server.link.messages import (
