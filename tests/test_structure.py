@@ -159,6 +159,27 @@ def test_no_circles() -> None:
     assert not circles, "\n".join(["import circles:", *circles])
 
 
+SERVER_ROOMS = (("guard", "stored"), ("link",), ("calls",), ("api",), ("batches",))
+"""The same order inside the server. What stands beside its rooms joins them."""
+
+
+def test_the_server_s_rooms_import_downwards() -> None:
+    places = {room: place for place, rooms in enumerate(SERVER_ROOMS) for room in rooms}
+    rooms = {
+        name: name.split(".")[2]
+        for name in SOURCES
+        if name.startswith("quire.server.") and name.split(".")[2] in places
+    }
+    upwards = sorted(
+        f"{name} imports {other}"
+        for name, room in rooms.items()
+        for other in _graph()[name]
+        if other in rooms and places[rooms[other]] > places[room]
+    )
+    assert set(rooms.values()) == set(places)
+    assert not upwards, "\n".join(["imports that point up:", *upwards])
+
+
 def test_engine_imports_no_torch() -> None:
     """Not even for types. (That nothing the engine imports loads torch, tests/engine/test_core.py
     sees by doing it.)

@@ -13,9 +13,8 @@ from starlette.types import ASGIApp
 
 from quire import __version__
 from quire.server import errors
-from quire.server.api.routes import (
+from quire.server.api import (
     anthropic,
-    batches,
     chat,
     completions,
     embeddings,
@@ -27,6 +26,7 @@ from quire.server.api.routes import (
     tokenize,
     vllm,
 )
+from quire.server.batches import routes as batches
 from quire.server.batches.queue import BatchQueue
 from quire.server.guard.auth import AllowedHosts, Authentication
 from quire.server.guard.limits import BodyLimits, RequestContext

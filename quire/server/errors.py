@@ -158,7 +158,7 @@ def field_name(location: Sequence[str | int]) -> str:
     return name[:_MOST_SHOWN]
 
 
-def error_body(path: str, error: ApiError, request_id: str) -> dict[str, Any]:
+def error_body(path: str, error: ApiError, http_request_id: str) -> dict[str, Any]:
     """The body in the shape of the protocol the path belongs to."""
     if path.startswith("/v1/messages"):
         kind = _ANTHROPIC_TYPES.get(
@@ -167,25 +167,25 @@ def error_body(path: str, error: ApiError, request_id: str) -> dict[str, Any]:
         return {
             "type": "error",
             "error": {"type": kind, "message": error.message},
-            "request_id": request_id,
+            "request_id": http_request_id,
         }
     if path.startswith("/api/"):
-        return {"error": error.message, "request_id": request_id}
+        return {"error": error.message, "request_id": http_request_id}
     fields = {
         "message": error.message,
         "type": error.type,
         "param": error.field,
         "code": error.code,
     }
-    return {"error": {**fields, "request_id": request_id}}
+    return {"error": {**fields, "request_id": http_request_id}}
 
 
 def error_response(scope: Scope, error: ApiError) -> JSONResponse:
     """The response to a request that was given its id; the error is noted for the log."""
     scope["state"]["error"] = error
-    request_id = scope["state"]["request_id"]
-    headers = error.headers() | {"x-request-id": request_id}
-    return JSONResponse(error_body(scope["path"], error, request_id), error.status, headers)
+    http_request_id = scope["state"]["http_request_id"]
+    headers = error.headers() | {"x-request-id": http_request_id}
+    return JSONResponse(error_body(scope["path"], error, http_request_id), error.status, headers)
 
 
 def install(app: FastAPI) -> None:

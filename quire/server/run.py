@@ -18,7 +18,6 @@ from quire.server.app import create_app
 from quire.server.batches.queue import BatchQueue
 from quire.server.batches.room import FolderLimits
 from quire.server.batches.store import BatchStore
-from quire.server.calls.response_store import ResponseStore, open_store
 from quire.server.config import ServerConfig
 from quire.server.http_server import (
     HttpServer,
@@ -32,6 +31,7 @@ from quire.server.link.replicas.open import metrics_for, open_engines
 from quire.server.link.workers.hub import WorkerHub
 from quire.server.logs import set_up_logging
 from quire.server.service import GenerationService
+from quire.server.stored.store import ResponseStore, open_store
 
 logger = logging.getLogger(__name__)
 

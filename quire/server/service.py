@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -17,11 +18,9 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.request_records import RecordBook, RequestRecord
 from quire.observe.tracing import Trace, Tracing
-from quire.server.calls.embedding_call import EmbeddingCall
-from quire.server.calls.engine_call import EngineCall
+from quire.server.calls.call import Call, EmbeddingCall
 from quire.server.calls.generation import GenerationRequest
 from quire.server.calls.prompts import EncodedPrompt, PromptEncoder
-from quire.server.calls.response_store import OwnResponses, ResponseStore, open_store
 from quire.server.calls.text_call import TextCall
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
@@ -30,6 +29,7 @@ from quire.server.guard.auth import owner_of
 from quire.server.guard.counts import Counts
 from quire.server.link.engine_client import Engines, unavailable
 from quire.server.link.messages import Ready
+from quire.server.stored.store import OwnResponses, ResponseStore, open_store
 from quire.server.tasks import NextTurn
 
 _T = TypeVar("_T")
@@ -43,7 +43,7 @@ _PROMPT_FIELDS = ("prompt", "text", "token_ids")
 
 
 class GenerationService:
-    """One model, served. `quire.server.calls.engine_call` explains its use."""
+    """One model, served. `quire.server.calls.call` explains its use."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class GenerationService:
             None
         )
         """Where else a request may be known: in the processes that serve the same engine."""
-        self.calls: WeakValueDictionary[tuple[str, str], EngineCall] = WeakValueDictionary()
+        self.calls: WeakValueDictionary[tuple[str, str], Call] = WeakValueDictionary()
         """By the owner and id of a response, as long as it is being written or read."""
         self.started = int(time.time())
         self.is_draining = False
@@ -102,11 +102,19 @@ class GenerationService:
         return name
 
     async def start(
-        self, request: GenerationRequest, headers: Mapping[str, str], owner: str = ""
-    ) -> EngineCall:
-        """Checks, tokenizes, admits and hands over; returns when the engine has taken it. `headers`
-        are those of the HTTP request, which may name the trace that this is part of; `owner` may
-        look at its record.
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        http_request_id: str,
+        owner: str,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> Call:
+        """Checks, tokenizes, admits and hands over; returns when the engine has taken it.
+
+        `request_id` (`chatcmpl-…` and the like, unique) is the engine's name for it, the id of the
+        response body and of GET /v1/requests/{id}; `http_request_id` is x-request-id of the HTTP
+        request, for logs; `owner` may look at its record; `headers` are the HTTP request's, which
+        may name the trace that this is part of.
         """
         if self.is_draining:
             raise ApiError(503, "the server is going down", code="shutting_down", retry_after=10.0)
@@ -125,14 +133,14 @@ class GenerationService:
             raise InvalidRequestError(
                 "priority", "counts only on a server started with --policy priority"
             )
-        kind: type[EngineCall] = TextCall if request.pooling is None else EmbeddingCall
+        kind: type[Call] = TextCall if request.pooling is None else EmbeddingCall
         ticket = self.admission.enter(min(num_answers, kind.AT_ONCE))
         try:
             prompts = await self._encode(request)
             ticket.add_tokens(sum(len(prompt.token_ids) for prompt in prompts))
-            trace = self._begin_trace(request, headers)
+            trace = self._begin_trace(request, request_id, http_request_id, headers)
             parts = (self.client, self.config, self.metrics, ticket, trace, self._next_turn)
-            call = kind(request, prompts, self.tokenizer, *parts)
+            call = kind(request_id, http_request_id, request, prompts, self.tokenizer, *parts)
             call.record.owner = owner
             self.records.add(call.record)
         except BaseException:
@@ -172,13 +180,19 @@ class GenerationService:
                 return described
             # It ended meanwhile, say: the record knows that already, and the engine is to tell how.
 
-    def _begin_trace(self, request: GenerationRequest, headers: Mapping[str, str]) -> Trace:
+    def _begin_trace(
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        http_request_id: str,
+        headers: Mapping[str, str],
+    ) -> Trace:
         if self.tracing is None:
             return Trace()
         params = request.params
         attributes: dict[str, str | int | float] = {
-            "gen_ai.request.id": request.response_id,
-            "http.request.id": request.request_id,
+            "gen_ai.request.id": request_id,
+            "http.request.id": http_request_id,
             "http.route": request.endpoint,
             "gen_ai.response.model": self.config.model_names[0],
         }

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.server.api.protocol.anthropic import MessagesRequest
-from quire.server.api.routes.anthropic import ContentBlocks, tool_input
+from quire.server.api.anthropic import ContentBlocks, tool_input
+from quire.server.api.anthropic_fields import MessagesRequest
 from quire.server.calls.generation import GenerationEvent, ToolCallDelta
 from tests.server.harness import Server, wait_for
 
@@ -206,7 +206,7 @@ def test_blocks_become_openai_messages() -> None:
             "tools": [{"name": "f", "input_schema": {"type": "object"}, "strict": True}],
         }
     )
-    (prompt,) = body.to_generation("msg", "req").prompts
+    (prompt,) = body.to_generation().prompts
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
     assert prompt.messages == [  # type: ignore[union-attr]
         {"role": "system", "content": "S"},

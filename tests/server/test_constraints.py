@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.errors import InvalidRequestError
-from quire.server.api.protocol.structure import ConstraintFields
+from quire.server.api.structure import ConstraintFields
 from tests.server.harness import Server
 
 SCHEMA = {

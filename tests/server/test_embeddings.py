@@ -16,7 +16,7 @@ from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.engine import make_requests
 from quire.sampling_params import SamplingParams
-from quire.server.calls.vectors import EmbedDtype, rounded, stored, unit
+from quire.server.api.vectors import EmbedDtype, rounded, stored, unit
 from quire.step import Pooling
 from tests.server.harness import SMALL_ENGINE, Server, error_of, send, wait_for
 

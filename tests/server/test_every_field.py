@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from quire.server.api.protocol.anthropic import MessagesRequest
-from quire.server.api.protocol.chat import ChatCompletionRequest
-from quire.server.api.protocol.completions import CompletionRequest
-from quire.server.api.protocol.embeddings import EmbeddingsRequest
-from quire.server.api.protocol.responses import ResponsesRequest
+from quire.server.api.anthropic_fields import MessagesRequest
+from quire.server.api.chat import ChatCompletionRequest
+from quire.server.api.completions import CompletionRequest
+from quire.server.api.embeddings import EmbeddingsRequest
+from quire.server.api.responses import ResponsesRequest
 from tests.server.harness import ROOT, SMALL_ENGINE, Server, error_of, wait_for
 from tests.server.random_model import write_model
 from tests.server.test_tools import THINKER

@@ -15,11 +15,11 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from quire.server.api.protocol.anthropic import MessagesRequest
-from quire.server.api.protocol.chat import ChatCompletionRequest
-from quire.server.api.protocol.completions import CompletionRequest
-from quire.server.api.protocol.embeddings import EmbeddingsRequest
-from quire.server.api.protocol.responses import ResponsesRequest
+from quire.server.api.anthropic_fields import MessagesRequest
+from quire.server.api.chat import ChatCompletionRequest
+from quire.server.api.completions import CompletionRequest
+from quire.server.api.embeddings import EmbeddingsRequest
+from quire.server.api.responses import ResponsesRequest
 from tests.server.harness import Server, error_of
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -26,17 +26,14 @@ from quire.observe.shared_metrics import Numbers
 from quire.outputs import TokenLogprobs
 from quire.process.gc_pauses import IdleCollector
 from quire.sampling_params import SamplingParams
-from quire.server.api.http_responses import TextEvent, data_event, one_line
-from quire.server.api.protocol.anthropic import MessagesRequest
-from quire.server.api.protocol.chat import ChatCompletionRequest
-from quire.server.api.protocol.completions import CompletionRequest
-from quire.server.api.protocol.responses import ResponsesRequest
-from quire.server.api.routes.anthropic import MessageWriter
-from quire.server.api.routes.chat import ChatWriter
-from quire.server.api.routes.completions import CompletionWriter
-from quire.server.api.routes.responses import OutputItems, ResponseWriter
-from quire.server.calls.call_stream import DIRECT_BODY, CallStream
-from quire.server.calls.engine_call import EngineCall, TextSink
+from quire.server.api.anthropic import MessageWriter
+from quire.server.api.anthropic_fields import MessagesRequest
+from quire.server.api.call_stream import DIRECT_BODY, CallStream
+from quire.server.api.chat import ChatCompletionRequest, ChatWriter
+from quire.server.api.completions import CompletionRequest, CompletionWriter
+from quire.server.api.responses import OutputItems, ResponsesRequest, ResponseWriter
+from quire.server.api.writer import TextEvent
+from quire.server.calls.call import Call, TextSink
 from quire.server.calls.generation import (
     GenerationEvent,
     GenerationRequest,
@@ -50,6 +47,7 @@ from quire.server.config import ServerConfig, decode_config, encode_config
 from quire.server.errors import ApiError
 from quire.server.guard.admission import Admission
 from quire.server.guard.counts import ANSWERS, CONNECTIONS, Counts
+from quire.server.http_responses import data_event, one_line
 from quire.server.http_server import HttpServer
 from quire.server.link.channel import Frames, frame
 from quire.server.link.engine_client import EngineClient
@@ -97,8 +95,8 @@ WRITERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 def new_writer(name: str) -> Any:
     kind, body_kind, fields = WRITERS[name]
     prompt = SimpleNamespace(plan=None, token_ids=(1, 2), is_clamped=False, text="Hi")
-    request = GenerationRequest("id", "req", (TextPrompt("Hi"),), SamplingParams(n=2))
-    call = SimpleNamespace(request=request, prompts=[prompt], usage=Usage(2, 0, 5))
+    request = GenerationRequest((TextPrompt("Hi"),), SamplingParams(n=2))
+    call = SimpleNamespace(request_id="id", request=request, prompts=[prompt], usage=Usage(2, 0, 5))
     call.tokenizer = SimpleNamespace(special_token_ids=frozenset())
     writer = kind(
         body_kind.model_validate(fields), call, 'a "model"', "fp", SimpleNamespace(store=None)
@@ -135,15 +133,22 @@ def test_a_prepared_event_has_the_bytes_of_any_other(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same events from a writer that prepares nothing."""
-    monkeypatch.setattr("quire.server.api.routes.responses.new_id", lambda prefix: f"{prefix}1")
+    monkeypatch.setattr("quire.server.api.response_items.new_id", lambda prefix: f"{prefix}1")
     one_choice = name in ("responses", "messages")
     events = [event for event in EVENTS if not (one_choice and event.index)]
     quick, slow = new_writer(name), new_writer(name)
     prepared = 0
+    prepared_chunks: list[bytes | None] = []
+    text_chunk = quick.text_chunk
+    monkeypatch.setattr(
+        quick,
+        "text_chunk",
+        lambda *args: prepared_chunks.append(text_chunk(*args)) or prepared_chunks[-1],
+    )
     for event in events:
         written = quick.chunk(event)
-        prepared += isinstance(written, tuple)
-        assert b"".join(written) == b"".join(slow.chunks(event))
+        prepared += prepared_chunks.pop() is not None if prepared_chunks else 0
+        assert written == b"".join(slow.chunks(event))
     if name in ("chat with all usage", "chat with tokens"):
         assert prepared == 0
     else:
@@ -277,7 +282,7 @@ class Connection:
         self.free.clear() if is_blocked else self.free.set()
 
 
-class FakeCall(EngineCall):
+class FakeCall(Call):
     """A call that says what it is told to: as events, or also by the short way that is for text
     alone.
     """
@@ -285,8 +290,8 @@ class FakeCall(EngineCall):
     def __init__(self, most: int, is_short: bool) -> None:
         self.on_news: Callable[[], None] | None = None
         self.next_turn = NextTurn()
-        self.is_told = self._is_over = False
-        self._events: list[GenerationEvent] = []
+        self.is_told = self.is_over = False
+        self.events: list[GenerationEvent] = []
         self._num_buffered, self._max_buffered = 0, most
         self._is_short, self._sink = is_short, cast(TextSink | None, None)
         self._silent = {0}
@@ -295,22 +300,21 @@ class FakeCall(EngineCall):
 
     def say(self, *words: str) -> None:
         for word in words:
-            if self._sink is not None and not self._events:
-                assert self._sink.push(word, (1,))
-            else:
+            # what takes long to write is never text alone
+            sink = None if self.events or word == "long" else self._sink
+            if sink is None or not sink.push(word, (1,), False):
                 self._emit(text(word))
-                self._check_buffer()
 
     def write_text_to(self, index: int, sink: TextSink) -> None:
         self._sink = sink if self._is_short else None
 
     def fail(self, error: ApiError) -> None:
-        self._events.clear()
+        self.events.clear()
         self._error = error
         self.over()
 
     def over(self) -> None:
-        self._is_over = True
+        self.is_over = True
         self._notify()
 
     _prepare = _take = _count_finished = None  # type: ignore[assignment]
@@ -328,17 +332,15 @@ class Words:
     def begin(self) -> Iterable[bytes]:
         return (b"<",)
 
-    def chunk(self, event: GenerationEvent) -> Iterable[bytes]:
+    def chunk(self, event: GenerationEvent) -> bytes:
         if event.content == "bad":
             raise RuntimeError("can't be written")
-        return (event.content.encode(),)
+        return event.content.encode()
 
-    def text_writer(
-        self, index: int, is_reasoning: bool = False
-    ) -> Callable[[str], bytes | None] | None:
+    def text_chunk(self, index: int, word: str, is_reasoning: bool) -> bytes | None:
         if is_reasoning:
-            return lambda word: f"[{word}]".encode()
-        return lambda word: None if word == "long" else b"".join(self.chunk(text(word)))
+            return f"[{word}]".encode()
+        return None if word == "odd" else self.chunk(text(word))
 
     def is_long_chunk(self, event: GenerationEvent) -> bool:
         return event.content == "long"
@@ -367,7 +369,11 @@ def _run_stream(
         async def receive() -> Any:
             await asyncio.Event().wait()
 
-        scope = {"extensions": {DIRECT_BODY: connection}, "state": {"request_id": "r"}, "path": "/"}
+        scope = {
+            "extensions": {DIRECT_BODY: connection},
+            "state": {"http_request_id": "r"},
+            "path": "/",
+        }
         task = asyncio.create_task(stream(scope, receive, connection.send))
         await _turns()
         await scenario(call, connection)
@@ -441,9 +447,12 @@ def test_what_takes_long_is_written_by_the_task_and_faults_are_told() -> None:
             await asyncio.sleep(0.01)
             if connection.sent[-1] == b"long" and len(connection.sent) == 3:
                 break
+        call.say("odd")  # text that needs other events first
+        await _turns()
+        assert connection.direct[1:] == [b"odd"]
         call.say("bad")
 
-    assert run_stream(scenario) == [b"<", b"long", b"a", b"long", b"!500"]
+    assert run_stream(scenario) == [b"<", b"long", b"a", b"long", b"odd", b"!500"]
 
 
 def test_reasoning_and_content_of_one_turn_keep_their_order() -> None:
@@ -452,10 +461,10 @@ def test_reasoning_and_content_of_one_turn_keep_their_order() -> None:
         await _turns()
         assert call._sink is not None
         assert all(call._sink.push(word, (1,), is_reasoning=True) for word in "rs")
-        assert not call._sink.push("c", (1,))
+        assert not call._sink.push("c", (1,), False)
         call._emit(text("c"))
         await _turns()
-        assert call._sink.push("d", (1,))
+        assert call._sink.push("d", (1,), False)
         call.over()
 
     assert _run_stream(scenario, 100, True).all == [b"<", b"a", b"[rs]", b"c", b"d", b">"]

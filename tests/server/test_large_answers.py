@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from quire.server.api import http_responses
-from quire.server.api.http_responses import LargeJsonResponse, encode_in_pieces
+from quire.server import http_responses
+from quire.server.http_responses import LargeJsonResponse, encode_in_pieces
 
 TOP = [{"token": "ab", "logprob": -1.5, "bytes": [97, 98]}] * 20
 ENTRY = {"token": "ab", "logprob": -0.5, "bytes": [97, 98], "top_logprobs": TOP}

@@ -15,7 +15,7 @@ from quire.checkpoints.sources import resolve
 from quire.load import open_tokenizer
 from quire.observe.prometheus import ServerMetrics
 from quire.server.app import create_app
-from quire.server.calls.embedding_call import EmbeddingCall
+from quire.server.calls.call import EmbeddingCall
 from quire.server.config import ServerConfig
 from quire.server.link.channel import Channel
 from quire.server.link.engine_client import EngineClient, unavailable

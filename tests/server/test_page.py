@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from quire.observe.request_records import RecordBook
-from quire.server.api.routes.page import FILES
+from quire.server.api.page import FILES
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from quire.server.link.engine_client import EngineClient

@@ -26,15 +26,15 @@ from quire.observe.prometheus import ServerMetrics
 from quire.observe.request_records import RecordBook, RequestRecord, describe_request
 from quire.observe.step_log import StepLog
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.server.api.protocol.common import Body
-from quire.server.api.protocol.completions import CompletionRequest
+from quire.server.api.body import Body
+from quire.server.api.completions import CompletionRequest
 from quire.server.calls.answer_reader import AnswerReader
 from quire.server.calls.prompts import EncodedPrompt, PromptEncoder
 from quire.server.calls.text_call import new_reader
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, error_body, field_name, install, to_api_error
 from quire.server.guard.admission import Admission
-from quire.server.guard.connection import convert, ignored_header, parse_body, request_id_of
+from quire.server.guard.connection import convert, http_request_id_of, ignored_header, parse_body
 from quire.server.guard.limits import BodyLimits, RequestContext
 from quire.server.link.engine_process import engine_config
 from quire.server.link.messages import (
@@ -214,9 +214,9 @@ class TestErrors:
         assert error_body("/v1/chat/completions", error, "id")["error"]["request_id"] == "id"
 
     def test_headers_hold_nothing_odd(self) -> None:
-        assert request_id_of([(b"x-request-id", b"abc-1")]) == "abc-1"
+        assert http_request_id_of([(b"x-request-id", b"abc-1")]) == "abc-1"
         for bad in (b"", b"a b", b"x" * 200, "ä".encode(), b"a\r\nb"):
-            assert request_id_of([(b"x-request-id", bad)]).startswith("req-")
+            assert http_request_id_of([(b"x-request-id", bad)]).startswith("req-")
         assert ignored_header(["a\r\nset-cookie: x"])["x-quire-ignored"] == "a??set-cookie??x"
         assert len(ignored_header(["x" * 500] * 100)["x-quire-ignored"]) == 1000
 
@@ -286,7 +286,7 @@ def test_special_tokens_are_added_to_a_text_unless_not_wanted() -> None:
     prompts = []
     for wanted in (True, False):
         body = CompletionRequest.model_validate({"prompt": "one two", "add_special_tokens": wanted})
-        request = body.to_generation("a", "b")
+        request = body.to_generation()
         prompts.append(encoder.encode(request, request.prompts[0], limits).token_ids)
     assert prompts[0] == (metadata["tokenizer.ggml.bos_token_id"], *prompts[1])
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from quire.outputs import TokenLogprobs
-from quire.server.api.protocol.responses import ResponsesRequest
-from quire.server.api.routes.responses import OutputItems
+from quire.server.api.responses import OutputItems, ResponsesRequest
 from quire.server.calls.generation import GenerationEvent, ToolCallDelta
-from quire.server.calls.response_store import ResponseStore, StoreLimits
+from quire.server.stored.store import ResponseStore, StoreLimits
 from tests.server.harness import Server, error_of, wait_for
 
 WEATHER = {
@@ -221,7 +220,7 @@ def test_items_become_the_turns_they_were() -> None:
         }
     )
     body.recall(ResponseStore(StoreLimits(0, 0, 1)).of(""))
-    (prompt,) = body.to_generation("resp", "req").prompts
+    (prompt,) = body.to_generation().prompts
     function = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert prompt.messages == [  # type: ignore[union-attr]
         {"role": "developer", "content": "Be kind."},

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from quire.errors import QuireError
-from quire.server.calls.response_files import ResponseFiles
-from quire.server.calls.response_store import (
+from quire.server.stored.files import ResponseFiles
+from quire.server.stored.store import (
     OwnResponses,
     ResponseStore,
     StoredResponse,
@@ -329,7 +329,7 @@ def test_with_storing_off_the_message_says_what_to_send(small_model: str) -> Non
 
 def test_chains_are_bounded(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     from quire.errors import InvalidRequestError
-    from quire.server.api.protocol import response_items
+    from quire.server.api import response_items
 
     store = ResponseStore(StoreLimits(100, 10**6, 60), clock=clock)
     make(store, "a")

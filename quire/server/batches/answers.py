@@ -13,19 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.errors import InvalidRequestError
-from quire.server.api.http_responses import one_line
-from quire.server.api.protocol.chat import ChatCompletionRequest
-from quire.server.api.protocol.common import ApiRequest
-from quire.server.api.protocol.completions import CompletionRequest
-from quire.server.api.protocol.embeddings import EmbeddingsRequest
-from quire.server.api.routes.chat import ChatWriter
-from quire.server.api.routes.completions import CompletionWriter
-from quire.server.api.routes.embeddings import EmbeddingWriter
+from quire.server.api.body import ApiRequest
+from quire.server.api.chat import ChatCompletionRequest, ChatWriter
+from quire.server.api.completions import CompletionRequest, CompletionWriter
+from quire.server.api.embeddings import EmbeddingsRequest, EmbeddingWriter
+from quire.server.api.writer import Writer
 from quire.server.batches.requests import BatchRequest
 from quire.server.calls.generation import GenerationRequest
 from quire.server.errors import ApiError, error_body, to_api_error
 from quire.server.guard.connection import parse_body, refuse_unsupported
-from quire.server.lifecycle import Writer
+from quire.server.http_responses import one_line
 from quire.server.service import GenerationService, renamed
 
 _KINDS: dict[str, tuple[type[ApiRequest], type[Writer[Any]]]] = {
@@ -125,7 +122,7 @@ async def _answer(
     if priority and not wanted.params.priority:
         wanted = replace(wanted, params=replace(wanted.params, priority=priority))
     attempt.has_begun = _is_open(service)
-    call = await service.start(wanted, {}, owner)
+    call = await service.start(wanted, f"{kind.ID_PREFIX}{request.id}", f"req_{request.id}", owner)
     try:
         events = await call.all()
         writer = writer_kind(body, call, model, service.ready.fingerprint, service.responses.of(""))
@@ -143,7 +140,7 @@ async def _answer(
 
 def _wanted(request: BatchRequest, body: ApiRequest, kind: type[ApiRequest]) -> GenerationRequest:
     try:
-        wanted = body.to_generation(f"{kind.ID_PREFIX}{request.id}", f"req_{request.id}")
+        wanted = body.to_generation()
     except InvalidRequestError as error:
         raise renamed(error, kind.FIELDS) from None
     if wanted.stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from quire.frontend.reasoning import ReasoningSplitter
@@ -15,6 +16,8 @@ from quire.frontend.tool_calls import (
     ToolCallParser,
 )
 from quire.server.calls.generation import ToolCallDelta
+from quire.server.calls.prompts import EncodedPrompt
+from quire.server.guard.connection import new_id
 
 
 class Pieces(NamedTuple):
@@ -54,6 +57,8 @@ class AnswerReader:
     num_calls: int = 0
     is_plain: bool = field(init=False)
     """All of the text is content, from now on."""
+    only_splits: bool = field(init=False)
+    """There is nothing in the text but reasoning and content."""
     is_over: bool = False
     """A call was repeated: whatever else is written counts for nothing."""
     _calls: list[_Call] = field(default_factory=list)
@@ -62,6 +67,7 @@ class AnswerReader:
 
     def __post_init__(self) -> None:
         self.is_plain = self.splitter is None and self.parser is None
+        self.only_splits = self.parser is None and not self.special_mark
 
     def unmarked(self, text: str) -> str:
         """A text as it is shown, special tokens without their marks."""
@@ -70,24 +76,18 @@ class AnswerReader:
     @property
     def is_reasoning(self) -> bool:
         """The text so far ends inside the reasoning."""
-        is_thinking = self.splitter is not None and self.splitter.is_reasoning
-        return is_thinking or (self.parser is not None and self.parser.is_reasoning)
+        splitter, parser = self.splitter, self.parser
+        return (splitter is not None and splitter.is_reasoning) or (
+            parser is not None and parser.is_reasoning
+        )
 
     def feed(self, text: str, is_last: bool, is_cut: bool = False) -> list[Pieces]:
         """What is in a piece of text, in the order in which it was written. `is_last`: no more
         follows, so what was held back comes too, but if the answer was cut off (`is_cut`) not the
         beginning of a call.
         """
-        reasoning, content = "", text
-        if self.splitter is not None:
-            reasoning, content = self.splitter.feed(text)
-            if is_last:
-                rest = self.splitter.finish()
-                reasoning, content = reasoning + rest.reasoning, content + rest.content
+        content, reasoning = self.split(text, is_last)
         if self.parser is None:
-            self.is_plain = not self.special_mark and (
-                self.splitter is None or self.splitter.is_over
-            )
             return [Pieces(content, reasoning)]
         deltas = self.parser.feed(content) if content else []
         if is_last:
@@ -103,6 +103,19 @@ class AnswerReader:
         if is_last and self._holds_back and not is_cut and not self.is_over:
             self._release(found)
         return found
+
+    def split(self, text: str, is_last: bool = False) -> tuple[str, str]:
+        """Content and reasoning in a piece of text."""
+        splitter = self.splitter
+        if splitter is None:
+            return text, ""
+        reasoning, content = splitter.feed(text)
+        if is_last:
+            rest = splitter.finish()
+            reasoning, content = reasoning + rest.reasoning, content + rest.content
+        if self.only_splits:
+            self.is_plain = splitter.is_over
+        return content, reasoning
 
     def _add_content(self, found: list[Pieces], text: str) -> None:
         if self.is_over:
@@ -162,3 +175,16 @@ class AnswerReader:
             found[-1] = found[-1]._replace(tool_calls=(*calls[:-1], joined))
         else:
             found[-1] = found[-1]._replace(tool_calls=(*calls, delta))
+
+
+def new_reader(prompt: EncodedPrompt, split: bool) -> AnswerReader:
+    """For one answer to a prompt."""
+    plan = prompt.plan
+    if plan is None or not split:
+        return AnswerReader(None, None, partial(new_id, "call-"))
+    splitter = ReasoningSplitter(prompt.inside_reasoning) if plan.support.thinks else None
+    is_shaped = bool(plan.tools) and prompt.params.structured is not None
+    parser = plan.new_parser(prompt.is_begun)
+    return AnswerReader(
+        splitter, parser, plan.new_call_id, plan.parallel, is_shaped, plan.special_mark
+    )

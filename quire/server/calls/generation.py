@@ -78,10 +78,6 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 class GenerationRequest:
     """What an endpoint asks for."""
 
-    response_id: str
-    """`chatcmpl-…` and the like: unique, the id of the response body and of GET /v1/requests/{id}."""
-    request_id: str
-    """x-request-id of the HTTP request (`request.state.request_id`), for logs."""
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     """`max_tokens=None` goes on to the end of the context; `seed=None` draws one."""
@@ -127,7 +123,7 @@ class ToolCallDelta:
     """The next piece of the arguments' JSON text."""
 
 
-class GenerationEvent(msgspec.Struct, frozen=True):
+class GenerationEvent(msgspec.Struct, frozen=True, gc=False):
     """What one choice gained. The last event of each choice, and only that, has a finish reason; a
     text to embed has one event, its vector.
     """

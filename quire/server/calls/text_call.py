@@ -10,14 +10,11 @@ from typing import Any, cast
 
 from quire.engine import make_requests
 from quire.frontend.live_request import AnswerText, LiveRequest
-from quire.frontend.reasoning import ReasoningSplitter
 from quire.observe.tracing import Trace
 from quire.outputs import Completion, RequestDelta, TokenLogprobs
-from quire.server.calls.answer_reader import AnswerReader, Pieces
-from quire.server.calls.engine_call import EngineCall, TextSink
+from quire.server.calls.answer_reader import AnswerReader, Pieces, new_reader
+from quire.server.calls.call import Call, TextSink
 from quire.server.calls.generation import FinishReason, GenerationEvent, Usage
-from quire.server.calls.prompts import EncodedPrompt
-from quire.server.guard.connection import new_id
 from quire.server.listeners import Grow
 from quire.step import RequestMetrics, RequestUpdate
 
@@ -27,12 +24,10 @@ class _Answer:
     """One choice, as far as it has come."""
 
     call: TextCall
-    events: list[GenerationEvent]
-    """Of the call, that wait for its reader."""
     usage: Usage
     gaps: dict[float, int]
     """`ServerMetrics.gaps`"""
-    name: str
+    answer_id: str
     prompt: int
     live: LiveRequest
     text: AnswerText
@@ -42,154 +37,121 @@ class _Answer:
     reader: AnswerReader
     index: int
     """Which choice it is, if not the best of several are chosen."""
-    taker: TextSink | None = None
-    """Who takes its text, once the first of it was told."""
+    grows: bool
+    """While it runs, tokens that come alone bring text and nothing else (`grow`)."""
     sink: TextSink | None = None
-    """The same, if there is nothing in its text but content and, before it, what `splitter` finds."""
-    splitter: ReasoningSplitter | None = None
-    """Of the reader, as long as there is reasoning or may be."""
+    """Who takes its text, once the first of it was told."""
     first_token: float | None = None
     last_token: float = 0.0
     num_tokens: int = 0
 
     def grow(self, token_ids: tuple[int, ...], now: float) -> None:
         """Nearly every token of every stream comes this way, so it is short."""
-        sink = self.sink
-        if sink is None or self.events or len(token_ids) != 1:
-            self.call.grow(self, token_ids, now)
-            return
-        text = self.text.grow(token_ids)
-        gaps, gap = self.gaps, now - self.last_token
-        if not gaps:
-            self.call.count_gaps_soon()
-        gaps[gap] = gaps.get(gap, 0) + 1
-        self.last_token = now
-        self.num_tokens += 1
-        self.usage.completion_tokens += 1
-        splitter = self.splitter
-        if splitter is None:
-            content, reasoning = text, ""
+        if len(token_ids) == 1 and self.first_token is not None:
+            gaps, gap = self.gaps, now - self.last_token
+            if not gaps:
+                self.call.count_gaps_soon()
+            gaps[gap] = gaps.get(gap, 0) + 1
+            self.last_token = now
+            self.num_tokens += 1
+            self.usage.completion_tokens += 1
         else:
-            self.usage.reasoning_tokens += splitter.is_reasoning
-            reasoning, content = splitter.feed(text)
-            if splitter.is_over:
-                self.splitter = None
-                self.reader.is_plain = True
-        if not content and not reasoning:
-            return  # half a character, or what may begin a tag
-        if (content and reasoning) or not sink.push(
-            content or reasoning, token_ids, bool(reasoning)
-        ):
-            self.call.tell(GenerationEvent(self.index, text, content, reasoning, (), token_ids))
+            self.call.count(self, len(token_ids), now)
+        reader = self.reader
+        if reader.is_plain:
+            text = content = self.text.grow(token_ids)
+            reasoning = ""
+        elif reader.only_splits and len(token_ids) == 1:
+            self.usage.reasoning_tokens += reader.is_reasoning
+            text = self.text.grow(token_ids)
+            content, reasoning = reader.split(text)
+        else:
+            text, pieces = "", []
+            for one in zip(token_ids, strict=True):  # each may end the reasoning
+                self.usage.reasoning_tokens += reader.is_reasoning
+                piece = self.text.grow(one)
+                text += piece
+                pieces += reader.feed(piece, False)
+            content, reasoning, calls = pieces[0]
+            if calls or len(pieces) > 1:
+                self.call.tell(self.index, pieces, reader.unmarked(text), token_ids)
+                return
+        sink = self.sink
+        if sink is not None and not self.call.events:
+            if not reasoning:
+                # without any: half a character, or what may begin a tag
+                if not content or sink.push(content, token_ids, False):
+                    return
+            elif not content and sink.push(reasoning, token_ids, True):
+                return
+        pieces = [Pieces(content, reasoning)]
+        self.call.tell(self.index, pieces, reader.unmarked(text), token_ids)
 
 
-class TextCall(EngineCall):
-    """A call whose prompts are answered with text, reasoning and tool calls."""
+class TextCall(Call):
+    """A call whose prompts are answered with text, reasoning and tool calls.
+
+    There is one way for text: tokens become text (`_Answer.grow` where there is nothing but text to look
+    for, which is nearly always; else `_advance`), the answer's reader takes it apart, and `tell`
+    passes on what it found.
+    """
 
     def __init__(self, *args: Any) -> None:
         self._lives: list[LiveRequest] = []
         self._answers: dict[str, _Answer] = {}
         super().__init__(*args)
-        params = self.request.params
-        is_plain = (
-            params.logprobs is None
-            and params.best_of is None
-            and not params.stop
-            and type(self._trace) is Trace
-        )
-        self._growing = {
-            name
-            for name, one in self._answers.items()
-            if is_plain and not one.reader.ends_at_repeat
-        }
-        """Answers that run and of which most updates are nothing but more text."""
 
     def prompt_logprobs(self, number: int) -> tuple[TokenLogprobs | None, ...] | None:
         return self._lives[number].prompt_logprobs()
 
-    def _prepare(self, number: int, request_id: str) -> Sequence[str]:
+    def _prepare(self, number: int, request_id: str, seed: int) -> Sequence[str]:
         prompt = self.prompts[number]
-        ids, params = prompt.token_ids, prompt.params
-        requests = make_requests(request_id, ids, params, self._seeds[number])
-        mark = prompt.plan.special_mark if prompt.plan is not None else ""
+        params = prompt.params
         live = LiveRequest(
             request_id,
             prompt.text,
-            ids,
-            requests,
+            prompt.token_ids,
+            make_requests(request_id, prompt.token_ids, params, seed),
             params,
             self.tokenizer,
-            prompt.continues,
-            True,
-            mark,
+            continues_prompt=prompt.continues,
+            deltas_only=True,
+            special_mark=prompt.plan.special_mark if prompt.plan is not None else "",
         )
         self._lives.append(live)
-        for position, name in enumerate(live.names):
+        is_plain = params.logprobs is None and params.best_of is None and not params.stop
+        for position, answer_id in enumerate(live.names):
             reader = new_reader(prompt, self.request.split)
-            text, index = live.text_of(position), number * params.n + position
-            shared = (self, self._events, self.usage, self._metrics.gaps)
-            self._answers[name] = _Answer(
-                *shared, name, number, live, text, position, reader, index
+            self._answers[answer_id] = _Answer(
+                self,
+                self.usage,
+                self._metrics.gaps,
+                answer_id,
+                number,
+                live,
+                live.text_of(position),
+                position,
+                reader,
+                index=number * params.n + position,
+                grows=is_plain and not reader.ends_at_repeat and type(self._trace) is Trace,
             )
         return live.names
 
     def update(self, update: RequestUpdate) -> None:
-        is_growth = (
-            update.finish_reason is None and update.prompt_scores is None and not update.scores
-        )
-        if is_growth and update.request_id in self._growing:
-            self._answers[update.request_id].grow(update.new_token_ids, time.monotonic())
+        answer = self._answers[update.request_id]
+        if update.is_growth and answer.grows:
+            answer.grow(update.new_token_ids, time.monotonic())
         else:
             super().update(update)
 
-    def grower(self, name: str) -> Grow:
-        return self._answers[name].grow
-
-    def grow(self, answer: _Answer, token_ids: tuple[int, ...], now: float) -> None:
-        """An answer gained tokens, and they can't be told the shortest way (`_Answer.grow`)."""
-        if answer.name not in self._growing:
-            super().update(RequestUpdate(answer.name, token_ids))
-            return
-        if not token_ids:
-            return
-        self._count(answer, len(token_ids), now)
-        if answer.reader.is_plain:
-            text = answer.text.grow(token_ids)
-            self.tell(GenerationEvent(answer.index, text, text, "", (), token_ids))
-            return
-        text, pieces = "", []
-        for token_id in token_ids:  # one by one: each may end the reasoning
-            self.usage.reasoning_tokens += answer.reader.is_reasoning
-            piece = answer.text.grow((token_id,))
-            text += piece
-            pieces += answer.reader.feed(piece, False)
-        answer.splitter = None if answer.reader.is_plain else answer.splitter
-        taker = answer.taker
-        if taker is not None and len(pieces) == 1 and not self._events and not pieces[0].tool_calls:
-            content, reasoning, _ = pieces[0]
-            if not content and not reasoning:
-                return  # it is held back
-            if not (content and reasoning) and taker.push(
-                content or reasoning, token_ids, bool(reasoning)
-            ):
-                return
-        self._tell_pieces(answer.index, pieces, answer.reader.unmarked(text), token_ids)
-        self._check_buffer()
-
-    def tell(self, event: GenerationEvent) -> None:
-        self._emit(event)
-        self._check_buffer()
+    def grower(self, answer_id: str) -> Grow:
+        answer = self._answers[answer_id]
+        return answer.grow if answer.grows else super().grower(answer_id)
 
     def write_text_to(self, index: int, sink: TextSink) -> None:
         for answer in self._answers.values():
-            if answer.index == index and answer.name in self._growing:
-                reader = answer.reader
-                answer.taker = sink
-                answer.sink = sink if reader.parser is None and not reader.special_mark else None
-                answer.splitter = None if reader.is_plain else reader.splitter
-
-    def count_gaps_soon(self) -> None:
-        self.next_turn.add(self._metrics.count_gaps)
+            if answer.index == index and answer.grows:
+                answer.sink = sink
 
     def _take(self, update: RequestUpdate) -> None:
         answer = self._answers[update.request_id]
@@ -211,20 +173,16 @@ class TextCall(EngineCall):
                     # it ended before the engine did
                     self._metrics.answer_finished(update.metrics, "stop")
                 break
-        self._count(answer, count, now)
+        self.count(answer, count, now)
 
     def _advance(self, answer: _Answer, update: RequestUpdate) -> int:
         """Reads an update; returns how many of its tokens count."""
         began = time.monotonic()
-        delta = answer.live.advance(
-            answer.position, update, partial(self._end_answer, update.request_id, answer)
-        )
+        delta = answer.live.advance(answer.position, update, partial(self._end_answer, answer))
         if not answer.reader.is_plain and answer.reader.is_reasoning:
             self.usage.reasoning_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self._unfinished.discard(update.request_id)
-            self._growing.discard(update.request_id)
-            answer.taker = answer.sink = None
             # the engine ended it, no stop string
             if update.finish_reason is not None and update.metrics is not None:
                 self._metrics.answer_finished(update.metrics, delta.finish_reason)
@@ -238,7 +196,7 @@ class TextCall(EngineCall):
             stop_reason = answer.live.stop_reason(answer.position) if is_last else None
             self._read(answer.index, answer.reader, delta, stop_reason)
             if answer.reader.is_over and not is_last:
-                self._end_answer(update.request_id, answer)
+                self._end_answer(answer)
                 self._unfinished.discard(update.request_id)
         elif delta.output is not None:
             for place, best in enumerate(delta.output.completions):
@@ -248,44 +206,41 @@ class TextCall(EngineCall):
             self._trace.text(update.request_id, began, time.monotonic())
         return len(delta.token_ids)
 
-    def _end_answer(self, name: str, answer: _Answer) -> RequestMetrics:
+    def _end_answer(self, answer: _Answer) -> RequestMetrics:
         """A stop string is complete, or a call was repeated. The engine hears of it; its own counts
         follow.
         """
-        self._client.end(name)
+        self._client.end(answer.answer_id)
         return RequestMetrics(
-            request_id=name,
+            request_id=answer.answer_id,
             arrival=self._arrival,
             first_scheduled=None,
             first_token=answer.first_token,
             finished=time.monotonic(),
             num_prompt_tokens=len(self.prompts[answer.prompt].token_ids),
             num_output_tokens=answer.num_tokens,
-            cached_tokens=self._cached[answer.prompt] or 0,
+            cached_tokens=self._asked[answer.prompt].cached_tokens or 0,
             host_tokens=0,
             recomputed_tokens=0,
             preemptions=0,
         )
 
-    def _count(self, answer: _Answer, count: int, now: float) -> None:
+    def count(self, answer: _Answer, count: int, now: float) -> None:
+        """An answer gained so many tokens."""
         if not count:
             return
+        since = self._arrival if answer.first_token is None else answer.last_token
+        self._metrics.tokens(count, now - since, answer.first_token is None)
         if answer.first_token is None:
             answer.first_token = now
-            self._metrics.tokens(count, now - self._arrival, True)
             self.record.timings.setdefault("first_token", round(now - self._arrival, 6))
-        elif count == 1:  # as in `_Answer.grow`
-            gap = now - answer.last_token
-            if not answer.gaps:
-                self.count_gaps_soon()
-            answer.gaps[gap] = answer.gaps.get(gap, 0) + 1
-        else:
-            self._metrics.tokens(count, now - answer.last_token, False)
         answer.last_token = now
         answer.num_tokens += count
         self.usage.completion_tokens += count
-        if count > 1:  # a step gives one token, and one more for every guess that was right
-            self.usage.accepted_tokens += count - 1
+        self.usage.accepted_tokens += count - 1  # a step gives one, and one for each right guess
+
+    def count_gaps_soon(self) -> None:
+        self.next_turn.add(self._metrics.count_gaps)
 
     def _read(
         self,
@@ -306,9 +261,9 @@ class TextCall(EngineCall):
             # An answer that was cut off says so, calls or not: the last of them may be half of one.
             reason = "tool_calls" if reader.num_calls and reason == "stop" else reason
             self.record.finish_reasons.append(reason)
-        self._tell_pieces(index, pieces, reader.unmarked(text), token_ids, logprobs, reason, why)
+        self.tell(index, pieces, reader.unmarked(text), token_ids, logprobs, reason, why)
 
-    def _tell_pieces(
+    def tell(
         self,
         index: int,
         pieces: Sequence[Pieces],
@@ -331,19 +286,6 @@ class TextCall(EngineCall):
         self._metrics.request_finished(
             seconds, self.usage.prompt_tokens, counts, params.n, params.max_tokens
         )
-
-
-def new_reader(prompt: EncodedPrompt, split: bool) -> AnswerReader:
-    """For one answer to a prompt."""
-    plan = prompt.plan
-    if plan is None or not split:
-        return AnswerReader(None, None, partial(new_id, "call-"))
-    splitter = ReasoningSplitter(prompt.inside_reasoning) if plan.support.thinks else None
-    is_shaped = bool(plan.tools) and prompt.params.structured is not None
-    parser = plan.new_parser(prompt.is_begun)
-    return AnswerReader(
-        splitter, parser, plan.new_call_id, plan.parallel, is_shaped, plan.special_mark
-    )
 
 
 def _parts(update: RequestUpdate) -> Iterator[RequestUpdate]:

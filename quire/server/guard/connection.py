@@ -16,8 +16,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined, from_json
 
 from quire.errors import InvalidRequestError
-from quire.server.api.http_responses import disconnected
 from quire.server.errors import ApiError
+from quire.server.http_responses import disconnected
 from quire.server.tasks import running
 
 _T = TypeVar("_T", bound=BaseModel)
@@ -40,7 +40,7 @@ ones.
 """
 
 
-def request_id_of(headers: Mapping[bytes, bytes] | list[tuple[bytes, bytes]]) -> str:
+def http_request_id_of(headers: Mapping[bytes, bytes] | list[tuple[bytes, bytes]]) -> str:
     """The client's x-request-id if it is a plain one, else a new one."""
     for name, value in headers.items() if isinstance(headers, Mapping) else headers:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value.decode("latin-1")):
@@ -48,15 +48,11 @@ def request_id_of(headers: Mapping[bytes, bytes] | list[tuple[bytes, bytes]]) ->
     return new_id("req-")
 
 
-def name_request(request: Request, request_id: str | None) -> str:
+def name_request(request: Request, given: str | None) -> str:
     """A body may name its request too; x-request-id goes first."""
-    if (
-        request_id is not None
-        and "x-request-id" not in request.headers
-        and _REQUEST_ID.fullmatch(request_id)
-    ):
-        request.state.request_id = request_id
-    return str(request.state.request_id)
+    if given is not None and "x-request-id" not in request.headers and _REQUEST_ID.fullmatch(given):
+        request.state.http_request_id = given
+    return str(request.state.http_request_id)
 
 
 def new_id(prefix: str) -> str:

@@ -25,12 +25,12 @@ from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from quire.server.calls.call_stream import DIRECT_BODY
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, error_body
 from quire.server.guard.connection import new_id
 from quire.server.guard.counts import CONNECTIONS, Counts
 from quire.server.guard.host import is_host
+from quire.server.http_responses import DIRECT_BODY
 
 _SEND_BUFFER = 128 * 1024
 """The kernel's part of what may be on its way to a client that does not read."""
@@ -58,7 +58,7 @@ class _GentlyClosed:
 
 
 class _DirectBody:
-    """`quire.server.calls.call_stream.DirectBody` of one response."""
+    """`quire.server.api.call_stream.DirectBody` of one response."""
 
     __slots__ = ("_cycle", "_transport", "is_blocked")
 
@@ -270,13 +270,13 @@ class LimitedProtocol(HttpToolsProtocol):
                 return
             cycle.disconnected = True  # for the application, the client has left
             cycle.message_event.set()
-        request_id = new_id("req-")
-        body = json.dumps(error_body("", error, request_id)).encode()
+        http_request_id = new_id("req-")
+        body = json.dumps(error_body("", error, http_request_id)).encode()
         headers = {
             **error.headers(),
             "content-type": "application/json",
             "content-length": str(len(body)),
-            "x-request-id": request_id,
+            "x-request-id": http_request_id,
             "connection": "close",
         }
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]

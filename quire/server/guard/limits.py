@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.request_records import RequestRecord
 from quire.server.errors import ApiError, error_response, to_api_error
-from quire.server.guard.connection import request_id_of
+from quire.server.guard.connection import http_request_id_of
 from quire.server.guard.counts import BODY_BYTES, Counts
 
 logger = logging.getLogger("quire.server.access")
@@ -38,7 +38,7 @@ class RequestContext:
         reading = 0.0
         is_read = False
         state: dict[str, Any] = scope.setdefault("state", {})
-        state["request_id"] = request_id_of(scope["headers"])
+        state["http_request_id"] = http_request_id_of(scope["headers"])
         status = 0
 
         async def timed_receive() -> Message:
@@ -56,11 +56,11 @@ class RequestContext:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [pair for pair in message["headers"] if pair[0] != b"x-request-id"]
-                request_id = state["request_id"].encode("latin-1")
-                message["headers"] = [*headers, (b"x-request-id", request_id)]
+                header = state["http_request_id"].encode("latin-1")
+                message["headers"] = [*headers, (b"x-request-id", header)]
                 # where Anthropic's clients look for it
                 if scope["path"].startswith("/v1/messages"):
-                    message["headers"].append((b"request-id", request_id))
+                    message["headers"].append((b"request-id", header))
             await send(message)
 
         try:
@@ -80,7 +80,7 @@ class RequestContext:
         path: str = getattr(scope.get("route"), "path", "") or "other"
         self._metrics.http_request(path, status)
         fields: dict[str, Any] = {
-            "request_id": state["request_id"],
+            "request_id": state["http_request_id"],
             "method": scope["method"],
             "path": scope["path"],
             "status": status,

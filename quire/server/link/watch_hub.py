@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from quire.observe.request_records import RecordBook
-from quire.server.api.http_responses import named_event
 from quire.server.errors import ApiError
+from quire.server.http_responses import named_event
 from quire.server.link.engine_client import EngineClient, Engines
 from quire.server.link.messages import Watched
 from quire.server.link.others import OwnFrames, OwnNames

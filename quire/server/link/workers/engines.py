@@ -11,13 +11,13 @@ from typing import Any, cast
 
 import msgspec
 
-from quire.server.calls.response_store import ResponseStore, StoredResponse, StoreLimits
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.link import messages
 from quire.server.link.channel import Channel, Tickets
 from quire.server.link.engine_client import State, unavailable
 from quire.server.listeners import Listener, Listeners
+from quire.server.stored.store import ResponseStore, StoredResponse, StoreLimits
 
 _STORE_SECONDS = 30.0
 

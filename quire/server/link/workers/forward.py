@@ -11,7 +11,7 @@ import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError, error_response
-from quire.server.guard.connection import request_id_of
+from quire.server.guard.connection import http_request_id_of
 
 OWN_PATHS = frozenset(
     {
@@ -53,7 +53,7 @@ class Forward:
         try:
             reader, writer = await asyncio.open_unix_connection(self._path, limit=_READ_AT_ONCE)
         except OSError:
-            scope.setdefault("state", {})["request_id"] = request_id_of(scope["headers"])
+            scope.setdefault("state", {})["http_request_id"] = http_request_id_of(scope["headers"])
             error = ApiError(
                 503, "the server is going down", code="shutting_down", retry_after=10.0
             )

@@ -11,12 +11,12 @@ from functools import partial
 import msgspec
 
 from quire.observe.request_records import RequestRecord
-from quire.server.calls.response_store import ResponseStore, StoredResponse
 from quire.server.errors import ApiError
 from quire.server.link import messages
 from quire.server.link.channel import Channel, Tickets
 from quire.server.link.engine_client import Engines
 from quire.server.listeners import Grow
+from quire.server.stored.store import ResponseStore, StoredResponse
 from quire.server.tasks import NextTurn
 from quire.step import RequestUpdate
 

@@ -10,13 +10,25 @@ from pydantic import Discriminator, Field, Tag
 
 from quire.errors import InvalidRequestError
 from quire.sampling_params import StructuredOutput
-from quire.server.api.protocol import common, sampling, structure
-from quire.server.api.protocol.tools import offered
-from quire.server.api.protocol.unions import LIST, TEXT, TEXT_OR_LIST, by_type, kind
+from quire.server.api import sampling, structure
+from quire.server.api.body import (
+    LIST,
+    MAX_MESSAGES,
+    TEXT,
+    TEXT_OR_LIST,
+    ApiRequest,
+    Body,
+    by_type,
+    function_call,
+    function_tool,
+    kind,
+    offered,
+    present,
+)
 from quire.server.calls.generation import ChatPrompt, GenerationRequest, NamedTool, ToolChoice
 
 
-class TextBlock(common.Body):
+class TextBlock(Body):
     type: Literal["text"]
     text: str
 
@@ -24,27 +36,27 @@ class TextBlock(common.Body):
 TextContent = Annotated[Annotated[str, TEXT] | Annotated[list[TextBlock], LIST], TEXT_OR_LIST]
 
 
-class ToolUseBlock(common.Body):
+class ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class ToolResultBlock(common.Body):
+class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: str
     content: TextContent = ""
     is_error: bool = False
 
 
-class ThinkingBlock(common.Body):
+class ThinkingBlock(Body):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
 
 
-class RedactedThinkingBlock(common.Body):
+class RedactedThinkingBlock(Body):
     type: Literal["redacted_thinking"]
     data: str
 
@@ -59,12 +71,12 @@ Block = Annotated[
 ]
 
 
-class Message(common.Body):
+class Message(Body):
     role: Literal["user", "assistant", "system"]
     content: Annotated[Annotated[str, TEXT] | Annotated[list[Block], LIST], TEXT_OR_LIST]
 
 
-class Tool(common.Body):
+class Tool(Body):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
@@ -72,7 +84,7 @@ class Tool(common.Body):
     strict: bool | None = None
 
 
-class OtherTool(common.Body):
+class OtherTool(Body):
     """One that Anthropic's servers run, or whose form only its models know (`web_search_20250305`,
     `bash_20250124`).
     """
@@ -101,18 +113,18 @@ AnyTool = Annotated[
 ]
 
 
-class OpenChoice(common.Body):
+class OpenChoice(Body):
     type: Literal["auto", "any"]
     disable_parallel_tool_use: bool = False
 
 
-class NamedChoice(common.Body):
+class NamedChoice(Body):
     type: Literal["tool"]
     name: str
     disable_parallel_tool_use: bool = False
 
 
-class NoChoice(common.Body):
+class NoChoice(Body):
     type: Literal["none"]
 
 
@@ -125,23 +137,23 @@ Choosing = Annotated[
 ]
 
 
-class Thinking(common.Body):
+class Thinking(Body):
     """How long it thinks is the model's affair: a budget is among the fields that are ignored."""
 
     type: Literal["enabled", "disabled", "adaptive"]
 
 
-class OutputFormat(common.Body):
+class OutputFormat(Body):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(common.Body):
+class OutputConfig(Body):
     format: OutputFormat | None = None
     effort: str | None = Field(None, max_length=32)
 
 
-class Edit(common.Body):
+class Edit(Body):
     """Of the conversation, before the model reads it. Here it is used as it was sent, so an edit
     may stand here only if it would change nothing.
     """
@@ -180,15 +192,15 @@ def _kept(keep: Any, kind: str, default: int) -> int:
     return value if isinstance(value, int) else 0
 
 
-class ContextManagement(common.Body):
+class ContextManagement(Body):
     edits: list[Edit] | None = Field(None, max_length=16)
 
 
-class Metadata(common.Body):
+class Metadata(Body):
     user_id: str | None = Field(None, max_length=1024)
 
 
-class CountTokensRequest(common.Body):
+class CountTokensRequest(Body):
     """POST /v1/messages/count_tokens"""
 
     UNSUPPORTED: ClassVar[Mapping[str, str]] = {
@@ -199,7 +211,7 @@ class CountTokensRequest(common.Body):
     }
 
     model: str
-    messages: list[Message] = Field(min_length=1, max_length=common.MAX_MESSAGES)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: TextContent | None = None
     tools: list[AnyTool] | None = None
     tool_choice: Choosing | None = None
@@ -245,12 +257,12 @@ class CountTokensRequest(common.Body):
                 "description": one.description,
                 "parameters": one.input_schema,
             }
-            tools.append(common.function_tool(**about, strict=one.strict))
+            tools.append(function_tool(**about, strict=one.strict))
         prompt = ChatPrompt(messages, tools or None, None, kwargs or None, not prefilled, prefilled)
         return prompt, ignored
 
 
-class MessagesRequest(CountTokensRequest, sampling.TokenChoice, common.ApiRequest):  # type: ignore[misc]  # named model
+class MessagesRequest(CountTokensRequest, sampling.TokenChoice, ApiRequest):  # type: ignore[misc]  # named model
     """POST /v1/messages"""
 
     ENDPOINT: ClassVar[str] = "/v1/messages"
@@ -273,7 +285,7 @@ class MessagesRequest(CountTokensRequest, sampling.TokenChoice, common.ApiReques
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
-    def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
+    def to_generation(self) -> GenerationRequest:
         if any(not one.strip() for one in self.stop_sequences or ()):
             raise InvalidRequestError(
                 "stop_sequences", "each must hold something that is not white space"
@@ -285,8 +297,6 @@ class MessagesRequest(CountTokensRequest, sampling.TokenChoice, common.ApiReques
         prompt, ignored = self.read_prompt()
         choice, parallel = self._tool_choice()
         return GenerationRequest(
-            response_id=response_id,
-            request_id=request_id,
             prompts=(prompt,),
             params=params,
             endpoint=self.ENDPOINT,
@@ -297,7 +307,7 @@ class MessagesRequest(CountTokensRequest, sampling.TokenChoice, common.ApiReques
             fields={**self.FIELDS, **names},
             clamp_max_tokens=True,
             ignored=ignored,
-            notes=common.present(user=self.metadata.user_id if self.metadata is not None else None),
+            notes=present(user=self.metadata.user_id if self.metadata is not None else None),
         )
 
     def _native_format(self) -> dict[str, tuple[StructuredOutput, str]]:
@@ -363,7 +373,7 @@ def _assistant(blocks: Sequence[Block]) -> list[dict[str, Any]]:
         elif isinstance(block, ThinkingBlock):
             message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
         elif isinstance(block, ToolUseBlock):
-            call = common.function_call(block.id, block.name, json.dumps(block.input))
+            call = function_call(block.id, block.name, json.dumps(block.input))
             message.setdefault("tool_calls", []).append(call)
         elif isinstance(block, ToolResultBlock):
             raise InvalidRequestError(

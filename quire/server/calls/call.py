@@ -2,8 +2,8 @@
 whatever it asked for: its prompts go to the engine, what comes back waits here for its reader, and
 its end is recorded once.
 
-    call = await service.start(GenerationRequest(...))
-    events = await call.all()                           # or, as they come: on_news and take (`call_stream`)
+    call = await service.start(GenerationRequest(...), request_id, …)
+    events = await call.all()                           # or, as they come: on_news and take
     call.usage                                          # complete when the call is over
 
 Whatever is wrong with a request is raised by `start` (ApiError or a quire.errors type; both become
@@ -21,6 +21,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from quire.errors import NO_TOKEN_LEFT
@@ -47,11 +48,22 @@ _FAILURES = ("error", "deadline", "abort")
 class TextSink(Protocol):
     """Takes what most tokens bring, more text for a choice, without an event being made of it."""
 
-    def push(self, text: str, token_ids: tuple[int, ...], is_reasoning: bool = False) -> bool:
-        """Content or reasoning, and with which tokens it came; False if it does not take that."""
+    def push(self, text: str, token_ids: tuple[int, ...], is_reasoning: bool) -> bool:
+        """Content or reasoning, and with which tokens it came; False if it can't take that now."""
 
 
-class EngineCall(ABC):
+@dataclass(slots=True)
+class _Asked:
+    """What the engine is asked for one prompt."""
+
+    request_id: str
+    seed: int
+    answer_ids: Sequence[str]
+    cached_tokens: int | None = None
+    """None until one of its answers has started."""
+
+
+class Call(ABC):
     """Hands prompts over and listens to the engine; subclasses say what an update means. All on the
     event loop.
     """
@@ -61,6 +73,8 @@ class EngineCall(ABC):
 
     def __init__(
         self,
+        request_id: str,
+        http_request_id: str,
         request: GenerationRequest,
         prompts: Sequence[EncodedPrompt],
         tokenizer: Tokenizer,
@@ -71,20 +85,19 @@ class EngineCall(ABC):
         trace: Trace,
         next_turn: NextTurn,
     ) -> None:
+        self.request_id = request_id
         self.request = request
         self.prompts = prompts
         self.tokenizer = tokenizer
         self.usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts))
         self.record = RequestRecord(
-            request.response_id,
-            request.request_id,
-            request.endpoint,
-            time.time(),
+            response_id=request_id,
+            request_id=http_request_id,
+            endpoint=request.endpoint,
+            created=time.time(),
             notes=dict(request.notes),
         )
         self.record.prompt_tokens = self.usage.prompt_tokens
-        self.ignored = tuple(dict.fromkeys(name for prompt in prompts for name in prompt.ignored))
-        """Fields that turned out to mean nothing to this model."""
         self._client = client
         self._metrics = metrics
         self._ticket = ticket
@@ -96,39 +109,44 @@ class EngineCall(ABC):
         """
         self.is_told = False
         self._queue_seconds = config.queue_seconds
-        self._max_buffered = config.max_buffered_tokens if request.stream else None
+        self._max_buffered = config.max_buffered_tokens if request.stream else sys.maxsize
         self._arrival = time.monotonic()
-        seed = request.params.seed
-        self._seeds = [secrets.randbits(64) if seed is None else seed for _ in prompts]
-        """For the answers to each prompt."""
-        self._request_ids = [f"{request.response_id}.{number}" for number in range(len(prompts))]
-        if len(prompts) == 1:
-            self._request_ids = [request.response_id]
-        self._waiting = deque(range(len(prompts)))
+        self._unsent = deque(range(len(prompts)))
         """Prompts the engine was not given yet."""
-        self._events: list[GenerationEvent] = []
-        """That wait for the reader; the same list all the time."""
+        self.events: list[GenerationEvent] = []
+        """Events that have come and were not taken yet."""
         self._undecided: set[str] = set()
         """Requests the engine has neither accepted nor refused."""
-        self._names = [self._prepare(number, name) for number, name in enumerate(self._request_ids)]
+        self._asked = [self._ask(number) for number in range(len(prompts))]
+        """For each prompt."""
         self._prompt_of = {
-            name: number for number, names in enumerate(self._names) for name in names
+            answer_id: number
+            for number, asked in enumerate(self._asked)
+            for answer_id in asked.answer_ids
         }
         self._unfinished = set(self._prompt_of)
         self._started: set[str] = set()
-        self._cached: list[int | None] = [None] * len(prompts)
         self._silent = set(range(len(prompts) * request.params.n))
         """Choices of which no event was taken yet."""
         self._num_buffered = 0
         self._error: ApiError | None = None
-        self._is_over = False
+        self.is_over = False
+        """Nothing more will come."""
         self._wake: asyncio.Future[None] | None = None
+
+    def _ask(self, number: int) -> _Asked:
+        request_id, seed = self.request_id, self.request.params.seed
+        if len(self.prompts) > 1:
+            request_id += f".{number}"
+        if seed is None:
+            seed = secrets.randbits(64)
+        return _Asked(request_id, seed, self._prepare(number, request_id, seed))
 
     # What a kind of call is
 
     @abstractmethod
-    def _prepare(self, number: int, request_id: str) -> Sequence[str]:
-        """Makes ready for the answers to a prompt; returns their names."""
+    def _prepare(self, number: int, request_id: str, seed: int) -> Sequence[str]:
+        """Makes ready for the answers to a prompt; returns their ids."""
 
     @abstractmethod
     def _take(self, update: RequestUpdate) -> None:
@@ -140,37 +158,25 @@ class EngineCall(ABC):
 
     # For its reader
 
+    @property
+    def ignored(self) -> list[str]:
+        """Fields that turned out to mean nothing to this model."""
+        return list(dict.fromkeys(name for prompt in self.prompts for name in prompt.ignored))
+
     def prompt_logprobs(self, number: int) -> tuple[TokenLogprobs | None, ...] | None:
         """Of a prompt's tokens, once an event of an answer to it has come; None if they were not
         asked for.
         """
         return None
 
-    @property
-    def is_over(self) -> bool:
-        """Nothing more will come."""
-        return self._is_over
-
-    @property
-    def has_events(self) -> bool:
-        return bool(self._events)
-
     def take(self) -> list[GenerationEvent]:
-        """What has come and was not taken yet, in as few events as tell it; the first of a choice
-        is one of its own.
-        """
-        events, self._num_buffered = self._events.copy(), 0
-        self._events.clear()
+        """Those, in as few events as tell the same; the first of a choice is one of its own."""
+        events = self.events
+        self.events = []
+        self._num_buffered = 0
         return (
             events if len(events) == 1 and not self._silent else join_events(events, self._silent)
         )
-
-    def put_back(self, events: Sequence[GenerationEvent]) -> None:
-        """What was taken too early. If that has become too much, the call ends."""
-        if not self._is_over or self._error is None:
-            self._events[:0] = events
-            self._num_buffered += sum(len(event.token_ids) for event in events)
-            self._check_buffer()
 
     def write_text_to(self, index: int, sink: TextSink) -> None:
         """Whether the text of a choice comes as events or, as long as none wait, by `sink` makes no
@@ -185,10 +191,10 @@ class EngineCall(ABC):
 
     async def all(self) -> list[GenerationEvent]:
         """All events, when it is over."""
-        while not self._is_over:
+        while not self.is_over:
             await self._wait()
         self.raise_error()
-        return self._events
+        return self.events
 
     async def start(self) -> None:
         """Hands over to the engine and waits for its verdict; raises if the engine refuses or is
@@ -205,7 +211,7 @@ class EngineCall(ABC):
 
     def abort(self) -> None:
         """Ends it; does nothing when it is over."""
-        if not self._is_over:
+        if not self.is_over:
             self._end("aborted")
 
     # For the engine client
@@ -227,16 +233,17 @@ class EngineCall(ABC):
             field = self.request.fields[field]
         self.fail(ApiError(400, message, field=field, code="invalid_value"))
 
-    def started(self, name: str, cached_tokens: int) -> None:
-        if name in self._started:
+    def started(self, answer_id: str, cached_tokens: int) -> None:
+        if answer_id in self._started:
             return
-        self._started.add(name)
-        self._trace.started(name, time.monotonic())
+        self._started.add(answer_id)
+        self._trace.started(answer_id, time.monotonic())
         self.record.state = "running"
-        number = self._prompt_of[name]
-        if self._cached[number] is None:
+        number = self._prompt_of[answer_id]
+        asked = self._asked[number]
+        if asked.cached_tokens is None:
             num_tokens = len(self.prompts[number].token_ids)
-            self._cached[number] = cached_tokens
+            asked.cached_tokens = cached_tokens
             self.usage.cached_tokens += min(cached_tokens, num_tokens)
             self._ticket.begun(num_tokens)
             self._metrics.prompt_started(num_tokens, min(cached_tokens, num_tokens))
@@ -246,72 +253,64 @@ class EngineCall(ABC):
             self.fail(failure(update))
             return
         self._take(update)
-        if self._waiting:
+        if self._unsent:
             self._hand_over()
-        if not self._unfinished and not self._is_over:
+        if not self._unfinished and not self.is_over:
             self._end("finished")
-        else:
-            self._check_buffer()
 
-    def grower(self, name: str) -> Grow:
-        return lambda token_ids, now: self.update(RequestUpdate(name, token_ids))
-
-    def _check_buffer(self) -> None:
-        """A stream that nobody reads ends."""
-        if self._max_buffered is not None and self._num_buffered > self._max_buffered:
-            self.fail(ApiError(408, "the stream was not read for too long", code="slow_reader"))
+    def grower(self, answer_id: str) -> Grow:
+        return lambda token_ids, now: self.update(RequestUpdate(answer_id, token_ids))
 
     def fail(self, error: ApiError) -> None:
-        if self._is_over:
+        if self.is_over:
             return
         self._error = error
         self.record.error = error.message
-        self._events.clear()
+        self.events.clear()
         self._end("failed")
 
     def _hand_over(self) -> None:
         """Gives the engine the next prompts, as many as it may have at a time."""
         try:
             while (
-                self._waiting
-                and not self._is_over
-                and len(self._unfinished) - len(self._waiting) < self.AT_ONCE
+                self._unsent
+                and not self.is_over
+                and len(self._unfinished) - len(self._unsent) < self.AT_ONCE
             ):
-                number = self._waiting[0]
-                prompt, request_id, seed = (
-                    self.prompts[number],
-                    self._request_ids[number],
-                    self._seeds[number],
-                )
-                params, pooling = encode_params(prompt.params), self.request.pooling
-                packed = pack_tokens(prompt.token_ids)
+                number = self._unsent[0]
+                prompt, asked = self.prompts[number], self._asked[number]
                 message = AddRequest(
-                    request_id, packed, params, seed, prompt.resolved, self._queue_seconds, pooling
+                    asked.request_id,
+                    pack_tokens(prompt.token_ids),
+                    encode_params(prompt.params),
+                    asked.seed,
+                    prompt.resolved,
+                    self._queue_seconds,
+                    self.request.pooling,
                 )
                 self._client.add(message, self)
-                self._waiting.popleft()
-                self._undecided.add(request_id)
+                self._unsent.popleft()
+                self._undecided.add(asked.request_id)
         except ApiError as error:  # the engine is gone, be it in the middle of the call
             self.fail(error)
 
     def _emit(self, event: GenerationEvent) -> None:
-        self._events.append(event)
+        if self.is_over:
+            return
+        self.events.append(event)
         self._num_buffered += len(event.token_ids)
-        if not self.is_told and self.on_news is not None:  # as below: this is for every token
-            self.is_told = True
-            self.next_turn.add(self.on_news)
-
-    def _tell_reader(self) -> None:
-        if not self.is_told and self.on_news is not None:
+        if self._num_buffered > self._max_buffered:
+            self.fail(ApiError(408, "the stream was not read for too long", code="slow_reader"))
+        elif not self.is_told and self.on_news is not None:  # as below: this is for every token
             self.is_told = True
             self.next_turn.add(self.on_news)
 
     def _end(self, state: str) -> None:
-        self._is_over = True
+        self.is_over = True
         if state == "finished":
             self._count_finished()
         else:
-            self._client.abort(self._request_ids)
+            self._client.abort([asked.request_id for asked in self._asked])
             self._metrics.requests_failed(state, len(self._unfinished))
         self._ticket.release()
         record = self.record
@@ -333,7 +332,32 @@ class EngineCall(ABC):
         """For those who wait for a verdict or the end."""
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
-        self._tell_reader()
+        if not self.is_told and self.on_news is not None:
+            self.is_told = True
+            self.next_turn.add(self.on_news)
+
+
+class EmbeddingCall(Call):
+    """A call whose prompts are answered with one vector each: their pooled hidden states."""
+
+    AT_ONCE: ClassVar[int] = 32  # a long list of texts must not fill the engine's queue
+
+    def _prepare(self, number: int, request_id: str, seed: int) -> Sequence[str]:
+        return (request_id,)
+
+    def _take(self, update: RequestUpdate) -> None:
+        if update.finish_reason is None:
+            return
+        if update.pooled is None:
+            self.fail(failure(update))
+            return
+        self._unfinished.discard(update.request_id)
+        if update.metrics is not None:
+            self._trace.answered(update.request_id, update.metrics)
+        self._emit(GenerationEvent(self._prompt_of[update.request_id], vector=update.pooled))
+
+    def _count_finished(self) -> None:
+        """The histograms are about answers, which this has none of."""
 
 
 def failure(update: RequestUpdate) -> ApiError:

@@ -1,4 +1,4 @@
-"""What the bodies of all APIs have in common.
+"""What the bodies of all APIs share: their base classes, fields of several kinds, tools.
 
 Null means "not given" where OpenAI's documentation allows it; elsewhere it is an error like any
 other wrong type.
@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+    model_validator,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from quire.errors import InvalidRequestError
 from quire.sampling_params import MAX_BIASES
 from quire.server.calls.generation import GenerationRequest, Prompt, TextPrompt, TokensPrompt
-from quire.server.calls.response_store import OwnResponses
+from quire.server.stored.store import OwnResponses
 
 MAX_TOP_LOGPROBS = 20
 MAX_ENTRIES = MAX_BIASES
@@ -165,7 +173,7 @@ class ApiRequest(Body):
         """Looks up what it goes on with; called before `to_generation`."""
 
     @abstractmethod
-    def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
+    def to_generation(self) -> GenerationRequest:
         """What is asked of the engine; raises InvalidRequestError for fields that don't go
         together.
         """
@@ -201,3 +209,87 @@ def function_tool(**function: Any) -> dict[str, Any]:
 def function_call(call_id: str | None, name: str | None, arguments: str) -> dict[str, Any]:
     """A tool call in OpenAI's form; `arguments` are JSON text."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+TEXT = Tag("<text>")
+LIST = Tag("<list>")
+
+
+def _text_or_list(value: Any) -> str | None:
+    if isinstance(value, str):
+        return TEXT.tag
+    return LIST.tag if isinstance(value, list) else None
+
+
+TEXT_OR_LIST = Discriminator(
+    _text_or_list,
+    custom_error_type="text_or_list",
+    custom_error_message="Input should be a text or a list",
+)
+
+
+def kind(name: str) -> Tag:
+    """The tag of objects whose `type` is that."""
+    return Tag(f"<{name}>")
+
+
+def by_type(*names: str, default: str | None = None, other: str | None = None) -> Discriminator:
+    """Tells objects apart by their `type`; those without one are of the `default` kind, those with
+    a type of which nothing is known here of the `other` kind.
+    """
+
+    def tag_of(value: Any) -> str | None:
+        name = (
+            value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
+        )
+        if not isinstance(value, dict | BaseModel):
+            return None
+        if name in names:
+            return f"<{name}>"
+        return f"<{other}>" if other is not None and isinstance(name, str) else None
+
+    return Discriminator(
+        tag_of,
+        custom_error_type="unknown_type",
+        custom_error_message=f"Input should be an object whose type is one of: {', '.join(names)}",
+    )
+
+
+_Tool = TypeVar("_Tool")
+_MOST_SHOWN = 100
+
+
+def offered(
+    tools: Sequence[_Tool] | None,
+    foreign: Callable[[_Tool], tuple[str, str | None] | None],
+    is_optional: bool,
+) -> tuple[list[_Tool], tuple[str, ...]]:
+    """Those that the model can be offered, and what to name in x-quire-ignored. `foreign` gives the
+    type and, if it has one, the name of a tool that can't be offered; None for one that can.
+    """
+    kept, ignored = [], []
+    for place, tool in enumerate(tools or ()):
+        found = foreign(tool)
+        if found is None:
+            kept.append(tool)
+            continue
+        kind, name = found[0][:_MOST_SHOWN], (found[1] or "")[:_MOST_SHOWN]
+        if not is_optional:
+            shown = f"{kind!r} (named {name!r})" if name and name != kind else repr(kind)
+            advice = "leave it out, or send tool_choice 'auto' if the model may do without it"
+            raise InvalidRequestError(
+                f"tools[{place}].type", f"tools of type {shown} can't be used here: {advice}"
+            )
+        ignored.append(f"tools[{place}].{kind}")
+    return kept, tuple(ignored)
+
+
+def foreign_function(tool: Mapping[str, Any]) -> tuple[str, str | None] | None:
+    """For tools in OpenAI's form, of which functions can be offered."""
+    kind = tool.get("type")
+    # what is wrong with a function is found later
+    if not isinstance(kind, str) or kind == "function":
+        return None
+    about = tool.get(kind)
+    name = about.get("name") if isinstance(about, Mapping) else tool.get("name")
+    return kind, name if isinstance(name, str) else None

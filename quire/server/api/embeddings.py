@@ -1,17 +1,23 @@
-"""OpenAI's embeddings."""
+"""OpenAI's embeddings: POST /v1/embeddings"""
 
 from __future__ import annotations
 
+import base64
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import Discriminator, Field, Tag
 
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams
-from quire.server.api.protocol.common import NO_TEMPLATES, ApiRequest, present, to_prompts
-from quire.server.calls.generation import GenerationRequest, TruncationSide
-from quire.server.calls.vectors import EmbedDtype
+from quire.server.api import vectors
+from quire.server.api.body import NO_TEMPLATES, ApiRequest, present, to_prompts
+from quire.server.api.endpoint import endpoint
+from quire.server.api.vectors import EmbedDtype
+from quire.server.api.writer import Writer
+from quire.server.calls.generation import GenerationEvent, GenerationRequest, TruncationSide
 from quire.step import Pooling
 
 MAX_INPUTS = 2048
@@ -76,13 +82,11 @@ class EmbeddingsRequest(ApiRequest):
     cache_salt: str | None = Field(None, min_length=1)
     priority: int = 0
 
-    def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
+    def to_generation(self) -> GenerationRequest:
         params = SamplingParams(
             max_tokens=1, temperature=0, seed=0, cache_salt=self.cache_salt, priority=self.priority
         )
         return GenerationRequest(
-            response_id=response_id,
-            request_id=request_id,
             prompts=to_prompts(self.input, self.add_special_tokens),
             params=params,
             endpoint=self.ENDPOINT,
@@ -98,3 +102,47 @@ class EmbeddingsRequest(ApiRequest):
             raise InvalidRequestError(
                 "dimensions", f"is {self.dimensions}; this model's vectors have {hidden_size}"
             )
+
+
+class EmbeddingWriter(Writer[EmbeddingsRequest]):
+    """Vectors as lists of numbers or in base64; there are no streams."""
+
+    def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
+        num_tokens = self.call.usage.prompt_tokens
+        return {
+            "id": self.request_id,
+            "object": "list",
+            "created": self.created,
+            "data": [
+                {
+                    "object": "embedding",
+                    "index": event.index,
+                    "embedding": self._vector(event.vector),
+                }
+                for event in sorted(events, key=lambda event: event.index)
+            ],
+            "model": self.model,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+
+    def _vector(self, vector: bytes) -> str | list[float]:
+        body = self.body
+        numbers = np.frombuffer(vector, "<f4")[: body.dimensions]
+        rounded = vectors.rounded(
+            vectors.unit(numbers) if body.normalize else numbers, body.embed_dtype
+        )
+        if body.encoding_format == "base64":
+            is_big = body.endianness == "big" or (
+                body.endianness == "native" and sys.byteorder == "big"
+            )
+            return base64.b64encode(vectors.stored(rounded, body.embed_dtype, is_big)).decode(
+                "ascii"
+            )
+        # The shortest decimals that mean these float32 numbers, not the long ones of their float64
+        # neighbours.
+        return [float(str(number)) for number in rounded]
+
+
+router = endpoint(
+    EmbeddingsRequest, EmbeddingWriter, "create_embeddings", "Vectors for texts.", "OpenAI"
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.responses import Response
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from quire.server.errors import ApiError, to_api_error
 from quire.server.tasks import running
 
-_encode = msgspec.json.encode
+encode = msgspec.json.encode
 _VALUES_AT_ONCE = 4096
 """Encoded in one go, during which no other thread of this process runs: a millisecond."""
 _WRITTEN_AT_ONCE = 64 * 1024
@@ -31,7 +31,7 @@ class JsonResponse(Response):
     def __init__(
         self, content: Any, status_code: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
-        super().__init__(_encode(content), status_code, headers)
+        super().__init__(encode(content), status_code, headers)
 
 
 class LargeJsonResponse(Response):
@@ -71,11 +71,11 @@ def encode_in_pieces(value: Any) -> Iterator[bytes]:
     """
     weight = _weight(value)
     if weight <= _VALUES_AT_ONCE or not isinstance(value, dict | list | tuple):
-        yield _encode(value)
+        yield encode(value)
     elif isinstance(value, dict):
         yield b"{"
         for number, (key, item) in enumerate(value.items()):
-            yield (b"," if number else b"") + _encode(str(key)) + b":"
+            yield (b"," if number else b"") + encode(str(key)) + b":"
             yield from encode_in_pieces(item)
         yield b"}"
     else:
@@ -86,7 +86,7 @@ def encode_in_pieces(value: Any) -> Iterator[bytes]:
                 yield b","
             part = value[start : start + at_once]
             if len(part) > 1:
-                yield _encode(part)[1:-1]
+                yield encode(part)[1:-1]
             else:
                 yield from encode_in_pieces(part[0])
         yield b"]"
@@ -120,7 +120,7 @@ def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 def one_line(body: object) -> bytes:
     """JSON that is a single line for `str.splitlines`, which httpx's `iter_lines` uses, too."""
-    written = _encode(body)
+    written = encode(body)
     if not written.isascii():
         for char, escaped in _LINE_ENDS:
             written = written.replace(char, escaped)
@@ -138,27 +138,18 @@ def named_event(name: str, body: object) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
-_TEXT, _NUMBER = "a text that nobody writes: 6e1f0c5b2d", 7_301_926_485_203_947
-"""What stands in an event for what is not known yet."""
+
+DIRECT_BODY = "quire.direct_body"
+"""The ASGI extension under which a connection lends its `DirectBody`."""
 
 
-class TextEvent:
-    """An event of which only a text changes (and a number behind it): the bytes around them are
-    written once, by the encoder that writes all others.
-    """
+class DirectBody(Protocol):
+    """Writes on with the body of a response that has begun, as ASGI's `send` would, but at once."""
 
-    __slots__ = ("_has_number", "_head", "_middle", "_tail")
+    is_blocked: bool
+    """The client does not take what was written."""
 
-    def __init__(self, make: Callable[[str, int], bytes]) -> None:
-        """`make` writes the event with a given text and, if it has one, number."""
-        self._head, rest = make(_TEXT, _NUMBER).split(_encode(_TEXT))
-        self._middle, number, self._tail = rest.partition(b"%d" % _NUMBER)
-        self._has_number = bool(number)
-
-    def write(self, text: str, number: int = 0) -> bytes:
-        if self._has_number:
-            return b"%b%b%b%d%b" % (self._head, one_line(text), self._middle, number, self._tail)
-        return self._head + one_line(text) + self._middle
+    def write(self, data: bytes) -> None: ...
 
 
 class EventStream(Response, ABC):
@@ -203,7 +194,7 @@ class EventStream(Response, ABC):
             await self._write_events(scope, send)
         except Exception as error:
             api_error = scope["state"]["error"] = to_api_error(error)
-            body = self._on_error(scope["path"], api_error, scope["state"]["request_id"])
+            body = self._on_error(scope["path"], api_error, scope["state"]["http_request_id"])
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

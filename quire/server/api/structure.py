@@ -14,7 +14,7 @@ from quire.constrain.gbnf import is_gbnf, to_lark
 from quire.errors import InvalidRequestError
 from quire.frontend.strict_schema import close_objects
 from quire.sampling_params import StructuredOutput
-from quire.server.api.protocol.common import Body
+from quire.server.api.body import Body
 
 PARTS = ("json_schema", "json_object", "regex", "choice", "grammar")
 

@@ -10,12 +10,12 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from quire.errors import InvalidRequestError
-from quire.server.api.http_responses import JsonResponse
-from quire.server.calls.response_store import StoredResponse
 from quire.server.errors import CANCELLED, ApiError
 from quire.server.guard.auth import owner_of
 from quire.server.guard.connection import ignored_header
+from quire.server.http_responses import JsonResponse
 from quire.server.service import get_service
+from quire.server.stored.store import StoredResponse
 
 router = APIRouter(tags=["OpenAI"])
 _UNUSED = ("include", "include[]", "starting_after", "include_obfuscation")

@@ -13,8 +13,7 @@ from pydantic import Field
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import InvalidRequestError
-from quire.server.api.http_responses import JsonResponse, LargeJsonResponse
-from quire.server.api.protocol.common import Body, Metadata
+from quire.server.api.body import Body, Metadata
 from quire.server.batches.answers import ENDPOINTS
 from quire.server.batches.entries import StoredBatch, StoredFile
 from quire.server.batches.queue import BatchQueue
@@ -23,6 +22,7 @@ from quire.server.batches.upload import FormReader
 from quire.server.disk import disk_error
 from quire.server.guard.auth import owner_of, seen_by
 from quire.server.guard.connection import body_schema, ignored_header, new_id, read_body
+from quire.server.http_responses import JsonResponse, LargeJsonResponse
 from quire.server.service import get_service
 from quire.server.tasks import in_thread
 

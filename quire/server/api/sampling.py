@@ -13,15 +13,15 @@ from pydantic_core import CoreSchema, core_schema
 from quire.errors import InvalidRequestError
 from quire.field_checks import Flag, Number, Strings, TokenIds, Values, parameters
 from quire.sampling_params import SamplingParams
-from quire.server.api.protocol import structure
-from quire.server.api.protocol.common import (
+from quire.server.api import structure
+from quire.server.api.body import (
     MAX_TOP_LOGPROBS,
     NO_TEMPLATES,
     ApiRequest,
     Body,
     present,
 )
-from quire.server.api.protocol.structure import ConstraintFields
+from quire.server.api.structure import ConstraintFields
 from quire.server.calls.generation import TruncationSide
 
 TABLE = parameters(SamplingParams)

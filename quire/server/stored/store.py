@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from quire.server.calls.response_files import ResponseFiles
 from quire.server.config import ServerConfig
+from quire.server.stored.files import ResponseFiles
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,22 @@
-"""POST /v1/messages, as Anthropic's clients speak it."""
+"""Anthropic's messages: POST /v1/messages and /v1/messages/count_tokens"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
-from quire.server.api.http_responses import TextEvent, named_event
-from quire.server.api.protocol.anthropic import MessagesRequest
+from fastapi import Request
+from fastapi.responses import Response
+
+from quire.server.api.anthropic_fields import CountTokensRequest, MessagesRequest
+from quire.server.api.endpoint import endpoint
+from quire.server.api.writer import TextEvent, Writer
 from quire.server.calls.generation import FinishReason, GenerationEvent, Usage
 from quire.server.errors import ApiError, error_body
-from quire.server.lifecycle import Writer, endpoint
+from quire.server.guard.connection import body_schema, convert, ignored_header, read_body
+from quire.server.http_responses import JsonResponse, named_event
+from quire.server.service import get_service
 
 
 class MessageWriter(Writer[MessagesRequest]):
@@ -23,8 +28,8 @@ class MessageWriter(Writer[MessagesRequest]):
         self._has_begun = False
         self._is_clamped = self.call.prompts[0].is_clamped
 
-    def text_writer(self, index: int, is_reasoning: bool = False) -> Callable[[str], bytes | None]:
-        return partial(self._blocks.extend, "thinking" if is_reasoning else "text")
+    def text_chunk(self, index: int, text: str, is_reasoning: bool) -> bytes | None:
+        return self._blocks.extend("thinking" if is_reasoning else "text", text)
 
     def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
         if not self._has_begun:
@@ -46,8 +51,8 @@ class MessageWriter(Writer[MessagesRequest]):
     def finish(self) -> Iterator[bytes]:
         yield _event("message_stop")
 
-    def error_event(self, path: str, error: ApiError, request_id: str) -> bytes:
-        return named_event("error", error_body(path, error, request_id))
+    def error_event(self, path: str, error: ApiError, http_request_id: str) -> bytes:
+        return named_event("error", error_body(path, error, http_request_id))
 
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
         for event in events:
@@ -73,7 +78,7 @@ class MessageWriter(Writer[MessagesRequest]):
     def _message(self) -> dict[str, Any]:
         """A message that holds nothing yet."""
         return {
-            "id": self.response_id,
+            "id": self.request_id,
             "type": "message",
             "role": "assistant",
             "model": self.model,
@@ -209,3 +214,17 @@ def _text_delta(place: int, kind: str, text: str) -> bytes:
 router = endpoint(
     MessagesRequest, MessageWriter, "create_message", "An answer to a conversation.", "Anthropic"
 )
+
+
+@router.post(
+    "/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest), tags=["Anthropic"]
+)
+async def count_tokens(request: Request) -> Response:
+    """How many tokens a conversation has."""
+    body = await read_body(request, CountTokensRequest)
+    service = get_service(request)
+    service.check_model(body.model)
+    prompt, left_out = await convert(request, body.read_prompt)
+    token_ids = await service.in_thread(service.encoder.encode_chat, prompt)
+    ignored = ignored_header([*request.state.ignored, *left_out])
+    return JsonResponse({"input_tokens": len(token_ids)}, headers=ignored)

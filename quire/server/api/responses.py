@@ -1,21 +1,53 @@
-"""OpenAI's responses: what comes in."""
+"""POST /v1/responses: text and tools. What was answered is stored (`stored.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
 from quire.errors import InvalidRequestError
 from quire.sampling_params import StructuredOutput
-from quire.server.api.protocol import common, sampling, structure
-from quire.server.api.protocol.response_items import Conversation, Item, ItemReference
-from quire.server.api.protocol.sampling import FromTable
-from quire.server.api.protocol.tools import offered
-from quire.server.api.protocol.unions import LIST, TEXT, TEXT_OR_LIST, by_type, kind
-from quire.server.calls.generation import ChatPrompt, GenerationRequest, NamedTool, ToolChoice
-from quire.server.calls.response_store import OwnResponses
+from quire.server.api import sampling, structure
+from quire.server.api.body import (
+    LIST,
+    MAX_MESSAGES,
+    MAX_TOP_LOGPROBS,
+    TEXT,
+    TEXT_OR_LIST,
+    ApiRequest,
+    Body,
+    Metadata,
+    by_type,
+    function_tool,
+    kind,
+    offered,
+    present,
+)
+from quire.server.api.endpoint import endpoint
+from quire.server.api.response_items import (
+    Conversation,
+    Event,
+    Item,
+    ItemReference,
+    OutputItems,
+    status_of,
+)
+from quire.server.api.sampling import FromTable
+from quire.server.api.writer import TextEvent, Writer
+from quire.server.calls.generation import (
+    ChatPrompt,
+    FinishReason,
+    GenerationEvent,
+    GenerationRequest,
+    NamedTool,
+    ToolChoice,
+    Usage,
+)
+from quire.server.errors import CANCELLED, ApiError, error_body
+from quire.server.http_responses import named_event
+from quire.server.stored.store import OwnResponses
 
 LOGPROBS = "message.output_text.logprobs"
 ABSENT = (
@@ -32,7 +64,7 @@ TOOL_FIELDS = {"name", "description", "parameters", "strict"}
 """Of a tool, those that the model is shown and the response repeats."""
 
 
-class FunctionTool(common.Body):
+class FunctionTool(Body):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -40,7 +72,7 @@ class FunctionTool(common.Body):
     strict: bool | None = None
 
 
-class NamespaceTool(common.Body):
+class NamespaceTool(Body):
     """Functions under a common name: the model calls `namespace.function`."""
 
     type: Literal["namespace"]
@@ -49,7 +81,7 @@ class NamespaceTool(common.Body):
     tools: list[Annotated[FunctionTool | OtherTool, Field(union_mode="left_to_right")]]
 
 
-class OtherTool(common.Body):
+class OtherTool(Body):
     """One that the server would have to run, or whose form only OpenAI's models know."""
 
     type: str
@@ -64,7 +96,7 @@ Tool = Annotated[
 ]
 
 
-class FunctionChoice(common.Body):
+class FunctionChoice(Body):
     type: Literal["function"]
     name: str
 
@@ -73,21 +105,21 @@ class TextFormat(structure.JsonSchemaFormat):
     type: Literal["text", "json_object", "json_schema"] = "text"
 
 
-class TextConfig(common.Body):
+class TextConfig(Body):
     format: TextFormat | None = None
 
 
-class Reasoning(common.Body):
+class Reasoning(Body):
     """The reasoning itself is returned: a wish for a summary is among the fields that are ignored."""
 
     effort: str | None = Field(None, max_length=32)
 
 
-class ResponsesStreamOptions(common.Body):
+class ResponsesStreamOptions(Body):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
+class ResponsesRequest(sampling.TokenChoice, ApiRequest):
     """POST /v1/responses"""
 
     ENDPOINT: ClassVar[str] = "/v1/responses"
@@ -109,7 +141,7 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
     }
 
     input: Annotated[
-        Annotated[str, TEXT] | Annotated[list[Item], Field(max_length=common.MAX_MESSAGES), LIST],
+        Annotated[str, TEXT] | Annotated[list[Item], Field(max_length=MAX_MESSAGES), LIST],
         TEXT_OR_LIST,
     ]
     instructions: str | None = None
@@ -119,7 +151,7 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
     temperature: Annotated[float | None, FromTable("temperature", high=2)] = None
     top_p: Annotated[float | None, FromTable("top_p")] = None
     stop: str | list[str] | None = None
-    top_logprobs: Annotated[int | None, FromTable("logprobs", high=common.MAX_TOP_LOGPROBS)] = None
+    top_logprobs: Annotated[int | None, FromTable("logprobs", high=MAX_TOP_LOGPROBS)] = None
     include: list[str] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
@@ -131,7 +163,7 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
     store: bool | None = None
     """False: the response can't be asked for again, nor gone on with."""
     truncation: Literal["disabled", "auto"] | None = None
-    metadata: common.Metadata | None = None
+    metadata: Metadata | None = None
     service_tier: Literal["auto", "default"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: Literal[True] | None = None
@@ -171,7 +203,7 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
         if self.store is not False and stored.store.is_on:
             self._to_store = self._conversation.describe_added()
 
-    def to_generation(self, response_id: str, request_id: str) -> GenerationRequest:
+    def to_generation(self) -> GenerationRequest:
         ignored = self._unmet_includes() + (("store",) if self._cant_store else ())
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options", "needs stream to be true")
@@ -191,8 +223,6 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
         assert self._conversation is not None, "recall comes first"
         messages = self._conversation.messages(self.instructions)
         return GenerationRequest(
-            response_id=response_id,
-            request_id=request_id,
             prompts=(ChatPrompt(messages, functions or None, template_kwargs=kwargs or None),),
             params=params,
             endpoint=self.ENDPOINT,
@@ -203,7 +233,7 @@ class ResponsesRequest(sampling.TokenChoice, common.ApiRequest):
             truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
             fields={**self.FIELDS, **names},
             ignored=(*ignored, *dropped),
-            notes=common.present(
+            notes=present(
                 user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata
             ),
         )
@@ -253,13 +283,185 @@ def _foreign(tool: FunctionTool | NamespaceTool | OtherTool) -> tuple[str, str |
 def _functions(tool: FunctionTool | NamespaceTool | OtherTool) -> list[dict[str, Any]]:
     """In the form that chat templates take."""
     if isinstance(tool, FunctionTool):
-        return [common.function_tool(**tool.model_dump(include=TOOL_FIELDS))]
+        return [function_tool(**tool.model_dump(include=TOOL_FIELDS))]
     if not isinstance(tool, NamespaceTool):
         return []
     inside = [one for one in tool.tools if isinstance(one, FunctionTool)]
     return [
-        common.function_tool(
-            **{**one.model_dump(include=TOOL_FIELDS), "name": f"{tool.name}.{one.name}"}
-        )
+        function_tool(**{**one.model_dump(include=TOOL_FIELDS), "name": f"{tool.name}.{one.name}"})
         for one in inside
     ]
+
+
+class ResponseWriter(Writer[ResponsesRequest]):
+    """There is one answer. Every event of a stream has its number."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._items = OutputItems(self.body.wants_logprobs, self.body.namespaces())
+        self._num_events = 0
+        self._text_item = 0
+        self._text_event: TextEvent | None = None
+        """How the message goes on that is the item of this number, counted from 1."""
+        self._is_over = False
+        self._stores_elsewhere = self.body.to_store is not None and self.stored.store.is_remote
+        self.is_long = self.is_long or self._stores_elsewhere
+        self.may_take_long = self._stores_elsewhere
+        self._error: dict[str, Any] | None = None
+
+    def begin(self) -> Iterator[bytes]:
+        for name in ("response.created", "response.in_progress"):
+            yield self._event({"type": name, "response": self._response("in_progress")})
+
+    def is_long_chunk(self, event: GenerationEvent) -> bool:
+        """It has to wait until the response is stored, and its client must not hear of the end
+        before.
+        """
+        return event.finish_reason is not None and self._stores_elsewhere
+
+    def text_chunk(self, index: int, text: str, is_reasoning: bool) -> bytes | None:
+        if not self._items.takes_text("reasoning" if is_reasoning else "message"):
+            return None
+        if self._text_item != len(self._items.items):
+            self._text_item = len(self._items.items)
+            self._text_event = TextEvent(
+                lambda text, number: self._encode(self._items.text_delta(text), number)
+            )
+        assert self._text_event is not None
+        self._items.add_text(text)
+        self._num_events += 1
+        return self._text_event.write(text, self._num_events - 1)
+
+    def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
+        for out in self._items.take(event):
+            yield self._event(out)
+        if event.finish_reason is not None:
+            for out in self._items.finish(event.finish_reason):
+                yield self._event(out)
+            status = status_of(event.finish_reason)
+            yield self._event({"type": f"response.{status}", "response": self._finish(status)})
+
+    def error_event(self, path: str, error: ApiError, http_request_id: str) -> bytes:
+        shown = error_body(path, error, http_request_id)["error"]
+        if not self._is_over:
+            is_cancelled = error.code == CANCELLED
+            if not is_cancelled:
+                self._error = {"code": shown["code"] or "server_error", "message": shown["message"]}
+            list(self._items.finish("length"))
+            self._finish("cancelled" if is_cancelled else "failed")
+        return self._event(
+            {"type": "error", **{name: shown[name] for name in ("code", "message", "param")}}
+        )
+
+    def close(self) -> None:
+        if not self._is_over:  # the client left
+            list(self._items.finish("length"))
+            self._finish("cancelled")
+
+    def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
+        reason: FinishReason = "stop"
+        for event in events:
+            list(self._items.take(event))
+            reason = event.finish_reason or reason
+        list(self._items.finish(reason))
+        return self._finish(status_of(reason))
+
+    def _finish(self, status: str) -> dict[str, Any]:
+        """The response, now that it is over; it is stored before its client hears of it, who may go
+        on at once.
+        """
+        self._is_over = True
+        response = self._response(status)
+        if self.body.to_store is not None:
+            items, ids = self.body.to_store
+            output = [_without_logprobs(item) for item in self._items.items]
+            ids = [*ids, *(item["id"] for item in output)]
+            self.stored.put(
+                {**response, "output": output}, items, ids, self.body.previous_response_id
+            )
+        return response
+
+    def _event(self, fields: Event) -> bytes:
+        number = self._num_events
+        self._num_events += 1
+        return self._encode(fields, number)
+
+    @staticmethod
+    def _encode(fields: Event, number: int) -> bytes:
+        return named_event(fields["type"], {**fields, "sequence_number": number})
+
+    def _response(self, status: str) -> dict[str, Any]:
+        """The response as far as it has come."""
+        reasoning = {
+            "effort": self.body.reasoning.effort if self.body.reasoning is not None else None,
+            "summary": None,
+        }
+        choice: Any = self.body.tool_choice or "auto"
+        text_format: dict[str, Any] = {"type": "text"}
+        if self.body.text is not None and self.body.text.format is not None:
+            text_format = self.body.text.format.model_dump(by_alias=True, exclude_none=True)
+        return {
+            "id": self.request_id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": self._error,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
+            "instructions": self.body.instructions,
+            "max_output_tokens": self.body.max_output_tokens,
+            "model": self.model,
+            "output": self._items.items,
+            "parallel_tool_calls": self.body.parallel_tool_calls is not False,
+            "previous_response_id": self.body.previous_response_id,
+            "reasoning": reasoning,
+            "safety_identifier": self.body.safety_identifier,
+            "service_tier": "default",
+            "store": self.body.to_store is not None,
+            "temperature": 1.0 if self.body.temperature is None else self.body.temperature,
+            "text": {"format": text_format},
+            "tool_choice": choice
+            if isinstance(choice, str)
+            else {"type": "function", "name": choice.name},
+            "tools": [_describe(tool) for tool in self.body.tools or ()],
+            "top_logprobs": self.body.top_logprobs or 0,
+            "top_p": 1.0 if self.body.top_p is None else self.body.top_p,
+            "truncation": self.body.truncation or "disabled",
+            "usage": None if status == "in_progress" else _usage(self.call.usage),
+            "user": self.body.user,
+            "metadata": self.body.metadata or {},
+        }
+
+
+def _describe(tool: FunctionTool | NamespaceTool | OtherTool) -> dict[str, Any]:
+    """A tool as the response repeats it."""
+    if isinstance(tool, FunctionTool):
+        return tool.model_dump(include={"type", *TOOL_FIELDS})
+    return tool.model_dump(exclude_none=True)
+
+
+def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.total_tokens,
+    }
+
+
+router = endpoint(
+    ResponsesRequest,
+    ResponseWriter,
+    "create_response",
+    "An answer to a text or a conversation.",
+    "OpenAI",
+)

@@ -5,27 +5,51 @@ and /v1/chat/completions/batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import Request
 from fastapi.responses import Response
+from pydantic import Field
 
 from quire import __version__
-from quire.server.api.http_responses import JsonResponse
-from quire.server.api.protocol.chat import BatchedChatRequest, ChatCompletionRequest
-from quire.server.api.protocol.common import Body
-from quire.server.api.protocol.completions import CompletionRequest
-from quire.server.api.protocol.embeddings import EmbeddingsRequest
-from quire.server.api.routes.chat import ChatWriter
-from quire.server.api.routes.choices import prompt_logprobs_body
-from quire.server.api.routes.completions import CompletionWriter
-from quire.server.api.routes.embeddings import EmbeddingWriter
-from quire.server.api.routes.information import health
-from quire.server.calls.generation import GenerationEvent
+from quire.errors import InvalidRequestError
+from quire.server.api.body import MAX_MESSAGES, Body
+from quire.server.api.chat import ChatCompletionRequest, ChatWriter
+from quire.server.api.completions import MAX_PROMPTS, CompletionRequest, CompletionWriter
+from quire.server.api.embeddings import EmbeddingsRequest, EmbeddingWriter
+from quire.server.api.endpoint import answer, endpoint
+from quire.server.api.information import health
+from quire.server.api.writer import prompt_logprobs_body
+from quire.server.calls.generation import GenerationEvent, GenerationRequest
 from quire.server.errors import ApiError
 from quire.server.guard.connection import cancel_on_disconnect, convert, parse_body
-from quire.server.lifecycle import answer, endpoint
+from quire.server.http_responses import JsonResponse
 from quire.server.service import get_service
+
+
+class BatchedChatRequest(ChatCompletionRequest):
+    """POST /v1/chat/completions/batch: vLLM's way to ask for answers to several conversations at
+    once.
+    """
+
+    ENDPOINT: ClassVar[str] = "/v1/chat/completions/batch"
+    messages: list[
+        Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    ] = Field(  # type: ignore[assignment]
+        min_length=1, max_length=MAX_PROMPTS
+    )
+    """Conversations."""
+
+    def conversations(self) -> list[list[dict[str, Any]]]:
+        return self.messages
+
+    def to_generation(self) -> GenerationRequest:
+        for field, value in (("stream", self.stream), ("tools", self.tools)):
+            if value:
+                raise InvalidRequestError(
+                    field, "is not supported for batches: use /v1/chat/completions"
+                )
+        return super().to_generation()
 
 
 class BatchedChatWriter(ChatWriter):

@@ -1,4 +1,4 @@
-"""POST /tokenize, /detokenize and Anthropic's /v1/messages/count_tokens"""
+"""POST /tokenize and /detokenize"""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from pydantic import Field
 
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
-from quire.server.api.http_responses import JsonResponse, LargeJsonResponse
-from quire.server.api.protocol.anthropic import CountTokensRequest
-from quire.server.api.protocol.common import NO_TEMPLATES, Body
+from quire.server.api.body import NO_TEMPLATES, Body
 from quire.server.calls.generation import ChatPrompt
 from quire.server.guard.connection import (
     body_schema,
     cancel_on_disconnect,
-    convert,
     ignored_header,
     read_body,
 )
+from quire.server.http_responses import LargeJsonResponse
 from quire.server.service import GenerationService, get_service, renamed
 
 router = APIRouter()
-_T = TypeVar("_T", bound="TokenizeRequest | DetokenizeRequest | CountTokensRequest")
+_T = TypeVar("_T", bound="TokenizeRequest | DetokenizeRequest")
 
 
 class TokenizeRequest(Body):
@@ -100,18 +98,6 @@ async def detokenize(request: Request) -> Response:
         raise renamed(error, {"token_ids": "tokens"}) from None
     headers = ignored_header(request.state.ignored)
     return await service.in_thread(LargeJsonResponse.of, lambda: {"prompt": text}, headers)
-
-
-@router.post(
-    "/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest), tags=["Anthropic"]
-)
-async def count_tokens(request: Request) -> Response:
-    """How many tokens a conversation has."""
-    body, service = await _read(request, CountTokensRequest)
-    prompt, left_out = await convert(request, body.read_prompt)
-    token_ids = await service.in_thread(service.encoder.encode_chat, prompt)
-    ignored = ignored_header([*request.state.ignored, *left_out])
-    return JsonResponse({"input_tokens": len(token_ids)}, headers=ignored)
 
 
 def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:

@@ -11,9 +11,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from quire import __version__
-from quire.server.api.http_responses import JsonResponse
 from quire.server.errors import ApiError
 from quire.server.guard.auth import seen_by
+from quire.server.http_responses import JsonResponse
 from quire.server.link.others import hide_others
 from quire.server.link.replicas.pool import ReplicaPool
 from quire.server.service import GenerationService, get_service

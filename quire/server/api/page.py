@@ -18,11 +18,11 @@ from starlette.types import Scope, Send
 from quire import __version__
 from quire.field_checks import Number, parameters
 from quire.sampling_params import SamplingParams
-from quire.server.api.http_responses import EventStream, JsonResponse, named_event
-from quire.server.api.protocol.chat import ChatCompletionRequest
+from quire.server.api.chat import ChatCompletionRequest
 from quire.server.errors import ApiError, error_body
 from quire.server.guard.auth import seen_by
 from quire.server.guard.page_session import PageSessions, security_headers
+from quire.server.http_responses import EventStream, JsonResponse, named_event
 from quire.server.link.others import OwnNames
 from quire.server.link.watch_hub import WatchHub, WatchHubs
 from quire.server.service import get_service
@@ -47,7 +47,7 @@ class _File(NamedTuple):
 def _read_files() -> Mapping[str, _File]:
     """All of them, once: no path of a request ever reaches the file system."""
     files = {}
-    for path in sorted((Path(__file__).parents[2] / "web").iterdir()):
+    for path in sorted((Path(__file__).parents[1] / "web").iterdir()):
         if path.suffix in _TYPES and path.name != "sign_in.html":
             content = path.read_bytes()
             files[path.name] = _File(
@@ -109,8 +109,8 @@ async def watch(request: Request, engine: int = 0) -> Response:
     # without keys all is everybody's
     own = OwnNames(get_service(request).find_record, owner) if owner else None
 
-    def failed(path: str, error: ApiError, request_id: str) -> bytes:
-        return named_event("failed", error_body(path, error, request_id))
+    def failed(path: str, error: ApiError, http_request_id: str) -> bytes:
+        return named_event("failed", error_body(path, error, http_request_id))
 
     return _WatchStream(hub, own, failed, lambda: None, {"cache-control": "no-store"})
 

@@ -1,10 +1,10 @@
-"""The items that conversations of OpenAI's responses are made of, and conversations put together
-from those that were stored and those that are sent.
+"""The items that OpenAI's responses are made of: as they are sent or were stored, put together to
+conversations, and as an answer writes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
@@ -12,12 +12,24 @@ import msgspec
 from pydantic import Discriminator, Field, TypeAdapter, ValidationError
 
 from quire.errors import InvalidRequestError
-from quire.server.api.protocol import common
-from quire.server.api.protocol.unions import LIST, TEXT, TEXT_OR_LIST, by_type, kind
-from quire.server.calls.response_store import OwnResponses
+from quire.outputs import TokenLogprobs
+from quire.server.api.body import (
+    LIST,
+    MAX_MESSAGES,
+    TEXT,
+    TEXT_OR_LIST,
+    Body,
+    by_type,
+    function_call,
+    kind,
+)
+from quire.server.api.writer import logprob_body
+from quire.server.calls.generation import FinishReason, GenerationEvent
 from quire.server.errors import ApiError
 from quire.server.guard.connection import new_id
+from quire.server.stored.store import OwnResponses
 
+Event = dict[str, Any]
 MAX_RECALLED = 32 * 2**20
 """Bytes of stored responses that one call may go on with."""
 _PREFIXES = {
@@ -28,12 +40,12 @@ _PREFIXES = {
 }
 
 
-class TextPart(common.Body):
+class TextPart(Body):
     type: Literal["input_text", "output_text"]
     text: str
 
 
-class RefusalPart(common.Body):
+class RefusalPart(Body):
     type: Literal["refusal"]
     refusal: str
 
@@ -46,13 +58,13 @@ Part = Annotated[
 ]
 
 
-class MessageItem(common.Body):
+class MessageItem(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Annotated[Annotated[str, TEXT] | Annotated[list[Part], LIST], TEXT_OR_LIST]
 
 
-class FunctionCallItem(common.Body):
+class FunctionCallItem(Body):
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -60,24 +72,24 @@ class FunctionCallItem(common.Body):
     namespace: str | None = None
 
 
-class FunctionCallOutputItem(common.Body):
+class FunctionCallOutputItem(Body):
     type: Literal["function_call_output"]
     call_id: str
     output: Annotated[Annotated[str, TEXT] | Annotated[list[TextPart], LIST], TEXT_OR_LIST]
 
 
-class ReasoningText(common.Body):
+class ReasoningText(Body):
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class ReasoningItem(common.Body):
+class ReasoningItem(Body):
     type: Literal["reasoning"]
     summary: list[ReasoningText] = Field(default_factory=list)
     content: list[ReasoningText] | None = None
 
 
-class ItemReference(common.Body):
+class ItemReference(Body):
     """An item of a stored response."""
 
     type: Literal["item_reference"] | None = None
@@ -140,8 +152,10 @@ class Conversation:
             given = [MessageItem(role="user", content=given)]
         earlier = [] if previous_id is None else _recalled(previous_id, stored)
         added = _resolved(given, stored)
-        if len(earlier) + len(added) > common.MAX_MESSAGES:
-            message = f"there are {len(earlier) + len(added)} items; at most {common.MAX_MESSAGES} are accepted"
+        if len(earlier) + len(added) > MAX_MESSAGES:
+            message = (
+                f"there are {len(earlier) + len(added)} items; at most {MAX_MESSAGES} are accepted"
+            )
             raise InvalidRequestError("input", message)
         return cls(earlier, added)
 
@@ -249,7 +263,7 @@ def _from_items(items: Sequence[Item]) -> list[dict[str, Any]]:
         elif isinstance(item, FunctionCallItem):
             name = item.name if item.namespace is None else f"{item.namespace}.{item.name}"
             turn.setdefault("tool_calls", []).append(
-                common.function_call(item.call_id, name, item.arguments)
+                function_call(item.call_id, name, item.arguments)
             )
     return messages
 
@@ -266,3 +280,128 @@ def _text(content: str | Sequence[TextPart | RefusalPart]) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+
+
+def status_of(reason: FinishReason) -> str:
+    return "incomplete" if reason == "length" else "completed"
+
+
+class OutputItems:
+    """The items an answer is made of (reasoning, message, function calls), of which the last is
+    open.
+
+    `take` and `finish` give the events that tell of it; without a stream only `items` counts.
+    """
+
+    def __init__(self, with_logprobs: bool, namespaces: Mapping[str, tuple[str, str]]) -> None:
+        """`namespaces`: by the names that the model calls them, the namespace and name of functions
+        in one.
+        """
+        self._namespaces = namespaces
+        self.items: list[dict[str, Any]] = []
+        self._with_logprobs = with_logprobs
+        self._pieces: list[str] = []
+        """Of the open item's text or arguments."""
+        self._logprobs: list[TokenLogprobs] = []
+        """Of tokens whose text has not come yet."""
+        self._is_open = False
+
+    def takes_text(self, kind: str) -> bool:
+        """Whether an item of this kind is open, so that more text is nothing but more of it."""
+        return self._is_open and not self._with_logprobs and bool(self.items[-1]["type"] == kind)
+
+    def add_text(self, text: str) -> None:
+        self._pieces.append(text)
+
+    def text_delta(self, text: str) -> Event:
+        """The event that tells of it."""
+        if self.items[-1]["type"] == "reasoning":
+            return self._event("response.reasoning_text.delta", content_index=0, delta=text)
+        return self._event("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+
+    def take(self, event: GenerationEvent) -> Iterator[Event]:
+        self._logprobs += event.logprobs
+        if event.reasoning:
+            yield from self._add_text("reasoning", "reasoning_text", event.reasoning)
+        if event.content:
+            yield from self._add_text("message", "output_text", event.content)
+        if event.reasoning or event.content or event.tool_calls:
+            self._logprobs = []
+        for call in event.tool_calls:
+            if call.name is not None:
+                yield from self._close("completed")
+                item = {
+                    "type": "function_call",
+                    "id": new_id("fc_"),
+                    "call_id": call.id,
+                    "name": call.name,
+                }
+                if call.name in self._namespaces:
+                    item["namespace"], item["name"] = self._namespaces[call.name]
+                yield from self._open({**item, "arguments": ""})
+            if call.arguments:
+                self._pieces.append(call.arguments)
+                yield self._event("response.function_call_arguments.delta", delta=call.arguments)
+
+    def finish(self, reason: FinishReason) -> Iterator[Event]:
+        """An answer that says nothing is a message without text."""
+        if not self.items:
+            yield from self._add_text("message", "output_text", "")
+        yield from self._close(status_of(reason))
+
+    def _add_text(self, kind: str, part: str, text: str) -> Iterator[Event]:
+        if not self._is_open or self.items[-1]["type"] != kind:
+            yield from self._close("completed")
+            prefix = "msg_" if kind == "message" else "rs_"
+            item: dict[str, Any] = {"type": kind, "id": new_id(prefix)}
+            item["role" if kind == "message" else "summary"] = (
+                "assistant" if kind == "message" else []
+            )
+            yield from self._open({**item, "content": []})
+            yield self._event("response.content_part.added", content_index=0, part=_part(part, ""))
+            self.items[-1]["content"].append(_part(part, ""))
+        self._pieces.append(text)
+        more: dict[str, Any] = {}
+        if part == "output_text":
+            more["logprobs"] = (
+                [logprob_body(one) for one in self._logprobs] if self._with_logprobs else []
+            )
+            self.items[-1]["content"][0]["logprobs"] += more["logprobs"]
+        yield self._event(f"response.{part}.delta", content_index=0, delta=text, **more)
+
+    def _open(self, item: dict[str, Any]) -> Iterator[Event]:
+        self._is_open = True
+        self._pieces = []
+        self.items.append({**item, "status": "in_progress"})
+        yield self._event("response.output_item.added", item=dict(self.items[-1]))
+
+    def _close(self, status: str) -> Iterator[Event]:
+        if not self._is_open:
+            return
+        self._is_open = False
+        item = self.items[-1]
+        text = "".join(self._pieces)
+        item["status"] = status
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            yield self._event(
+                "response.function_call_arguments.done", name=item["name"], arguments=text
+            )
+        else:
+            part = item["content"][0]
+            part["text"] = text
+            more = {"logprobs": part["logprobs"]} if part["type"] == "output_text" else {}
+            yield self._event(f"response.{part['type']}.done", content_index=0, text=text, **more)
+            yield self._event("response.content_part.done", content_index=0, part=part)
+        yield self._event("response.output_item.done", item=item)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        place: dict[str, Any] = {"output_index": len(self.items) - 1}
+        if "item" not in fields:
+            place["item_id"] = self.items[-1]["id"]
+        return {"type": kind, **place, **fields}
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": kind, "text": text}
+    return {**part, "annotations": [], "logprobs": []} if kind == "output_text" else part

@@ -1,1 +1,0 @@
-"""Bodies of requests, one file per API, and how they become what is asked of the engine."""

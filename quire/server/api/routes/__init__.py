@@ -1,1 +1,0 @@
-"""Endpoints, one file each: they translate between a protocol and `quire.server.calls.generation`."""
