@@ -177,6 +177,7 @@ def graph_runner(decoder: Decoder, num_blocks: int, max_num_seqs: int) -> Runner
     return Runner(decoder, cache, rows, graphs=graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has graphs of its own: tests/gpu")
 def test_graphs_of_another_device_give_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kernels that have work lists for graphs, in their interpreter."""

@@ -142,6 +142,7 @@ WIDE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("vocab_size", [8191, 8193, 32000, 49152, 151936])
 def test_wide_vocabularies(vocab_size: int, kernels: RecordingKernels) -> None:
     """Among so many tokens some always lie at a limit's edge: those float32 may put on the other

@@ -87,6 +87,16 @@ def test_a_second_sigterm_ends_at_once(server: Server) -> None:
     assert "Traceback" not in server.log
 
 
+def test_under_nohup_a_hangup_ends_nothing(small_model: str) -> None:
+    environment = {"QUIRE_TEST_NOHUP": "1"}
+    with Server(model=small_model, engine=SMALL_ENGINE, environment=environment) as server:
+        assert server.process is not None
+        server.process.send_signal(signal.SIGHUP)
+        server.assert_sound()  # takes requests, so the signal has been seen by then
+        assert server.process.poll() is None
+        assert "no new requests" not in server.log
+
+
 def test_the_engine_does_not_outlive_a_killed_server(small_model: str, tmp_path: Path) -> None:
     environment = {"TMPDIR": str(tmp_path)}
     with Server(model=small_model, engine=SMALL_ENGINE, environment=environment) as server:

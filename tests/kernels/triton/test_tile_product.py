@@ -122,6 +122,7 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype, bad: float) -> None:
     assert got[1].isnan().all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("owners", "experts"),
     [
