@@ -12,7 +12,6 @@ from quire.errors import DeviceError
 from tests.kernels.cpu_support import VARIANTS, is_best_again
 from tests.long_runs import IS_LONG
 
-
 # `make test` takes the best variant: the others are further builds, of the same code.
 _PARAMS = [
     pytest.param(name, marks=[] if name == "best" else [pytest.mark.slow]) for name in VARIANTS
