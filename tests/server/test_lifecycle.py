@@ -163,6 +163,7 @@ def test_options_that_cannot_be_say_why(fields: dict[str, Any], message: str) ->
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
