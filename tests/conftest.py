@@ -50,7 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest takes out what -m does not want
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_slow_cases(items)
-    share_workers(items)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        share_workers(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device here")

@@ -255,6 +255,7 @@ def test_the_standard_workloads_count_what_their_names_say() -> None:
     assert ours.seen == theirs.seen
 
 
+@pytest.mark.slow
 def test_engines_run_in_processes_of_their_own(tiny_model: Path) -> None:
     long = setting(tiny_model, max_model_len=256)
     choices = {
@@ -326,6 +327,7 @@ done
         EngineProcess(EngineChoice("vllm", setting(tmp_path), python=str(slow)), limit=0.1)
 
 
+@pytest.mark.slow
 def test_a_peer_has_nothing_of_ours_in_its_process() -> None:
     script = (
         "import sys, quire.tools.bench.engine_process; "
@@ -337,6 +339,7 @@ def test_a_peer_has_nothing_of_ours_in_its_process() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_llama_cpp_runs_the_same_jobs(smollm2_gguf: Path) -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed here")
     jobs = random_jobs(3, Lengths(4, 8), Lengths(2, 5), TokenSource(0, 49152))
@@ -357,6 +360,7 @@ def test_llama_cpp_runs_the_same_jobs(smollm2_gguf: Path) -> None:
     assert [answer[0] for answer in answers] == [tokens[0] for tokens in ours]
 
 
+@pytest.mark.slow
 def test_openvino_runs_the_same_jobs(smollm2_gguf: Path) -> None:
     pytest.importorskip("openvino_genai", reason="openvino-genai is not installed here")
     jobs = random_jobs(4, Lengths(4, 8), Lengths(2, 5), TokenSource(0, 49152))
