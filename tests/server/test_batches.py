@@ -253,6 +253,7 @@ def test_in_any_order_a_run_takes_up_whatever_is_there(tmp_path: Path) -> None:
     file.close()
 
 
+@pytest.mark.slow
 def test_in_any_order_the_lines_are_the_same(
     folder: Path, undisturbed: bytes, small_model: str
 ) -> None:
