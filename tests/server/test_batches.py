@@ -150,6 +150,7 @@ def engine_of(pid: int) -> Iterator[int]:
             yield int(child)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_comes_out_the_same(
     folder: Path, undisturbed: bytes, small_model: str
 ) -> None:

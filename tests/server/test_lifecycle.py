@@ -178,6 +178,7 @@ def test_what_cannot_be_served_says_why(fields: dict[str, Any], message: str) ->
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_line_serves(tmp_path: Path, smollm2_gguf: Path) -> None:
     """With keys from flag, file and environment, and JSON in the log. The HTTP process has no
     torch, which takes seconds to import, and 200 MB: of a GGUF file it reads the tokenizer alone.
