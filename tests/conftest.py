@@ -11,13 +11,14 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TQDM_DISABLE"] = "1"
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from tests.long_runs import IS_QUICK
-from tests.selection import mark_slow_cases, share_workers
+from tests.selection import make_scheduler, mark_slow_cases
 from tests.skips import skipped_lines
 
 if not torch.cuda.is_available():
@@ -50,14 +51,17 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest takes out what -m does not want
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_slow_cases(items)
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        share_workers(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device here")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return make_scheduler(config, log)
 
 
 def pytest_collection_finish() -> None:

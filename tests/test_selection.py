@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 
-from tests.selection import evenly_spread
+from tests.selection import evenly_spread, worker_group
 
 MAKEFILE = (Path(__file__).parents[1] / "Makefile").read_text()
 MARKS = ("slow", "soak", "hypothesis", "gpu")
@@ -43,3 +43,17 @@ def test_of_cases_that_are_not_slow_already_two_are_left(
 ) -> None:
     is_slow = request.node.get_closest_marker("slow") is not None
     assert is_slow == (number in (2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("path", "group"),
+    [
+        ("tests/server/test_completions.py", "server"),
+        ("tests/server/test_chat.py", "server"),
+        ("tests/server/test_clients.py", "keyed"),
+        ("tests/server/test_faults.py", "tests/server/test_faults.py"),  # it has one of its own
+        ("tests/engine/test_core.py", "tests/engine/test_core.py"),
+    ],
+)
+def test_files_that_share_a_server_share_a_worker(path: str, group: str) -> None:
+    assert worker_group(path) == group
