@@ -73,6 +73,7 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("command", "rows"),
     [
@@ -123,6 +124,7 @@ def test_a_report_does_not_say_where_it_was_written_to(arguments: str, shown: st
     assert command_line(arguments.split()) == shown
 
 
+@pytest.mark.slow
 def test_on_a_terminal_a_bar_shows_how_far_it_is(tiny_model: Path) -> None:
     master, terminal = pty.openpty()
     command = [
@@ -290,6 +292,7 @@ def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_measure_that_takes_too_long_is_cut_and_named(tmp_path: Path) -> None:
     """Its engine is started again: what comes after is measured, and what was cut is not tried once
     more.

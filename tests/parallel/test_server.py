@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tests.server.harness import ENGINE, Server, wait_for
 
+pytestmark = pytest.mark.slow
+
 
 def ranks_of(pid: int) -> list[int]:
     """The rank processes that an engine has started, from whichever of its threads."""

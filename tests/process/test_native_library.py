@@ -170,6 +170,7 @@ def test_waiting_for_another_build_is_life_and_one_builds_at_a_time(
     assert is_whole(project.path)
 
 
+@pytest.mark.slow
 def test_one_that_never_ends_is_not_waited_for_for_ever(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:

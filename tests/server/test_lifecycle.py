@@ -131,6 +131,7 @@ def start(fields: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_known_before_the_model_is_loaded() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
