@@ -11,8 +11,6 @@ from quire import LLM, SamplingParams
 from tests.frontend.templates import QWEN
 from tests.server.random_model import write_model
 
-pytestmark = pytest.mark.slow
-
 
 def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
     folder = tmp_path / "model"

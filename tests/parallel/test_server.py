@@ -8,6 +8,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.server.harness import ENGINE, Server, wait_for
 
 pytestmark = pytest.mark.slow
