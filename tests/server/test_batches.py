@@ -381,6 +381,7 @@ def check_parquet_bodies(folder: Path) -> None:
         list(RequestFile(folder / "broken.parquet", ""))
 
 
+@pytest.mark.slow
 def test_parquet_in_and_out_says_what_lines_say(
     tmp_path: Path, undisturbed: bytes, small_model: str
 ) -> None:

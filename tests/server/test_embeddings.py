@@ -158,6 +158,7 @@ def test_rounding_to_fewer_bits_is_right_at_the_ends_and_between() -> None:
         np.testing.assert_array_equal(rounded(numbers.numpy(), name), wanted.float().numpy())
 
 
+@pytest.mark.slow
 def test_truncation_keeps_the_end_or_the_beginning(server: Server) -> None:
     long = "word " * 3000
     assert "context" in error_of(server.post("/v1/embeddings", {"input": long}), 400)

@@ -75,6 +75,7 @@ def test_the_same_model_in_fewer_bits_drafts(
     assert essence(found[0]) == essence(found[1])
 
 
+@pytest.mark.slow
 def test_who_cannot_draft_is_refused(smollm2_gguf: Path, tiny_model: Path) -> None:
     """Both sizes and the first token that differs; a model that is quantised already has nothing
     quicker.

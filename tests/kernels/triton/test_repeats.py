@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +14,6 @@ from quire.backends.triton.repeats import match_lengths  # isort: skip
 pytestmark = MARKS
 
 
-@pytest.mark.slow
 @drawn
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=1, max_size=4),
