@@ -27,15 +27,16 @@ serve: .venv/serve-installed
 
 # Only the plugins that the tests use: each of pytest's processes would import those of schemathesis and langsmith, too.
 # numpy's threads would wait for each other's cores: small systems of equations take it four times as long then.
-# Tests of one server or one file share a worker (tests/selection.py).
 PYTEST := OPENBLAS_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist.plugin \
-	-p _hypothesis_pytestplugin -n 3 --dist loadgroup
+	-p _hypothesis_pytestplugin -n 3
 
+# Tests of one server or one file share a worker (tests/selection.py).
 test: check
-	QUIRE_QUICK_TESTS=1 $(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
+	QUIRE_QUICK_TESTS=1 $(PYTEST) -m "not slow and not gpu" --dist loadgroup $(PYTEST_ARGS)
 
+# Some of these take a minute alone: whoever is done takes single tests from the others.
 test-all: .venv/test-installed
-	$(PYTEST) -m "slow or soak or hypothesis or gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "slow or soak or hypothesis or gpu" --dist worksteal $(PYTEST_ARGS)
 
 check: .venv/test-installed
 	$(BIN)/ruff check .
