@@ -1,6 +1,7 @@
 # make run    answers a prompt with a real model:  make run PROMPT="Why is the sky blue?"
 # make serve  an OpenAI-compatible server:  make serve SERVE_ARGS="--model Qwen/Qwen3-0.6B --port 8080"
-# make test   checks and runs all tests
+# make test   ruff, the type checker, and the quick tests: what to run before a commit
+# make test-all  the other tests, and those that search once more, for longer: CI runs both
 # make check  ruff and the type checker
 # make bench  the benchmarks that run on this machine
 # make clients  installs programs that tests then run against the server: Codex, Claude Code, lm-eval and others
@@ -16,7 +17,7 @@ export PROMPT
 # Tests start hundreds of processes of Quire: compiled once, it starts sooner.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run serve test check bench clients soak clean
+.PHONY: run serve test test-all check bench clients soak clean
 
 run: .venv/run-installed
 	@$(BIN)/quire run "$$PROMPT"
@@ -26,9 +27,16 @@ serve: .venv/serve-installed
 
 # Only the plugins that the tests use: each of pytest's processes would import those of schemathesis and langsmith, too.
 # numpy's threads would wait for each other's cores: small systems of equations take it four times as long then.
+PYTEST := OPENBLAS_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist.plugin \
+	-p _hypothesis_pytestplugin -n 3
+
+# Tests of one server or one file share a worker (tests/selection.py).
 test: check
-	OPENBLAS_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist.plugin -p _hypothesis_pytestplugin \
-		-n 3 --dist worksteal $(PYTEST_ARGS)
+	QUIRE_QUICK_TESTS=1 $(PYTEST) -m "not slow and not gpu" --dist loadgroup $(PYTEST_ARGS)
+
+# Some of these take a minute alone: whoever is done takes single tests from the others.
+test-all: .venv/test-installed
+	$(PYTEST) -m "slow or soak or hypothesis or gpu" --dist worksteal $(PYTEST_ARGS)
 
 check: .venv/test-installed
 	$(BIN)/ruff check .

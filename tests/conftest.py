@@ -11,11 +11,14 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TQDM_DISABLE"] = "1"
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.long_runs import IS_QUICK
+from tests.selection import make_scheduler, mark_slow_cases
 from tests.skips import skipped_lines
 
 if not torch.cuda.is_available():
@@ -26,8 +29,10 @@ if not torch.cuda.is_available():
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+# For tests that don't say how many themselves.
+settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=25)
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick" if IS_QUICK else "repeatable"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,13 +48,20 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest takes out what -m does not want
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_slow_cases(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device here")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return make_scheduler(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,7 @@
-"""Tests that search (many seeds, many drawn examples) have two lengths: `make test` runs the short
-one, `make soak` the long one, by setting QUIRE_LONG_TESTS. Mark such a test with
-`pytest.mark.soak`, so that `make soak` finds it.
+"""Tests that search (many seeds, many drawn examples) have three lengths: `make test` runs the
+quick one, by setting QUIRE_QUICK_TESTS, `make test-all` the short one, and `make soak` the long
+one, by setting QUIRE_LONG_TESTS. Mark such a test with `pytest.mark.soak`, so that the last two
+find it.
 """
 
 from __future__ import annotations
@@ -8,8 +9,11 @@ from __future__ import annotations
 import os
 
 IS_LONG = bool(os.environ.get("QUIRE_LONG_TESTS"))
+IS_QUICK = bool(os.environ.get("QUIRE_QUICK_TESTS")) and not IS_LONG
 
 
-def short_or_long(short: int, long: int) -> int:
-    """How many seeds or examples to try."""
-    return long if IS_LONG else short
+def short_or_long(short: int, long: int, quick: int | None = None) -> int:
+    """How many seeds or examples to try; `quick` for `make test`, where that differs from `short`."""
+    if IS_LONG:
+        return long
+    return short if quick is None or not IS_QUICK else quick

@@ -135,6 +135,7 @@ OF_ALL_KINDS = ("llama", "smollm3", "qwen3_moe")
 """Those that meet every scenario in the short form, too: dense, windows, experts."""
 
 
+@pytest.mark.few(8)
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", SPECS)
@@ -156,6 +157,7 @@ def test_every_family_is_exact_in_every_scenario(family: str, dtype: str) -> Non
             assert got.host_tokens + got.cached_tokens > 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
 def test_a_cache_of_8_bits_is_exact_too(stored: torch.dtype, dtype: str) -> None:
@@ -211,6 +213,7 @@ def test_sixty_four_requests_in_any_order_equal_each_alone(dtype: str) -> None:
         assert_same(got, expected)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64, 512])
 def test_a_long_prompt_has_the_same_bits_in_chunks_of_any_size(chunk: int, dtype: str) -> None:
@@ -262,6 +265,7 @@ def test_cached_prefix_meets_preemption() -> None:
     assert_same(got, expected)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", [1, 2, 16, 17, 50])
 def test_n_answers_equal_n_requests_with_their_seeds(length: int, dtype: str) -> None:
@@ -287,6 +291,7 @@ def test_n_answers_equal_n_requests_with_their_seeds(length: int, dtype: str) ->
             )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["mistral", "qwen3_moe"])
 def test_what_goes_on_from_a_partly_filled_block_equals_requests_of_their_own(
@@ -313,6 +318,7 @@ def test_what_goes_on_from_a_partly_filled_block_equals_requests_of_their_own(
     assert [admitted[str(i)] for i in range(9)] == [0, 16, 16, 16, 16, 32, 32, 48, 49]
 
 
+@pytest.mark.few(1)
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("dtype", "weights"), [("float32", "auto"), ("float32", "none"), ("bfloat16", "none")]

@@ -98,6 +98,7 @@ class Searches:
         assert self.num_held_blocks == 0
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
     "settings",

@@ -276,11 +276,13 @@ class Constrainer:
         ended: set[int] = set()
         errors: dict[int, str] = {}
         forced: dict[int, list[int]] = {}
+        expensive: dict[int, GrammarState] = {}
         for place, (row, token, is_due) in enumerate(
             zip(request_rows.tolist(), tokens, due.tolist(), strict=True)
         ):
             state = self._states.get(row) if is_due else None
             self._ahead.drew(row)
+            expensive.pop(row, None)
             # drawn before that was known: nobody's
             is_over = state is not None and state.is_finished
             if state is None or is_over:
@@ -293,8 +295,12 @@ class Constrainer:
                 if asks_forced and asks_forced[place] and state.grammar.costs.allows_guesses:
                     forced[row] = state.forced_tokens()
                 if not state.grammar.costs.is_cheap:
-                    assert self._worker is not None
-                    self._ahead.begin(row, partial(self._worker.compute_one, state))
+                    expensive[row] = state
+        # Not before: a row may have taken several tokens, and while its mask is computed nobody
+        # else may touch its state.
+        for row, state in expensive.items():
+            assert self._worker is not None
+            self._ahead.begin(row, partial(self._worker.compute_one, state))
         return Advanced(frozenset(ended), errors, forced)
 
     def held_rows(self) -> frozenset[int]:

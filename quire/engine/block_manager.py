@@ -54,7 +54,8 @@ class BlockManager:
         self.block_size = config.block_size
         self.pool = pool or BlockPool(config.num_blocks)
         self.states = None if config.state is None else StateKeeper(config, config.state, self.pool)
-        cache = cache or PrefixCache(config.block_size)
+        if cache is None:  # an empty one is false
+            cache = PrefixCache(config.block_size)
         self.prefixes = PrefixIndex(config, cache, HostTier(config.num_host_blocks), self.states)
         self._groups = config.num_groups
         self._leaving = config.leaving_groups

@@ -86,6 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize(
     "command", COMMANDS, ids=lambda command: " ".join(command)[:60].replace("\0", "NUL")
 )

@@ -150,6 +150,7 @@ def test_the_table_says_how_much_is_reached() -> None:
     assert compare("tiny", "prefill", 1.0) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("module", "arguments", "measures"),
     [
@@ -219,6 +220,7 @@ def test_long_contexts_are_swept(
         assert f"| {row} | " in shown
 
 
+@pytest.mark.slow
 def test_startup_is_timed_from_outside_the_process(tmp_path: Path) -> None:
     write_checkpoint("tiny", tmp_path)
     seconds, parts, about = startup.time_start(tmp_path, "cpu", "float32", tmp_path / "kernels")
@@ -230,6 +232,7 @@ def test_startup_is_timed_from_outside_the_process(tmp_path: Path) -> None:
     ) == pytest.approx(seconds, abs=0.1)
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_fails_is_named() -> None:
     results, problem = run_job("decode:nothing", [], seconds=60)
     assert results == []

@@ -22,6 +22,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
     return ended.value.code
 
 
+@pytest.mark.slow
 def test_a_body_is_sent_while_another_client_asks(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ TOML = [
 ]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("text", TOML, ids=range(len(TOML)))
 def test_settings(tmp_path: Path, text: str) -> None:
     file = tmp_path / "quire.toml"
@@ -96,6 +97,7 @@ LOGS = [
 ]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("text", LOGS, ids=range(len(LOGS)))
 @pytest.mark.parametrize("command", ["explain", "replay"])
 def test_step_logs(tmp_path: Path, text: str, command: str) -> None:
@@ -172,6 +174,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("arguments", OPTIONS, ids=range(len(OPTIONS)))
 def test_options(arguments: tuple[str, ...]) -> None:
     refused(*arguments, *(["--print-config"] if arguments[0] == "serve" else []))

@@ -57,6 +57,7 @@ def test_run_raw_continues_the_text_and_json_tells_everything(smollm2_gguf: Path
     assert "\x1b" not in done.stdout + done.stderr  # no bars, no colours in piped output
 
 
+@pytest.mark.slow
 def test_run_takes_prompts_from_a_file_and_from_stdin_and_repeats_itself(
     smollm2_gguf: Path, tmp_path: Path
 ) -> None:
@@ -132,6 +133,7 @@ def test_wrong_input_is_one_line_that_says_what_to_do(
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_wrong_input_ends_a_process_of_its_own_too() -> None:
     done = quire("run", "x", "--model", "smolm2")
     assert (done.returncode, done.stdout) == (1, "")
@@ -206,6 +208,7 @@ def test_ctrl_c_ends_cleanly(smollm2_gguf: Path) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_in_a_pipe_a_reader_that_leaves_early_is_no_error(smollm2_gguf: Path) -> None:
     command = f'"{sys.executable}" -m quire.cli.main run -n 100 -m "{smollm2_gguf}" | head -c 1'
     command = f'echo "Count to ten." | {command}'
@@ -263,6 +266,7 @@ def test_chat_keeps_the_conversation_and_knows_its_commands(smollm2_gguf: Path) 
     assert "never reached" not in done.stdout
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_chat_stops_the_answer_and_not_the_program(smollm2_gguf: Path) -> None:
     process = subprocess.Popen(
         [
@@ -292,6 +296,7 @@ def test_ctrl_c_in_a_chat_stops_the_answer_and_not_the_program(smollm2_gguf: Pat
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_torchs_libraries_are_loaded_beside_python() -> None:
     """What is loaded in the thread is what torch then runs on, and a program that ends at once ends
     well.

@@ -89,6 +89,7 @@ def test_options_reach_the_engine(
 BY_PLACE = ["serve", "chat", "bench throughput", "bench latency", "bench ladder", "plan", "inspect"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("command", BY_PLACE)
 def test_a_model_is_named_with_or_without_its_option(
     monkeypatch: pytest.MonkeyPatch, invoke: Callable[..., Any], tmp_path: Path, command: str

@@ -43,7 +43,7 @@ from tests.server.random_model import write_model
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'quire[ray]'", allow_module_level=True)
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.slow]
 
 BODY: dict[str, Any] = {"prompt": "Tell me about it.", "max_tokens": 300, "ignore_eos": True, "temperature": 1.0,
                         "seed": 4, "return_token_ids": True, "stream": True}  # fmt: skip

@@ -5,6 +5,7 @@ others go on.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -147,3 +148,30 @@ def test_expensive_masks_come_ahead_and_are_the_same(
         constrainer.close()
     assert torch.equal(masks[0], masks[1])
     assert masks[0].any()
+
+
+def test_a_row_that_took_several_tokens_begins_with_the_mask_behind_the_last(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Begun behind each of them, a mask would be computed from a state that the next token changes."""
+    begun: list[int] = []
+    begin = MasksAhead.begin
+
+    def note(self: MasksAhead, row: int, compute: Callable[[], AheadMask]) -> None:
+        begun.append(row)
+        begin(self, row, compute)
+
+    monkeypatch.setattr(MasksAhead, "begin", note)
+    constrainer = Constrainer(compiler, 2, tokenizer.vocab_size + PADDING, torch.device("cpu"))
+    structured = StructuredOutput(regex="[ab]{3}c")
+    compiler.compile(structured).costs = MaskCosts()  # so nobody knows that it is cheap
+    constrainer.admit(1, structured)
+    drawn = [tokenizer.encode_plain(letter)[0] for letter in "aba"]
+    advanced = constrainer.advance(np.array([1, 1, 1]), drawn)
+    assert advanced.errors == {}
+    assert begun == [1]
+    mask = constrainer.masks(np.array([1]))
+    assert mask is not None
+    allowed = np.unpackbits(mask.words.numpy().view(np.uint8), bitorder="little").nonzero()[0]
+    assert allowed.tolist() == tokenizer.encode_plain("c")
+    constrainer.close()

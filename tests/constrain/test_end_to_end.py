@@ -94,6 +94,7 @@ def test_masks_are_begun_before_the_model_runs(llm: LLM, monkeypatch: pytest.Mon
     assert events == ["masks", "model"] * events.count("model")
 
 
+@pytest.mark.slow
 def test_running_ahead_changes_nothing(llm: LLM) -> None:
     """The grammars then learn of a step's tokens only after the next step was sent off."""
     wanted = [StructuredOutput(regex=regex) for regex in REGEXES] + [
@@ -113,6 +114,7 @@ def test_running_ahead_changes_nothing(llm: LLM) -> None:
         llm.engine.core.depth = 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("turn", range(4))
 def test_preempted_while_the_last_token_is_on_its_way(
     llm: LLM, turn: int, monkeypatch: pytest.MonkeyPatch
@@ -158,6 +160,7 @@ def test_constrained_rows_do_not_touch_their_neighbours_and_the_other_way_round(
     assert [output.token_ids for output in together] == alone * 3
 
 
+@pytest.mark.slow
 def test_preemption_and_chunks_change_nothing(llm: LLM, smollm2_gguf: Path) -> None:
     params = [replace(PERSON, seed=i, ignore_eos=i % 2 == 0) for i in range(6)]
     prompt = "Here is a list of people. " * 8 + PROMPT
@@ -201,6 +204,7 @@ def test_logprobs_are_the_models_own_and_come_with_structure(llm: LLM) -> None:
     assert [entry.token_id for entry in logprobs] == list(output.token_ids)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "structured",
     [

@@ -72,6 +72,7 @@ def test_a_stack_overflow_happens_elsewhere(compiler: GrammarCompiler) -> None:
     assert compiler.compile(StructuredOutput(regex="still[ ]alive"))
 
 
+@pytest.mark.slow
 def test_explosive_grammars_end_within_the_limit(compiler: GrammarCompiler) -> None:
     explosive = StructuredOutput(json_schema='{"type": "integer", "multipleOf": 1234567}')
     started = time.process_time(), time.monotonic()

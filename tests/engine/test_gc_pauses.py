@@ -151,6 +151,7 @@ def test_the_collector_is_left_as_it_was() -> None:
         gc.set_threshold(*usual)
 
 
+@pytest.mark.slow
 def test_requests_leave_nothing_for_the_collector(smollm2_gguf: Path) -> None:
     """What a step leaves (once its tensors) may get old, and then lies about until the next full
     collection.
@@ -183,6 +184,7 @@ def test_requests_leave_nothing_for_the_collector(smollm2_gguf: Path) -> None:
     assert left == []
 
 
+@pytest.mark.slow
 def test_importing_waits_for_no_full_collection() -> None:
     code = (
         "import gc; found = []; gc.callbacks.append(lambda phase, info: found.append(info['generation']))\n"

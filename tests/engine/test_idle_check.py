@@ -227,6 +227,7 @@ def test_a_name_is_never_put_over_another() -> None:
         cache.publish(keys[1], block)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("slice_size", [1, 5])
 def test_sound_engines_never_trip(slice_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random workloads, with whatever is cached and swapped whenever they come to rest."""

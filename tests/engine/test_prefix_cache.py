@@ -58,6 +58,7 @@ def test_colliding_digests_never_share_blocks(host_blocks: int) -> None:
     engine = Harness(settings, blocks=BlockManager(settings, cache=PrefixCache(4, colliding)))
     engine.add("a", range(12), max_tokens=5)
     engine.run()
+    assert len(engine.scheduler.blocks.cache) == 1  # all its blocks have the same name
     engine.add("b", range(20, 32), max_tokens=5)
     engine.add("c", [*range(20, 24), *range(4, 12)], max_tokens=5)
     engine.add("d", range(12), max_tokens=5, cache_salt="other")

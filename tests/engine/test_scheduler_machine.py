@@ -256,7 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 @pytest.mark.soak
 def test_scheduler_keeps_the_rules_whatever_happens() -> None:
-    examples = short_or_long(150, 600)
+    examples = short_or_long(150, 600, quick=40)
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(deadline=None, max_examples=examples, stateful_step_count=40),

@@ -34,6 +34,7 @@ from quire.step import (
 from quire.tools.explain.explain import explain_request
 from quire.tools.simulate.fake_runner import FakeRunner
 from tests.engine.harness import config
+from tests.long_runs import short_or_long
 
 SETTINGS = asdict(config())
 
@@ -225,7 +226,7 @@ def test_a_broken_file_is_refused_with_its_line(tmp_path: Path, line: str, messa
         read_step_log(path)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=short_or_long(50, 50, quick=15))
 @given(
     name=st.text(),
     error=st.none() | st.text(),

@@ -94,6 +94,7 @@ def by_transformers_or_error(tokenizer: Tokenizer, messages: Sequence[Mapping[st
         raise TemplateError(str(error)) from None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_text_becomes_the_same_tokens_and_comes_back(name: str) -> None:
     tokenizer = tokenizer_of(name)
@@ -112,6 +113,7 @@ def test_text_becomes_the_same_tokens_and_comes_back(name: str) -> None:
         assert "".join([pieces.push(token_id) for token_id in ids]) + pieces.finish() == expected
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_control_tokens_never_come_from_text(name: str) -> None:
     tokenizer = tokenizer_of(name)

@@ -12,8 +12,13 @@ from quire.errors import DeviceError
 from tests.kernels.cpu_support import VARIANTS, is_best_again
 from tests.long_runs import IS_LONG
 
+# `make test` takes the best variant: the others are further builds, of the same code.
+_PARAMS = [
+    pytest.param(name, marks=[] if name == "best" else [pytest.mark.slow]) for name in VARIANTS
+]
 
-@pytest.fixture(scope="module", params=list(VARIANTS))
+
+@pytest.fixture(scope="module", params=_PARAMS)
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
     """The C++ kernels in every variant this machine runs."""
     try:

@@ -121,6 +121,7 @@ def test_attention_is_close_to_float64(
         assert_close(got, truth, reference)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
     ("head_dim", "group", "block_size", "stored"),

@@ -88,6 +88,7 @@ def test_another_compiler_of_the_same_name_builds_anew(
     fingerprint("g++")
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_builds_at_the_same_time_do_not_meet(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -149,6 +150,7 @@ def test_a_library_that_is_not_whole_is_built_again(
     assert list(library.parent.iterdir()) == [library]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_build_without_room_says_what_to_do(tmp_path: Path) -> None:
     """A limit on the size of files, like a full disk: one line, and the reference kernels go on."""

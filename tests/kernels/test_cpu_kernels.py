@@ -69,6 +69,7 @@ def test_linear_is_close_to_float64(
         assert_close(got, truth, REFERENCE.linear(x, Weight.dense(weight), added))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("shape", SMOLLM2_LINEARS + ODD_LINEARS, ids=str)
 def test_linear_rows_have_the_same_bits_in_any_number(
     kernels: CpuKernels, dtype: torch.dtype, shape: tuple[int, int], is_slow: bool
@@ -335,6 +336,7 @@ def test_moe_is_close_to_the_reference_and_rows_do_not_meet(
         assert torch.equal(alone[0], got[row])
 
 
+@pytest.mark.few(1)
 def test_one_thread_and_two_give_the_same_bits(
     kernels: CpuKernels, dtype: torch.dtype, threads: None
 ) -> None:

@@ -154,6 +154,7 @@ def native_levels() -> list[str]:
     return list(x86_levels()) if IS_X86 else ["armv8-a"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", native_levels())
 def test_every_instruction_set_of_this_machine_gives_the_same_bits(
     level: str, folder: Path

@@ -94,6 +94,7 @@ def test_bfloat16_is_replaced_with_and_without_amx(use_amx: bool) -> None:
     assert_replaced(CpuKernels(use_amx=use_amx), old, new, torch.bfloat16)
 
 
+@pytest.mark.few(3)
 @pytest.mark.skipif(
     ON_GPU, reason="the interpreter's; tests/gpu/test_weights_replaced.py has the GPU's layouts"
 )

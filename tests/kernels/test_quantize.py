@@ -36,6 +36,7 @@ def naive_int8(row: np.ndarray) -> tuple[list[int], np.float32]:
     return [int(max(-127, min(127, np.rint(x / scale)))) for x in row], scale
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_int8_is_absmax_row_by_row(dtype: torch.dtype) -> None:
     numbers = awkward_numbers(2, 12, 96).to(dtype)

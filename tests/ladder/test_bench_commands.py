@@ -73,6 +73,7 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("command", "rows"),
     [
@@ -123,6 +124,7 @@ def test_a_report_does_not_say_where_it_was_written_to(arguments: str, shown: st
     assert command_line(arguments.split()) == shown
 
 
+@pytest.mark.slow
 def test_on_a_terminal_a_bar_shows_how_far_it_is(tiny_model: Path) -> None:
     master, terminal = pty.openpty()
     command = [
@@ -255,6 +257,7 @@ def test_the_standard_workloads_count_what_their_names_say() -> None:
     assert ours.seen == theirs.seen
 
 
+@pytest.mark.slow
 def test_engines_run_in_processes_of_their_own(tiny_model: Path) -> None:
     long = setting(tiny_model, max_model_len=256)
     choices = {
@@ -289,6 +292,7 @@ def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_measure_that_takes_too_long_is_cut_and_named(tmp_path: Path) -> None:
     """Its engine is started again: what comes after is measured, and what was cut is not tried once
     more.
@@ -327,6 +331,7 @@ done
         EngineProcess(EngineChoice("vllm", setting(tmp_path), python=str(slow)), limit=0.1)
 
 
+@pytest.mark.slow
 def test_a_peer_has_nothing_of_ours_in_its_process() -> None:
     script = (
         "import sys, quire.tools.bench.engine_process; "
@@ -338,6 +343,7 @@ def test_a_peer_has_nothing_of_ours_in_its_process() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_llama_cpp_runs_the_same_jobs(smollm2_gguf: Path) -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed here")
     jobs = random_jobs(3, Lengths(4, 8), Lengths(2, 5), TokenSource(0, 49152))
@@ -358,6 +364,7 @@ def test_llama_cpp_runs_the_same_jobs(smollm2_gguf: Path) -> None:
     assert [answer[0] for answer in answers] == [tokens[0] for tokens in ours]
 
 
+@pytest.mark.slow
 def test_openvino_runs_the_same_jobs(smollm2_gguf: Path) -> None:
     pytest.importorskip("openvino_genai", reason="openvino-genai is not installed here")
     jobs = random_jobs(4, Lengths(4, 8), Lengths(2, 5), TokenSource(0, 49152))

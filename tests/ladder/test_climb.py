@@ -184,6 +184,7 @@ def test_what_the_clock_says_is_what_the_table_says(tiny_model: Path) -> None:
     assert [row[1] for row in shared.rows] == [0, 32]
 
 
+@pytest.mark.slow
 def test_a_rung_that_says_something_else_is_found_out(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -209,6 +210,7 @@ def test_a_rung_that_says_something_else_is_found_out(
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_quantised_weights_are_held_against_the_naive_loop_with_the_same_weights(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +230,7 @@ def test_quantised_weights_are_held_against_the_naive_loop_with_the_same_weights
     assert len(loops) == 2 + 2  # rung 1's, and those of rung 7
 
 
+@pytest.mark.slow
 def test_other_kernels_are_held_against_the_naive_loop_with_their_own(tiny_model: Path) -> None:
     """Where they round elsewhere: with fewer bits than float32 has."""
     from quire.tools.bench.ladder.rungs import find_rungs

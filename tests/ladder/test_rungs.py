@@ -28,6 +28,7 @@ def llm(tiny_model: Path) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.slow
 def test_all_rungs_give_identical_tokens_on_smollm2_in_float32(smollm2_gguf: Path) -> None:
     with LadderEngines(str(smollm2_gguf), "cpu", "float32", max_model_len=128) as engines:
         jobs = random_jobs(

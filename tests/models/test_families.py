@@ -345,6 +345,7 @@ def check_family(family: str, data: st.DataObject) -> None:
     check_greedy(model, prompt, greedy(decoder, prompt, 64))
 
 
+@pytest.mark.few(6)
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "family", [one.name for one in FAMILIES if one.name not in ("gpt_oss", *RECURRENT)]

@@ -186,6 +186,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "kernels"), [*((name, "cpu") for name in SPECS), ("all of it", "reference")]
 )
@@ -275,6 +276,7 @@ def test_what_ranks_have_adds_up(name: str, size: int) -> None:
             assert len(rows) == parameter.shape[0], key  # each has one owner
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["side by side", "all of it"])
 def test_two_ranks_give_the_same_bits(name: str) -> None:
     spec = SPECS[name]

@@ -66,6 +66,7 @@ def test_the_exported_model_has_the_promised_sizes(exported: Path) -> None:
     assert sizes == (2, 4, 256, 1024, 16384)
 
 
+@pytest.mark.slow
 def test_the_same_seed_exports_the_same_bytes(exported: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, SCRIPT, "--out", tmp_path], check=True, capture_output=True)
     names = sorted(path.name for path in exported.iterdir())

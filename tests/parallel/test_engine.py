@@ -128,6 +128,7 @@ def expected(random_model: Path, scaled_model: Path) -> dict[Path, list[Any]]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("size", "options"),
     [
@@ -196,6 +197,7 @@ def check_sleep(llm: LLM) -> None:
     assert [output.token_ids for output in llm.generate(PROMPTS, params)] == before
 
 
+@pytest.mark.slow
 def test_a_real_model_in_blocks_with_heads_that_do_not_come_out_even(smollm2_gguf: Path) -> None:
     """Logits too, of SmolLM2: nine query heads, three key heads, on two ranks."""
     params = [SamplingParams(max_tokens=6, temperature=0), SamplingParams(max_tokens=6, seed=3)]
@@ -277,6 +279,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("end", ["is killed", "exits"] if IS_LONG else ["is killed"])
 def test_nothing_is_left_behind_when_rank_0_ends(end: str, random_model: Path) -> None:

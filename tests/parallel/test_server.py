@@ -8,7 +8,11 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.server.harness import ENGINE, Server, wait_for
+
+pytestmark = pytest.mark.slow
 
 
 def ranks_of(pid: int) -> list[int]:

@@ -102,6 +102,7 @@ def processes_of(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux's list of processes")
 def test_a_killed_build_leaves_no_compiler_and_the_next_goes_on_where_it_was(
     project: Project,
@@ -169,6 +170,7 @@ def test_waiting_for_another_build_is_life_and_one_builds_at_a_time(
     assert is_whole(project.path)
 
 
+@pytest.mark.slow
 def test_one_that_never_ends_is_not_waited_for_for_ever(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +192,7 @@ def test_one_that_never_ends_is_not_waited_for_for_ever(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux's list of processes")
 def test_a_compiler_that_takes_too_long_is_ended_with_what_it_started(
     project: Project, monkeypatch: pytest.MonkeyPatch

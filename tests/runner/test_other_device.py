@@ -177,9 +177,15 @@ def graph_runner(decoder: Decoder, num_blocks: int, max_num_seqs: int) -> Runner
     return Runner(decoder, cache, rows, graphs=graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has graphs of its own: tests/gpu")
-def test_graphs_of_another_device_give_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the kernels that have work lists for graphs, in their interpreter."""
+@pytest.mark.parametrize("first_prompt", [[5, 6, 7], [5, 6, 7, 8, 9, 10, 11]])
+def test_graphs_of_another_device_give_the_same_answers(
+    first_prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels that have work lists for graphs, in their interpreter. The longer prompt
+    comes in pieces that are as large as a graph: what follows them is read from the request rows.
+    """
     pytest.importorskip("triton", reason="Triton is not installed")
     from quire.backends.triton.kernels import TritonKernels
 
@@ -193,10 +199,11 @@ def test_graphs_of_another_device_give_the_same_answers(monkeypatch: pytest.Monk
     ]
 
     def run(has_graphs: bool) -> dict[str, list[int]]:
-        bench = Bench(decoder, max_num_seqs=2, depth=2, observes=False)
+        sizes = {} if len(first_prompt) == 3 else {"max_batched_tokens": 2}
+        bench = Bench(decoder, max_num_seqs=2, depth=2, observes=False, **sizes)
         if has_graphs:
             bench.core.runner = bench.runner = graph_runner(decoder, num_blocks=512, max_num_seqs=2)
-        return bench.run([[5, 6, 7], [8, 9]], params).tokens
+        return bench.run([first_prompt, [8, 9]], params).tokens
 
     expected = run(has_graphs=False)
     assert not LateDevice.used["capture"]

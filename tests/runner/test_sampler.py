@@ -186,6 +186,7 @@ def mixed_jobs(vocab_size: int, source: random.Random) -> list[Job]:
     return jobs
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("vocab_size", [7, 8191, 8193, 32000, 49152, 151936])
 def test_a_row_is_sampled_the_same_in_any_company(
     vocab_size: int, kernels: RecordingKernels

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
+from tests.long_runs import short_or_long
 from tests.runner.sampling_definition import NEVER, Unclear, before_temperature, kept, probabilities
 from tests.runner.sampling_support import Job, RecordingKernels, run
 
@@ -116,7 +117,7 @@ def test_one_parameter(
     check(logits, data.draw(jobs(fields)), kernels)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=short_or_long(300, 300, quick=60), deadline=None)
 @given(data=st.data(), logits=logits_rows)
 def test_any_combination(
     data: st.DataObject, logits: list[float], kernels: RecordingKernels
@@ -142,6 +143,7 @@ WIDE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("vocab_size", [8191, 8193, 32000, 49152, 151936])
 def test_wide_vocabularies(vocab_size: int, kernels: RecordingKernels) -> None:
     """Among so many tokens some always lie at a limit's edge: those float32 may put on the other

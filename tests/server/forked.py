@@ -61,6 +61,9 @@ def _serve(fields: dict[str, Any], environment: dict[str, str], log: str, faults
     from tests.server.forked_engine import fork_engines
 
     os.environ.update(environment)
+    # As a terminal starts it, however the tests themselves were started.
+    under_nohup = "QUIRE_TEST_NOHUP" in environment
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if under_nohup else signal.SIG_DFL)
     os.chdir(_ROOT)
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):

@@ -130,6 +130,7 @@ def test_the_last_message_is_continued(server: Server) -> None:
     assert body["content"][0]["text"] == chat["choices"][0]["message"]["content"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 def test_calls_and_their_results(server: Server, choice: dict[str, Any]) -> None:
     fields = {

@@ -382,6 +382,7 @@ REGEXES = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("regex", REGEXES)
 def test_regexes(client: httpx.Client, regex: str) -> None:
     body = {"prompt": "a", "max_tokens": 5, "structured_outputs": {"regex": regex}}

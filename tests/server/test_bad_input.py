@@ -101,6 +101,7 @@ def test_what_asks_for_nothing_is_not_refused(server: Server) -> None:
     assert "x-quire-ignored" not in response.headers
 
 
+@pytest.mark.few(33)
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
@@ -350,6 +351,7 @@ def test_hostile_grammars_hurt_nobody_else(
         assert response.status_code in (200, 400), response.text
 
 
+@pytest.mark.slow
 def test_many_distinct_schemas_leave_the_memory_bounded(server: Server) -> None:
     def use(start: int) -> None:
         with server.client() as client:
@@ -420,6 +422,7 @@ def test_media_types_and_encodings(server: Server) -> None:
         assert plain.status_code == 200
 
 
+@pytest.mark.slow
 def test_bodies_that_are_too_large_and_others_meanwhile(server: Server) -> None:
     """Ten megabytes are refused; four are read, and others are served meanwhile."""
     error_of(server.post(COMPLETIONS, {"prompt": "x" * 10_000_000}), 413)

@@ -86,6 +86,7 @@ def lines_of(client: Any, file_id: str | None) -> list[dict[str, Any]]:
     return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_batch_from_upload_to_answers_over_a_restart(small_model: str, tmp_path: Path) -> None:
     """The server is killed in the middle; the next one goes on, and live requests are answered
     meanwhile.

@@ -150,6 +150,7 @@ def engine_of(pid: int) -> Iterator[int]:
             yield int(child)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_comes_out_the_same(
     folder: Path, undisturbed: bytes, small_model: str
 ) -> None:
@@ -253,6 +254,7 @@ def test_in_any_order_a_run_takes_up_whatever_is_there(tmp_path: Path) -> None:
     file.close()
 
 
+@pytest.mark.slow
 def test_in_any_order_the_lines_are_the_same(
     folder: Path, undisturbed: bytes, small_model: str
 ) -> None:
@@ -379,6 +381,7 @@ def check_parquet_bodies(folder: Path) -> None:
         list(RequestFile(folder / "broken.parquet", ""))
 
 
+@pytest.mark.slow
 def test_parquet_in_and_out_says_what_lines_say(
     tmp_path: Path, undisturbed: bytes, small_model: str
 ) -> None:

@@ -321,6 +321,7 @@ def server(small_model: str) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.slow
 class TestAgainstAServer:
     def test_completions_with_everything(self, server: Server, tmp_path: Path) -> None:
         figures, picture = tmp_path / "run.json", tmp_path / "run.png"

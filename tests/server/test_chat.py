@@ -136,6 +136,7 @@ TOOL = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
 )

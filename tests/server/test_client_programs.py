@@ -16,6 +16,8 @@ import pytest
 from tests.server.client_packages import need_npm, need_python
 from tests.server.harness import Server
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = Path(__file__).parent / "clients"
 HELLO = "Hello, this is a scripted model."
 DONE = "I have seen what came back."

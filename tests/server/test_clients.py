@@ -12,6 +12,8 @@ from pydantic import BaseModel
 from tests.late_import import LateModule
 from tests.server.harness import KEY, Server
 
+pytestmark = pytest.mark.slow
+
 anthropic: Any = LateModule("anthropic")
 openai: Any = LateModule("openai")
 ASK: Any = [{"role": "user", "content": "Name three colours."}]

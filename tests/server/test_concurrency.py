@@ -100,6 +100,7 @@ async def online(client: httpx.AsyncClient, request: dict[str, Any]) -> list[lis
     return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 def test_many_mixed_requests_at_once(server: Server, llm: LLM) -> None:
     requests = mixed_requests(short_or_long(14, 64))  # each of the extras twice

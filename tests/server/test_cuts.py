@@ -128,6 +128,7 @@ def test_answers_that_are_to_be_cut_do_not_end_by_themselves(server: Server, mak
     assert answer.json()["usage"]["output_tokens"] == 200
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("make", "phase", "stream"), CASES)
 def test_a_client_leaves(server: Server, make: Any, phase: str, stream: bool) -> None:
     path = ENDPOINTS[make]

@@ -51,6 +51,7 @@ def offline(texts: list[str], pooling: Pooling) -> list[bytes]:
     return vectors
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_vectors_are_those_of_the_engine_bit_for_bit(server: Server, pooling: Pooling) -> None:
     vectors = embed(server, TEXTS, pooling=pooling)
@@ -157,6 +158,7 @@ def test_rounding_to_fewer_bits_is_right_at_the_ends_and_between() -> None:
         np.testing.assert_array_equal(rounded(numbers.numpy(), name), wanted.float().numpy())
 
 
+@pytest.mark.slow
 def test_truncation_keeps_the_end_or_the_beginning(server: Server) -> None:
     long = "word " * 3000
     assert "context" in error_of(server.post("/v1/embeddings", {"input": long}), 400)
@@ -175,6 +177,7 @@ def test_more_texts_than_are_computed_at_once(server: Server) -> None:
     assert vectors[41] == embed(server, texts[41])[0]
 
 
+@pytest.mark.slow
 def test_embeddings_and_answers_share_the_engine(server: Server) -> None:
     expected = embed(server, TEXTS)
     with ThreadPoolExecutor(8) as pool:
@@ -221,6 +224,7 @@ def test_unknown_fields_are_named_in_a_header(server: Server) -> None:
     assert response.headers["x-quire-ignored"] == "flavour"
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_takes_its_texts_with_it(server: Server) -> None:
     lost_before = server.metric("quire_answers_not_finished_total")
     with send(server, {"input": ["word " * 900] * 64}, "/v1/embeddings"):

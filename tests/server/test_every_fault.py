@@ -317,6 +317,7 @@ def is_tried(name: str, phase: Phase) -> bool:
     return (list(FAULTS).index(name) + PHASES.index(phase)) % 2 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_fault(phase: Phase, small_model: str, tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def test_there_are_fields_to_try() -> None:
     assert {path for path, _ in found} == set(ENDPOINTS)
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize(("path", "name"), list(number_fields()))
 def test_what_is_no_number_or_none_the_field_takes(
     server: Server, client: httpx.Client, path: str, name: str

@@ -11,6 +11,8 @@ from pydantic import BaseModel, SecretStr
 from tests.late_import import LateModule
 from tests.server.harness import KEY, Server
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     import instructor
     import openai

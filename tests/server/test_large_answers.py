@@ -52,6 +52,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(value=values, at_once=st.sampled_from([1, 2, 7]))
 def test_pieces_are_the_whole(value: Any, at_once: int) -> None:
@@ -63,6 +64,7 @@ def test_pieces_are_the_whole(value: Any, at_once: int) -> None:
         http_responses._VALUES_AT_ONCE = before
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("value", LARGE.values(), ids=LARGE.keys())
 def test_no_piece_is_large(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is handed to the encoder at once takes it a millisecond or so."""

@@ -87,6 +87,16 @@ def test_a_second_sigterm_ends_at_once(server: Server) -> None:
     assert "Traceback" not in server.log
 
 
+def test_under_nohup_a_hangup_ends_nothing(small_model: str) -> None:
+    environment = {"QUIRE_TEST_NOHUP": "1"}
+    with Server(model=small_model, engine=SMALL_ENGINE, environment=environment) as server:
+        assert server.process is not None
+        server.process.send_signal(signal.SIGHUP)
+        server.assert_sound()  # takes requests, so the signal has been seen by then
+        assert server.process.poll() is None
+        assert "no new requests" not in server.log
+
+
 def test_the_engine_does_not_outlive_a_killed_server(small_model: str, tmp_path: Path) -> None:
     environment = {"TMPDIR": str(tmp_path)}
     with Server(model=small_model, engine=SMALL_ENGINE, environment=environment) as server:
@@ -121,6 +131,7 @@ def start(fields: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_known_before_the_model_is_loaded() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -153,6 +164,7 @@ def test_options_that_cannot_be_say_why(fields: dict[str, Any], message: str) ->
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -167,6 +179,7 @@ def test_what_cannot_be_served_says_why(fields: dict[str, Any], message: str) ->
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_line_serves(tmp_path: Path, smollm2_gguf: Path) -> None:
     """With keys from flag, file and environment, and JSON in the log. The HTTP process has no
     torch, which takes seconds to import, and 200 MB: of a GGUF file it reads the tokenizer alone.

@@ -116,6 +116,7 @@ async def lose(
     return response, client
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("path", "moment", "stream"), CASES)
 def test_it_dies(small_model: str, path: str, moment: Moment, stream: bool) -> None:
     body = BODIES[path] | ({"stream": True} if stream else {})

@@ -113,6 +113,7 @@ CASES: list[tuple[str, Callable[[Server], Outcome], bool]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize(("fault", "operation", "is_replaced"), CASES)
 def test_the_nth_fails(

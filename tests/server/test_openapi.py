@@ -80,6 +80,7 @@ def test_streams_are_documented(small: Server) -> None:
     assert all("application/json" in found for found in kinds.values())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 def test_nothing_breaks_it(small: Server, api: Any, path: str, mode: str) -> None:

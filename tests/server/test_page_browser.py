@@ -17,6 +17,8 @@ from tests.server.browser import PATIENCE, expect
 from tests.server.gate import Gate
 from tests.server.harness import Server, wait_for
 
+pytestmark = pytest.mark.slow
+
 LONG = '{"type": "string", "minLength": 900}'
 """A schema that keeps the small model writing until its tokens run out."""
 

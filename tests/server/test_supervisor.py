@@ -248,6 +248,7 @@ def test_a_start_that_hangs_ends() -> None:
     assert time.monotonic() - began < 55  # it would have slept for a minute
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [2.5, 60.0], ids=["it comes to an end", "its server gives up"])
 def test_compiling_at_a_start_is_life_and_what_compiles_ends_with_the_engine(
     seconds: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

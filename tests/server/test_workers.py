@@ -204,6 +204,7 @@ def test_files_and_batches_go_through_any_worker(server: WorkersServer) -> None:
         assert client.head("/v1/models").status_code in (200, 405)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced(server: WorkersServer) -> None:
     counted = server.metric("vllm:generation_tokens_total")
     streams = [open_stream(server) for _ in range(8)]

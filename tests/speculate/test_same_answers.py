@@ -30,6 +30,7 @@ def expected(plain: LLM) -> list[Any]:
     return essence(answers(plain, 7, COUNT, 24))
 
 
+@pytest.mark.few(1)
 @pytest.mark.soak
 @pytest.mark.parametrize("speculation", ["ngram", "draft"])
 def test_every_kind_of_request(
@@ -49,6 +50,7 @@ def test_every_kind_of_request(
         assert got == wanted, index
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 def test_the_same_model_in_fewer_bits_drafts(
     smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
@@ -73,6 +75,7 @@ def test_the_same_model_in_fewer_bits_drafts(
     assert essence(found[0]) == essence(found[1])
 
 
+@pytest.mark.slow
 def test_who_cannot_draft_is_refused(smollm2_gguf: Path, tiny_model: Path) -> None:
     """Both sizes and the first token that differs; a model that is quantised already has nothing
     quicker.
@@ -93,6 +96,7 @@ def test_who_cannot_draft_is_refused(smollm2_gguf: Path, tiny_model: Path) -> No
         LLM(smollm2_gguf, max_model_len=64, kv_cache_memory="16MiB", speculation="self")
 
 
+@pytest.mark.slow
 def test_scarcity_chunks_streams_and_aborts(
     plain: LLM, smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,7 @@ def test_wrong_input_is_refused(tiny_model: Path) -> None:
         invoke(tiny_model, "--model", "smollm2")
 
 
+@pytest.mark.slow
 def test_engines_that_are_kept_give_the_same_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where making one takes seconds."""
     model = make_model(select_kernels(torch.device("cpu"), torch.float32))

@@ -86,6 +86,7 @@ def test_sums_that_depend_on_the_batch_show_in_batches() -> None:
     assert 2 <= len(smallest.cases) <= 6  # five rows in one step: a request alone never has them
 
 
+@pytest.mark.slow
 def test_a_prefix_cache_that_gives_a_neighbours_block_shows_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_sampler_that_draws_its_own_chance_shows_when_repeated(
     assert len(verdict.smallest.cases) == 1
 
 
+@pytest.mark.slow
 def test_a_sampler_that_ignores_the_seed_shows_among_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     proper = sampler.noise_keys
     monkeypatch.setattr(

@@ -57,6 +57,7 @@ def test_gates_are_those_of_float64(dtype: torch.dtype, rows: int, size: int) ->
     assert_close(sigmoid_mul(share, up.to(dtype)), share.double().sigmoid() * up, roundings=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_alone(dtype: torch.dtype) -> None:
     for size in (40, 1031):

@@ -143,6 +143,7 @@ def attend(
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("cap", "window"), [(0.0, None), (0.0, 50), (1.5, None), (1.5, 50)])
 def test_caps_sinks_and_scales_are_those_of_float64(
@@ -160,6 +161,7 @@ def test_caps_sinks_and_scales_are_those_of_float64(
         assert error <= {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("queries", [1, 20])
 def test_what_lies_before_a_window_may_be_anything(queries: int) -> None:
     """From its begin rounded down to `keys_at_once` on everything is read; the blocks before are
@@ -231,6 +233,7 @@ def test_it_is_that_of_float64(
     assert error <= {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scores_may_rise_along_the_context(dtype: torch.dtype) -> None:
     """So that what the weights are relative to changes several times within a split: still those of
@@ -251,6 +254,7 @@ def test_scores_may_rise_along_the_context(dtype: torch.dtype) -> None:
         assert same(attend(query[rows.to(DEVICE)], cache, alone), whole[rows.to(DEVICE)])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_score_far_above_all_others_takes_all_the_weight(dtype: torch.dtype) -> None:
     """Key 200 of a split is so much like the queries that weights relative to the first tile's
@@ -270,6 +274,7 @@ def test_a_score_far_above_all_others_takes_all_the_weight(dtype: torch.dtype) -
     assert same(attend(query[-1:], cache, last), value[None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 700] if ON_GPU else [700])
 @pytest.mark.parametrize(
     "heads", [(16, 8, 128), (9, 3, 64), (4, 1, 80)] if ON_GPU else [(2, 1, 64)], ids=str
@@ -351,6 +356,7 @@ def one_each(query: Tensor, batch: PagedBatch, positions: Tensor, count: int) ->
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 200, 700] if ON_GPU else [200])
 def test_the_work_may_be_shared_out_in_any_way(window: int | None) -> None:
     """A split per program, several, whole sequences, each sequence in another way, few programs,
@@ -380,6 +386,7 @@ def test_the_work_may_be_shared_out_in_any_way(window: int | None) -> None:
     assert torch.equal(attend(query, cache, batch, window), found[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [1, 16, 1250] if ON_GPU else [1250])
 @pytest.mark.parametrize("num_queries", [1, 3, 40] if ON_GPU else [3])
 def test_lists_made_for_longer_sequences_can_be_shortened(num_queries: int, programs: int) -> None:

@@ -77,6 +77,7 @@ def assert_same_tokens(logits: Tensor, limits: Tensor) -> None:
     assert ((got > -INFINITE).sum(-1) > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "vocab_size", [7, CHUNK - 1, 2 * CHUNK + 1, 49152, 151936] if ON_GPU else [CHUNK + 1]
 )
@@ -121,6 +122,7 @@ def test_any_mix_of_filters(
     assert_same_tokens(logits, limits_of(own))
 
 
+@pytest.mark.slow
 def test_flat_rows_that_no_ring_bounds() -> None:
     """So many equal or nearly equal scores that they are not collected."""
     vocab_size = 5 * CHUNK
@@ -165,6 +167,7 @@ def test_only_the_rows_that_are_named_change() -> None:
         filter_rows_(changed, torch.tensor([1], device=DEVICE), both)
 
 
+@pytest.mark.slow
 def test_a_row_is_alone() -> None:
     rows, counts = (max(ROW_COUNTS), ROW_COUNTS) if ON_GPU else (3, (1,))
     logits = random(rows, CHUNK + 5, dtype=torch.float32) * 2

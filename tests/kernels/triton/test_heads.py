@@ -110,6 +110,7 @@ def test_heads_are_those_of_the_single_steps(
         assert (others == UNWRITTEN).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_keys_and_values_are_divided_by_their_scales(dtype: torch.dtype) -> None:
     """As the reference does it. (The interpreter rounds to FP8 wrongly: there they stay numbers.)"""
@@ -134,6 +135,7 @@ def test_keys_and_values_are_divided_by_their_scales(dtype: torch.dtype) -> None
     assert torch.equal(caches[0].values.float().cpu(), caches[1].values.float())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_alone(dtype: torch.dtype) -> None:
     rows, num_heads, num_kv_heads, head_dim = max(ROW_COUNTS), 4, 2, 64
@@ -177,6 +179,7 @@ def test_odd_arguments_are_refused() -> None:
         )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["offset", "after rope", "whole"])
 def test_other_norms_are_those_of_the_reference(kind: str, dtype: torch.dtype) -> None:
@@ -197,6 +200,7 @@ def test_other_norms_are_those_of_the_reference(kind: str, dtype: torch.dtype) -
         assert_close(got, expected.double(), roundings=3, size=expected.double().abs() + 1)
 
 
+@pytest.mark.slow
 def test_heads_have_the_same_bits_however_many_there_are() -> None:
     """As a rank has some of them only."""
     rows, num_heads, num_kv_heads, head_dim = ROW_COUNTS[-1], 16, 8, 128

@@ -63,6 +63,7 @@ def test_products_are_those_of_float64(
     assert_close(TritonKernels().linear(x, Weight.dense(weight), bias), truth, size=magnitude)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "shape", [(96, 64), (130, 300)] + ([(1024, 3072)] if ON_GPU else []), ids=str
@@ -89,6 +90,7 @@ def test_every_tile_fits_a_multiprocessor(silu_mul: bool) -> None:
                 assert held * torch.bfloat16.itemsize <= 227 * 1024, (rows, size, inner, tile)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 20, 40])
 def test_the_fused_activation_is_the_unfused_one(dtype: torch.dtype, rows: int) -> None:

@@ -95,6 +95,7 @@ def make_layer(
     return x, router_logits, weights
 
 
+@pytest.mark.slow
 @drawn
 @given(
     st.sampled_from(DTYPES),
@@ -118,6 +119,7 @@ def test_outputs_are_those_of_float64(
     assert_close(moe(*layer, spec), truth, roundings=5, size=size)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("dtype", "biases"),
     list(itertools.product(DTYPES, [False, True]))
@@ -137,6 +139,7 @@ def test_a_row_is_alone(dtype: torch.dtype, biases: bool) -> None:
     assert_rows_alone(lambda x, logits: moe(x, logits, weights, spec), [x, router_logits], counts)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (60, 4), (8, 2), (5, 5), (1, 1)])
 def test_routing_is_that_of_the_reference(experts: int, top_k: int, normalize: bool) -> None:
@@ -166,6 +169,7 @@ def test_a_row_without_weights_gets_different_experts_all_the_same(spoilt: list[
     assert not weights.view(3, 3)[[0, 2]].isnan().any()
 
 
+@pytest.mark.slow
 @drawn
 @given(
     st.sampled_from([(2, 2), (3, 4), (17, 8), (64, 8), (65, 8), (512, 8), (600, 8)]),

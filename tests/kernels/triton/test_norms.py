@@ -61,6 +61,7 @@ def test_norm_and_sum_are_those_of_float64(dtype: torch.dtype, rows: int, size: 
     assert_close(layer_norm(x, weight, bias, EPS), truth, roundings=2, size=truth.abs() + 4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [64, 1024, 1027, 4096] if ON_GPU else [64, 131, 1024])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_alone(dtype: torch.dtype, size: int) -> None:

@@ -43,6 +43,7 @@ def temperatures(rows: int) -> Tensor:
     return values[torch.arange(rows, device=DEVICE) % len(values)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_token_is_the_one_of_the_definition(dtype: torch.dtype, vocab_size: int) -> None:
@@ -62,6 +63,7 @@ def test_the_token_is_the_one_of_the_definition(dtype: torch.dtype, vocab_size: 
     assert (flags == 0).all()
 
 
+@pytest.mark.slow
 def test_noise_is_that_of_the_definition() -> None:
     """One token against an ever higher rival without noise shows its noise: here for many tokens at
     once.
@@ -78,6 +80,7 @@ def test_noise_is_that_of_the_definition() -> None:
             assert (chosen == winner).all()
 
 
+@pytest.mark.slow
 def test_ties_and_forbidden_tokens() -> None:
     logits = torch.full((4, 5000), NEVER, device=DEVICE)
     logits[0, [7, 40, 4999]] = 2.0
@@ -97,6 +100,7 @@ def test_ties_and_forbidden_tokens() -> None:
     assert flags.view(repeats, 4).unique(dim=0).tolist() == [[0, 0, NOTHING_LEFT, 0]]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", [0, 4095, 4096, 8999])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_nan_is_flagged_wherever_it_is(place: int, temperature: float) -> None:
@@ -117,6 +121,7 @@ def test_infinity_wins() -> None:
     assert flags.tolist() == [0, 0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_alone(dtype: torch.dtype) -> None:
     rows = max(ROW_COUNTS)

@@ -229,6 +229,7 @@ def test_other_devices_and_dtypes_do_without() -> None:
     assert not small_batches.are_exact(DEVICE, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.skipif(ON_GPU, reason="where there is a GPU they are run")
 def test_kernels_for_all_devices_compile_and_fit_into_what_each_has() -> None:

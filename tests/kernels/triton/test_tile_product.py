@@ -122,6 +122,7 @@ def test_what_is_no_number_stays_none(dtype: torch.dtype, bad: float) -> None:
     assert got[1].isnan().all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("owners", "experts"),
     [
@@ -185,6 +186,7 @@ def coded(name: str, *shape: int) -> Weight:
     return Weight.of(format, shape, *(part.view(*shape[:-1], *part.shape[1:]) for part in parts))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CODED)
 def test_codes_become_the_numbers_of_the_expanded_weight(name: str) -> None:
     """To the bit, and so do products with rows that pick single numbers."""
@@ -208,6 +210,7 @@ def test_codes_become_the_numbers_of_the_expanded_weight(name: str) -> None:
     assert (got - expected).abs().max() <= 2e-3 * expected.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*CODED, "INT8", "FP8", "FP8_G128"] if ON_GPU else ["MXFP4", "INT8"]
 )

@@ -35,7 +35,7 @@ from tests.server.replicas.local_engines import (
 )
 from tests.server.replicas.test_moves import BODIES
 
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.soak, pytest.mark.slow]
 
 KINDS = ("greedy", "sampled", "penalties", "several", "echo", "chat", "schema")
 AT_ONCE = 8

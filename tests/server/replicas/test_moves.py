@@ -283,6 +283,7 @@ def hang_at(engines: LocalEngines, count: int) -> list[LocalLink]:
 QUICK_TO_SUSPECT = {"suspect_seconds": 0.6, "stall_seconds": 0.8}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recovers", [True, False])
 def test_streams_leave_an_engine_that_hangs_while_another_has_room(
     engines: LocalEngines, recovers: bool
@@ -350,6 +351,7 @@ def test_a_step_that_takes_long_everywhere_is_waited_for(engines: LocalEngines) 
         asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_streams_leave_an_engine_that_hangs_as_far_as_others_have_room(small_model: str) -> None:
     full = LocalEngines(small_model, {"max_num_seqs": 1})
     path, body = BODIES["greedy"]

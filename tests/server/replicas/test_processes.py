@@ -9,6 +9,8 @@ import signal
 import threading
 from pathlib import Path
 
+import pytest
+
 from tests.server.harness import Server, wait_for
 
 COMPLETIONS = "/v1/completions"
@@ -36,6 +38,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_engines_are_killed(small_model: str) -> None:
     """Both of them, one after the other, while answers are read: every answer is whole, each token
     once, and then there are two engines again. SIGTERM lets answers end, and nothing is left.

@@ -537,6 +537,7 @@ def is_found(key: BlockKey, cached: dict[bytes, BlockKey]) -> bool:
     return key.digest in cached and (key.parent is None or is_found(key.parent, cached))
 
 
+@pytest.mark.slow
 def test_fifty_conversations_over_three_replicas() -> None:
     """In virtual time, with the real scheduler and cache: nearly what one engine finds in its
     cache, which has seen everything, and answers begin earlier than with round robin.

@@ -1,0 +1,72 @@
+"""Which tests `make test` runs, and which of them share a worker.
+
+`make test` leaves out what is marked `slow`. `few(count)` on a test with parameters keeps that
+many of its cases, evenly spread, and makes the others slow. `make test-all` runs what was left out,
+and tests that search once more, for longer.
+
+With `--dist loadgroup` the tests of one file share a worker, and so do files whose tests talk to
+the same server. We say ourselves which: the groups of pytest-xdist 3.8 are lost with pytest 9.2,
+and it asks for a mark on every test.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_ROOT = Path(__file__).parents[1]
+_SHARED = re.compile(r"\b(shared_server|shared_small_server|scripted|keyed|server): Server\b")
+"""Fixtures of tests/server/conftest.py with a server for the whole session, as tests ask for them."""
+
+
+def mark_slow_cases(items: Sequence[pytest.Item]) -> None:
+    """What `few` leaves out becomes slow. Cases that are slow for another reason don't count."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for several in cases.values():
+        mark = several[0].get_closest_marker("few")
+        assert mark is not None
+        kept = evenly_spread(len(several), *mark.args)
+        for place, item in enumerate(several):
+            if place not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
+def evenly_spread(count: int, wanted: int) -> set[int]:
+    """That many of `count` places, the first and the last among them if there are two."""
+    if wanted >= count:
+        return set(range(count))
+    return {place * (count - 1) // max(1, wanted - 1) for place in range(wanted)}
+
+
+@cache
+def worker_group(path: str) -> str:
+    """Files with the same group are tested by one worker: the shared server that its tests name
+    first, or the file itself.
+    """
+    text = (_ROOT / path).read_text()
+    found = _SHARED.search(text)
+    if found is None or "def server(" in text:  # one of its own
+        return path
+    return found[1].replace("shared_", "")
+
+
+def make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `pytest_xdist_make_scheduler`: None leaves the choice to pytest-xdist."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return worker_group(nodeid.partition("::")[0])
+
+    return GroupScheduling(config, log)
