@@ -14,12 +14,12 @@ import pytest
 from quire.config import EngineConfig, EngineOptions
 from quire.field_checks import parameters
 from quire.sampling_params import SamplingParams
-from quire.server.api.protocol.anthropic import MessagesRequest
-from quire.server.api.protocol.chat import ChatCompletionRequest
-from quire.server.api.protocol.completions import CompletionRequest
-from quire.server.api.protocol.ollama import Options
-from quire.server.api.protocol.responses import ResponsesRequest
-from quire.server.api.protocol.sampling import FromTable
+from quire.server.api.anthropic_fields import MessagesRequest
+from quire.server.api.chat import ChatCompletionRequest
+from quire.server.api.completions import CompletionRequest
+from quire.server.api.ollama import Options
+from quire.server.api.responses import ResponsesRequest
+from quire.server.api.sampling import FromTable
 
 ROOT = Path(__file__).parents[1]
 BODIES = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest, Options)
