@@ -1,7 +1,7 @@
-"""The HTTP server: OpenAI's and Anthropic's protocols in front of an engine that runs in a process
-of its own.
+"""The HTTP server: OpenAI's, Anthropic's and Ollama's protocols in front of an engine that runs in a
+process of its own.
 
-The road of a request: `limits`, `auth` and `routes/` (one file per endpoint, translating between
-`protocol/` and `generation`), `generation` (text to tokens and back), `admission`, `engine_client`,
-then over the wire (`messages`) to `engine_process`.
+The road of a request: `guard/` (connections, keys, limits), `api/` (one file per protocol: its
+fields, its writer, its routes), `service` and `calls/` (text to tokens and back), then over the
+`link/` to the engine's process. docs/server.md names the files in order.
 """

@@ -43,8 +43,12 @@ class CallStream(EventStream):
             while call.events or not call.is_over:
                 for event in call.take():
                     is_long = writer.may_take_long and writer.is_long_chunk(event)
-                    data = await asyncio.to_thread(self.chunk, event) if is_long else None
-                    await _send(send, self.chunk(event) if data is None else data)
+                    if is_long:
+                        data = await asyncio.to_thread(writer.chunk, event)
+                    else:
+                        data = writer.chunk(event)
+                    self._begin(event.index)
+                    await _send(send, data)
                 if not call.events and not call.is_over:
                     self.idle = asyncio.get_running_loop().create_future()
                     await self.idle
@@ -57,16 +61,11 @@ class CallStream(EventStream):
             send, b"".join(await asyncio.to_thread(list, finished) if is_long else finished)
         )
 
-    def chunk(self, event: GenerationEvent) -> bytes:
+    def _begin(self, index: int) -> None:
         """After the first event of a choice its text comes without any."""
-        data = self._writer.chunk(event)
-        if event.index not in self._begun:
-            self._begun.add(event.index)
-            if self._direct is not None:
-                self._call.write_text_to(
-                    event.index, _NewText(self, event.index, self._writer, self._direct)
-                )
-        return data
+        if index not in self._begun and self._direct is not None:
+            self._begun.add(index)
+            self._call.write_text_to(index, _NewText(self, index, self._writer, self._direct))
 
     def _news(self) -> None:
         """Events have come, or the end."""
@@ -79,10 +78,13 @@ class CallStream(EventStream):
             self.wake()
             return
         try:
-            data = b"".join(map(self.chunk, call.take()))
+            events = call.take()
+            data = b"".join(map(writer.chunk, events))
         except Exception as error:
             self.wake(error)
             return
+        for event in events:
+            self._begin(event.index)
         if data:
             call.next_turn.write(self._direct.write, data)
 
@@ -109,6 +111,7 @@ class _NewText:
         "_text",
         "_text_chunk",
         "_token_ids",
+        "_writer",
     )
 
     def __init__(
@@ -116,6 +119,7 @@ class _NewText:
     ) -> None:
         self._stream = stream
         self._index = index
+        self._writer = writer
         self._text_chunk = writer.text_chunk
         self._direct = direct
         self._next_turn = writer.call.next_turn
@@ -148,7 +152,7 @@ class _NewText:
             if data is None:
                 parts = ("", text) if self._is_reasoning else (text, "")
                 event = GenerationEvent(self._index, text, *parts, (), self._token_ids)
-                data = self._stream.chunk(event)
+                data = self._writer.chunk(event)
         except Exception as error:
             self._stream.wake(error)
             return

@@ -98,10 +98,14 @@ class EmbeddingsRequest(ApiRequest):
         )
 
     def check_model_limits(self, hidden_size: int) -> None:
-        if self.dimensions is not None and self.dimensions > hidden_size:
-            raise InvalidRequestError(
-                "dimensions", f"is {self.dimensions}; this model's vectors have {hidden_size}"
-            )
+        check_dimensions(self.dimensions, hidden_size)
+
+
+def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
+    if dimensions is not None and dimensions > hidden_size:
+        raise InvalidRequestError(
+            "dimensions", f"is {dimensions}; this model's vectors have {hidden_size}"
+        )
 
 
 class EmbeddingWriter(Writer[EmbeddingsRequest]):

@@ -2,7 +2,7 @@
 it and works on it, a writer puts what comes back into the form of the API, streamed or whole, and
 its end is recorded.
 
-An API is a body (`protocol`), a `Writer`, and the route that `endpoint` makes of the two.
+An API is a body (`ApiRequest`), a `Writer`, and the route that `endpoint` makes of the two.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from quire.server.api.body import (
     offered,
     present,
 )
-from quire.server.api.embeddings import MAX_INPUTS
+from quire.server.api.embeddings import MAX_INPUTS, check_dimensions
 from quire.server.api.endpoint import answer
 from quire.server.api.sampling import FromTable, TokenChoice
 from quire.server.api.writer import Writer, logprob_body
@@ -308,10 +308,7 @@ class EmbedRequest(OllamaRequest):
         )
 
     def check_model_limits(self, hidden_size: int) -> None:
-        if self.dimensions is not None and self.dimensions > hidden_size:
-            raise InvalidRequestError(
-                "dimensions", f"is {self.dimensions}; this model's vectors have {hidden_size}"
-            )
+        check_dimensions(self.dimensions, hidden_size)
 
 
 def _as_openai(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:

@@ -114,7 +114,7 @@ class Call(ABC):
         self._unsent = deque(range(len(prompts)))
         """Prompts the engine was not given yet."""
         self.events: list[GenerationEvent] = []
-        """Events that have come and were not taken yet."""
+        """That have come and were not taken yet; the same list all the time."""
         self._undecided: set[str] = set()
         """Requests the engine has neither accepted nor refused."""
         self._asked = [self._ask(number) for number in range(len(prompts))]
@@ -171,8 +171,8 @@ class Call(ABC):
 
     def take(self) -> list[GenerationEvent]:
         """Those, in as few events as tell the same; the first of a choice is one of its own."""
-        events = self.events
-        self.events = []
+        events = self.events.copy()
+        self.events.clear()
         self._num_buffered = 0
         return (
             events if len(events) == 1 and not self._silent else join_events(events, self._silent)

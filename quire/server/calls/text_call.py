@@ -25,6 +25,8 @@ class _Answer:
 
     call: TextCall
     usage: Usage
+    events: list[GenerationEvent]
+    """Of the call, that wait for its reader."""
     gaps: dict[float, int]
     """`ServerMetrics.gaps`"""
     answer_id: str
@@ -47,7 +49,8 @@ class _Answer:
 
     def grow(self, token_ids: tuple[int, ...], now: float) -> None:
         """Nearly every token of every stream comes this way, so it is short."""
-        if len(token_ids) == 1 and self.first_token is not None:
+        sink = self.sink
+        if sink is not None and len(token_ids) == 1:
             gaps, gap = self.gaps, now - self.last_token
             if not gaps:
                 self.call.count_gaps_soon()
@@ -76,8 +79,7 @@ class _Answer:
             if calls or len(pieces) > 1:
                 self.call.tell(self.index, pieces, reader.unmarked(text), token_ids)
                 return
-        sink = self.sink
-        if sink is not None and not self.call.events:
+        if sink is not None and not self.events:
             if not reasoning:
                 # without any: half a character, or what may begin a tag
                 if not content or sink.push(content, token_ids, False):
@@ -125,6 +127,7 @@ class TextCall(Call):
             self._answers[answer_id] = _Answer(
                 self,
                 self.usage,
+                self.events,
                 self._metrics.gaps,
                 answer_id,
                 number,
