@@ -177,6 +177,7 @@ def answer(folder: Path, answers: Any) -> None:
         answers.put(llm.generate("ab", GREEDY)[0].token_ids)
 
 
+@pytest.mark.slow
 def test_a_spawned_child_makes_its_own(llm: LLM, folder: Path) -> None:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()

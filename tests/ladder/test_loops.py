@@ -52,6 +52,7 @@ def ticking(step: float) -> Callable[[], float]:
     return ticks().__next__
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("family", SPECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loops_say_what_a_paged_decoder_says(family: str, dtype: torch.dtype) -> None:

@@ -131,6 +131,7 @@ def test_a_file_of_the_gguf_package_reads_back(tmp_path: Path) -> None:
         assert torch.equal(checkpoint.read(name), torch.from_numpy(value))
 
 
+@pytest.mark.slow
 def test_smollm2_is_read_as_the_gguf_package_reads_it(smollm2_gguf: Path) -> None:
     reference = gguf.GGUFReader(smollm2_gguf)
     header = read_gguf(smollm2_gguf)
