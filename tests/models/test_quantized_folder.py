@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from quire.convert import quantized_folder
 from safetensors.torch import load_file, save_file
 
 from quire.errors import InvalidRequestError, ModelFormatError, QuireError, UnsupportedModelError
 from quire.kernels.quantize import INT8, to_codes, to_q4_0
 from quire.models.load import open_model
 from quire.models.weight_plan import plan_weights
+from quire.tools import quantize
 from quire.tools.quantize import quantize_model
 from tests.decoding import all_logits, load_decoder
 from tests.models.storing_kernels import StoringKernels
@@ -123,7 +123,7 @@ def test_int4_is_packed_as_compressed_tensors_does(small: Path, tmp_path: Path) 
     assert stored[f"{UP}_shape"].tolist() == list(before.shape)
     codes = torch.stack([packed >> 4 * i & 15 for i in range(8)], -1).flatten(1)
     meant = (codes - 8).float() * scales.float().repeat_interleave(32, 1)
-    assert torch.equal(meant, quantized_folder.QUANTIZED["int4"].expand(to_q4_0(before)))
+    assert torch.equal(meant, quantize.QUANTIZED["int4"].expand(to_q4_0(before)))
 
 
 @pytest.mark.parametrize("to", ["int8", "int4"])
@@ -131,7 +131,7 @@ def test_large_models_become_several_files(
     small: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantize_model(small, tmp_path / "one", to)
-    monkeypatch.setattr(quantized_folder, "MAX_SHARD_BYTES", 100_000)
+    monkeypatch.setattr(quantize, "MAX_SHARD_BYTES", 100_000)
     quantize_model(small, tmp_path / "many", to)
     files = sorted(file.name for file in (tmp_path / "many").glob("*.safetensors"))
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
