@@ -69,6 +69,14 @@ class TestAdmission:
         with pytest.raises(ApiError):
             admission.enter(1)
 
+    def test_a_request_takes_a_place_for_each_of_its_answers(self) -> None:
+        admission = Admission(max_running=2, max_queued_requests=2, max_queued_tokens=100)
+        admission.enter(3)
+        with pytest.raises(ApiError, match="3 answers are running or waiting"):
+            admission.enter(2)
+        assert admission.num_answers == 3
+        admission.enter(1)
+
     def test_tokens_are_bounded_while_they_wait(self) -> None:
         admission = Admission(max_running=2, max_queued_requests=8, max_queued_tokens=100)
         first, second = admission.enter(1), admission.enter(1)
