@@ -332,7 +332,7 @@ def test_a_server_that_goes_away_and_comes_back(page: Any, gate: Gate) -> None:
 
 def test_a_phone_s_width_is_enough(page: Any) -> None:
     page.set_viewport_size({"width": 360, "height": 700})
-    page.click("text=Settings")
+    page.click("#settings-panel summary")
     text_of(ask(page, "Fits?", max_tokens="30"))
     assert page.evaluate("() => document.documentElement.scrollWidth") == 360
     page.click("#tab-watch")
