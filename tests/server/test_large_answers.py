@@ -79,7 +79,7 @@ def test_no_piece_is_large(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         sizes.append(count(one))
         return msgspec.json.encode(one)
 
-    monkeypatch.setattr(http_responses, "_encode", encode)
+    monkeypatch.setattr(http_responses, "encode", encode)
     response = LargeJsonResponse.of(lambda: value)
     assert max(sizes) <= 2 * http_responses._VALUES_AT_ONCE
     assert len(sizes) < 3000  # nor so small that the pieces are all the work
