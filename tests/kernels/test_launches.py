@@ -61,6 +61,7 @@ def test_launches_are_found() -> None:
     counts = {name: len(kernels_and_launches((FOLDER / name).read_text())[1]) for name in FILES}
     assert {name: count for name, count in counts.items() if count} == {
         "attention.py": 2,
+        "few_rows_int4.py": 1,
         "filters.py": 4,
         "grouping.py": 2,
         "heads.py": 1,

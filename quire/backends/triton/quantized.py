@@ -3,7 +3,8 @@ rows.
 
 With FP8 and INT8 weights, the rows of x are quantised to the same format, each row by itself.
 Weights of 4 bits and in GGUF's formats are expanded to the model's dtype: inside the product
-(`streamed_linear.py` where possible, else `tile_product.py`), or before it if there are many rows.
+(`streamed_linear.py` where possible, for few rows `few_rows_int4.py`, else `tile_product.py`), or
+before it if there are many rows.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from quire.kernels.weights import Part, Weight
 
 if HAS_GLUON:
     from quire.backends.triton import single_row_linear
+    from quire.backends.triton.few_rows_int4 import FEW_ROWS, few_rows_linear
     from quire.backends.triton.streamed_linear import (
         MAX_ROWS,
         Int4,
@@ -174,7 +176,8 @@ class QuantizedProducts:
                 return self._dense(
                     x, Weight.dense(expand_int4(packed, x.dtype)[: part.rows]), bias, given
                 )
-            int4_linear(x.contiguous(), packed, bias, out)
+            compute = few_rows_linear if rows <= FEW_ROWS else int4_linear
+            compute(x.contiguous(), packed, bias, out)
             return out
         activation, codes = Activation.SILU if silu_mul else None, part.tensors[0]
         tile = tile_of(rows, codes.shape[0], silu_mul, part.format.group)

@@ -71,7 +71,7 @@ FIRST = {torch.bfloat16: 128.0, torch.float16: 1024.0}
 """The float whose lowest bits take a code."""
 
 
-def _asm(dtype: torch.dtype, shift: int, has_minimum: bool) -> str:
+def expanding_asm(dtype: torch.dtype, shift: int, has_minimum: bool) -> str:
     words = _CONSTANTS[dtype] | {"SHIFT": str(shift)}
     words |= (
         {"SUBTRACTED": "offset", "ADDED": "$6"}
@@ -136,7 +136,7 @@ def pack_int4(
 
 
 @gluon.constexpr_function
-def _codes_layout(warps):
+def codes_layout(warps):
     """[outputs, 16 words]: a thread has 4 neighbouring words of two rows."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [8, 0]],
@@ -179,7 +179,7 @@ def _numbers(codes, first, second, dtype: gl.constexpr, ASM: gl.constexpr, OUT: 
 
 
 @gluon.jit
-def _expand(
+def expand_tile(
     codes,
     scales,
     dtype: gl.constexpr,
@@ -207,18 +207,32 @@ def _load_scales(scales, tile, SIZE, GROUP: gl.constexpr):
 
 @gluon.jit
 def _copy_inputs(
-    x, staged, first_row, M, column, K: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr
+    x,
+    staged,
+    chunk,
+    first_row,
+    M,
+    K: gl.constexpr,
+    CHUNK: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
-    """Starts to copy 128 columns of x to shared memory; rows after the last one become 0."""
+    """Starts to copy the columns of x that a chunk of tiles needs to shared memory; rows after the
+    last one become 0. After the end the last chunk is copied again and not used.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
-    place = column + gl.arange(0, 128, gl.SliceLayout(0, layout))
+    column = gl.minimum(chunk * (CHUNK * 128), K - CHUNK * 128)
+    place = column + gl.arange(0, CHUNK * 128, gl.SliceLayout(0, layout))
     source = x + row[:, None].to(gl.int64) * K + place[None, :]
-    async_copy.async_copy_global_to_shared(staged, source, mask=(row < M)[:, None])
+    async_copy.async_copy_global_to_shared(
+        staged.index(chunk % STAGES), source, mask=(row < M)[:, None]
+    )
     async_copy.commit_group()
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M"])
 def _int4_kernel(
     x,
     codes,
@@ -235,18 +249,22 @@ def _int4_kernel(
     HIGH: gl.constexpr,
     BLOCK_M: gl.constexpr,
     AHEAD: gl.constexpr,
+    CHUNK: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Computes 16 outputs per warp, of BLOCK_M rows."""
+    """Computes 16 outputs per warp, of BLOCK_M rows. Codes are loaded AHEAD tiles before they are
+    used. Inputs are copied for CHUNK tiles at once: threads wait for each other, and for the tensor
+    cores, once in a chunk. Within a chunk a tile's product begins while the one before still runs.
+    """
     OUT: gl.constexpr = 16 * WARPS
     TILES: gl.constexpr = K // 128
     dtype: gl.constexpr = x.dtype.element_ty
     accumulator: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, accumulator, 2)
-    read: gl.constexpr = _codes_layout(WARPS)
-    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, 128], dtype)
+    read: gl.constexpr = codes_layout(WARPS)
+    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, CHUNK * 128], dtype)
     if PDL:
         cuda.gdc_launch_dependents()
     first_row = gl.program_id(1) * BLOCK_M
@@ -261,11 +279,12 @@ def _int4_kernel(
         waiting_scales = waiting_scales + (_load_scales(factors, i, SIZE, GROUP),)  # type: ignore[assignment]
     if PDL:
         cuda.gdc_wait()
-    staged = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, 128], shared)
+    staged = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, CHUNK * 128], shared)
     for i in gl.static_range(STAGES - 1):
-        _copy_inputs(x, staged.index(i), first_row, M, i * 128, K, BLOCK_M, WARPS)
+        _copy_inputs(x, staged, i, first_row, M, K, CHUNK, STAGES, BLOCK_M, WARPS)
     total = gl.zeros((OUT, BLOCK_M), gl.float32, accumulator)
-    tile = _expand(waiting[0], waiting_scales[0], dtype, LOW, HIGH, OUT, operand)  # type: ignore[misc]
+    tile = expand_tile(waiting[0], waiting_scales[0], dtype, LOW, HIGH, OUT, operand)  # type: ignore[misc]
+    running = tile
     for start in range(0, TILES, AHEAD):
         for i in gl.static_range(AHEAD):
             now = start + i
@@ -277,25 +296,27 @@ def _int4_kernel(
                 + (_load_scales(factors, later, SIZE, GROUP),)
                 + waiting_scales[i + 1 :]
             )
-            # the compiler adds the barriers between copies and products
-            async_copy.wait_group(STAGES - 2)
-            # The last iteration's stage is free now: it takes the inputs needed STAGES - 1
-            # iterations later.
-            column = gl.minimum(now + STAGES - 1, TILES - 1) * 128
-            _copy_inputs(
-                x,
-                staged.index((now + STAGES - 1) % STAGES),
-                first_row,
-                M,
-                column,
-                K,
-                BLOCK_M,
-                WARPS,
-            )
-            total = warpgroup_mma(
-                tile, staged.index(now % STAGES).permute((1, 0)), total, is_async=True
-            )
-            next_tile = _expand(
+            chunk = now // CHUNK
+            if i % CHUNK == 0:
+                # the compiler adds the barriers between copies and products
+                async_copy.wait_group(STAGES - 2)
+                # The last chunk's stage is free now: it takes the inputs needed STAGES - 1 chunks
+                # later.
+                _copy_inputs(
+                    x,
+                    staged,
+                    chunk + STAGES - 1,
+                    first_row,
+                    M,
+                    K,
+                    CHUNK,
+                    STAGES,
+                    BLOCK_M,
+                    WARPS,
+                )
+            inputs = staged.index(chunk % STAGES).slice(i % CHUNK * 128, 128, dim=1)
+            total = warpgroup_mma(tile, inputs.permute((1, 0)), total, is_async=True)
+            next_tile = expand_tile(
                 waiting[(i + 1) % AHEAD],
                 waiting_scales[(i + 1) % AHEAD],
                 dtype,
@@ -304,7 +325,13 @@ def _int4_kernel(
                 OUT,
                 operand,
             )
-            total, tile = warpgroup_mma_wait(0, deps=(total, tile))
+            # The registers of a tile are needed until its product is done, which in a chunk is
+            # one product later.
+            if (i + 1) % CHUNK == 0:
+                total, tile, running = warpgroup_mma_wait(0, deps=(total, tile, running))
+            else:
+                total, running = warpgroup_mma_wait(1, deps=(total, running))
+            running = tile
             tile = next_tile
     async_copy.wait_group(0)
     row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, accumulator))[None, :]
@@ -318,8 +345,8 @@ def int4_linear(x: Tensor, weight: Int4, bias: Tensor | None, out: Tensor) -> No
     """x [rows, in] times the weight transposed, plus bias, into `out`."""
     rows, inner = x.shape
     size = weight.shape[0]
-    block, ahead, stages, warps = _tile_of(rows, size, inner // TILE_INPUTS)
-    low, high = (_asm(x.dtype, shift, weight.has_minimum) for shift in (0, 4))
+    block, ahead, chunk, stages, warps = _tile_of(rows, size, inner // TILE_INPUTS)
+    low, high = (expanding_asm(x.dtype, shift, weight.has_minimum) for shift in (0, 4))
     _int4_kernel[(size // (16 * warps), cdiv(rows, block))](
         x=x,
         codes=weight.codes,
@@ -336,6 +363,7 @@ def int4_linear(x: Tensor, weight: Int4, bias: Tensor | None, out: Tensor) -> No
         HIGH=high,
         BLOCK_M=block,
         AHEAD=ahead,
+        CHUNK=chunk,
         STAGES=stages,
         WARPS=warps,
         PDL=USE_PDL,
@@ -345,20 +373,30 @@ def int4_linear(x: Tensor, weight: Int4, bias: Tensor | None, out: Tensor) -> No
     )
 
 
-def _tile_of(rows: int, size: int, tiles: int) -> tuple[int, int, int, int]:
-    """Rows of a program, tiles loaded ahead, stages, warps: the quickest on an H200. Bits don't
-    depend on them.
-    """
+class _Int4Tile(NamedTuple):
+    """How a product is divided; bits don't depend on it."""
+
+    rows: int
+    ahead: int
+    """Tiles whose codes are loaded ahead."""
+    chunk: int
+    """Tiles whose inputs are copied together."""
+    stages: int
+    """Chunks of inputs in shared memory."""
+    warps: int
+
+
+def _tile_of(rows: int, size: int, tiles: int) -> _Int4Tile:
+    """The quickest on an H200."""
     block = next((block for block in (8, 16, 32) if rows <= block), 64)
-    ahead, warps = 8 if block < 64 else 4, 4
-    if 128 < rows <= 256 and size % 128 == 0:
+    ahead, chunk, stages, warps = 8 if block < 64 else 4, 1, 4, 4
+    if (32 < rows <= 64 and size <= 8192) or (64 < rows <= 128 and size <= 4096):
+        # few programs, with much shared memory each
+        chunk, stages = 4, 2
+    elif 128 < rows <= 256 and size % 128 == 0:
         block, ahead, warps = (128, 4, 8) if size >= 6144 else (64, 8, 8)
-    return (
-        block,
-        next(each for each in (8, 4, 2, 1) if each <= ahead and tiles % each == 0),
-        4,
-        warps,
-    )
+    ahead = next(each for each in (8, 4, 2, 1) if each <= ahead and tiles % each == 0)
+    return _Int4Tile(block, ahead, min(chunk, ahead), stages, warps)
 
 
 @triton.jit

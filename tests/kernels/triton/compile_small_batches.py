@@ -16,11 +16,12 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from quire.backends.triton.few_rows_int4 import _few_rows_kernel, chunks_of
 from quire.backends.triton.prompt_attention import _REGISTERS, _prompt_kernel
 from quire.backends.triton.single_row_linear import _single_row_kernel
 from quire.backends.triton.small_batch_attention import _small_batch_kernel
 from quire.backends.triton.streamed_experts import BLOCKS, _experts_kernel
-from quire.backends.triton.streamed_linear import _asm, _int4_kernel
+from quire.backends.triton.streamed_linear import _int4_kernel, expanding_asm
 from tests.long_runs import IS_LONG
 
 ATTENTION_TYPES = {
@@ -115,7 +116,7 @@ def small_batch_kernels() -> dict[str, dict[str, int]]:
         constants |= {"TILE": 512 if number != "bf16" else 256, "PDL": True}
         types = PRODUCT_TYPES | {"weight": f"*{number}", "scales": "*fp32"}
         found[f"product {inner}"] = resources(_single_row_kernel, types, constants, 4)
-    low, high = (_asm(torch.bfloat16, shift, has_minimum=True) for shift in (0, 4))
+    low, high = (expanding_asm(torch.bfloat16, shift, has_minimum=True) for shift in (0, 4))
     for group, rows, ahead, warps in ((128, 8, 8, 4), (32, 128, 4, 8))[first:]:
         constants = {
             "K": 4096,
@@ -125,8 +126,15 @@ def small_batch_kernels() -> dict[str, dict[str, int]]:
             "HIGH": high,
             "BLOCK_M": rows,
         }
-        constants |= {"AHEAD": ahead, "STAGES": 4, "WARPS": warps, "PDL": True}
+        constants |= {"AHEAD": ahead, "CHUNK": 1, "STAGES": 4, "WARPS": warps, "PDL": True}
         found[f"four bits {group}"] = resources(_int4_kernel, FOUR_BITS_TYPES, constants, warps)
+    for group, rows in ((128, 8), (32, 16))[first:]:
+        constants = {"K": 4096, "GROUP": group, "HAS_BIAS": True, "LOW": low, "HIGH": high}
+        chunks = chunks_of(rows, 32)
+        constants |= {"BLOCK_M": rows, "CHUNK": chunks.tiles, "STAGES": chunks.stages, "PDL": True}
+        found[f"four bits, few rows {group}"] = resources(
+            _few_rows_kernel, FOUR_BITS_TYPES, constants, 4
+        )
     for width in BLOCKS if IS_LONG else (128,):
         blocks = BLOCKS[width]
         constants = {
