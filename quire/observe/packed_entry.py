@@ -101,7 +101,7 @@ class UnpackedEntries(Sequence[StepLogEntry]):
 class BlockEvents(NamedTuple):
     """What a step did to blocks."""
 
-    taken: list[tuple[str, Sequence[int]]]
+    taken: Sequence[tuple[str, Sequence[int]]]
     """By whom, and which, fresh."""
     copies: Sequence[BlockCopy]
 

@@ -152,11 +152,11 @@ def test_owners_of_shared_and_cached_blocks() -> None:
 
 
 def test_a_frame_is_bounded_and_adds_up() -> None:
-    view = LiveView(CONFIG, is_complete=True)
+    view = LiveView(replace(CONFIG, bytes_per_block=4096), is_complete=True)
     for number in range(1000):
         view.observe(entry(number, number / 1000, num_running=number % 3, num_waiting=7))
     frame, _ = view.take_frame()
-    assert frame["key"]["bytes_per_block"] == CONFIG.bytes_per_block
+    assert frame["key"]["bytes_per_block"] == 4096
     steps = [Column(*one) for one in frame["steps"]]
     assert len(steps) <= 32
     assert sum(one.steps for one in steps) == 1000
