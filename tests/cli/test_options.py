@@ -108,7 +108,7 @@ def test_a_model_is_named_with_or_without_its_option(
     )
     monkeypatch.setattr("quire.cli.chat.check_can_chat", note)
     monkeypatch.setattr("quire.tools.bench.offline.open_engine", note)
-    monkeypatch.setattr("quire.tools.bench.ladder.engines.Engines", note)
+    monkeypatch.setattr("quire.tools.bench.ladder.engines.LadderEngines", note)
     monkeypatch.setattr("quire.tools.plan.model.open_planned", note)
     monkeypatch.setattr("quire.checkpoints.sources.resolve", note)
     words = command.split()

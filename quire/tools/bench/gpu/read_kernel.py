@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -12,7 +10,7 @@ BLOCK = 16_384
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def read_blocks(memory: Any, found: Any, block: tl.constexpr) -> None:
+def read_blocks(memory, found, block: tl.constexpr):  # type: ignore[no-untyped-def]
     """Writes the largest of each block's int32 numbers, so that no load can be left out."""
     program = tl.program_id(0).to(tl.int64)
     values = tl.load(memory + program * block + tl.arange(0, block))
