@@ -75,6 +75,7 @@ class Child:
         self._leads_group = leads_group
         self._owner = os.getpid()
         self._lines: IO[bytes] | None = None
+        self._closing = closing
         self._finalizer = weakref.finalize(
             self, _end, self._process, leads_group, self._owner, closing
         )
@@ -150,6 +151,8 @@ class Child:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
         if self._lines is None:
             self._lines = self.connection.makefile("rb")
+            # Closed with the connection, which stays open for as long as a file of it does.
+            self._closing.callback(self._lines.close)
         line = self._lines.readline()
         if not line.endswith(b"\n"):
             raise ConnectionResetError("it ended before it had answered")

@@ -56,6 +56,16 @@ def test_it_answers_with_json_and_what_it_prints_is_not_in_between(child: Child)
     child.close()  # a second time does nothing
 
 
+def test_nothing_of_its_connection_stays_open(child: Child) -> None:
+    """Nor of the file from which its answers were read."""
+    assert child.ask("x") == "x"
+    descriptor = child.connection.fileno()
+    child.close()
+    assert child.connection.fileno() == -1
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(descriptor)
+
+
 def test_one_that_writes_megabytes_of_errors_is_not_held_up_and_its_last_words_are_kept(
     child: Child,
 ) -> None:

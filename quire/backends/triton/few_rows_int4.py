@@ -31,7 +31,7 @@ from quire.backends.triton.streamed_linear import (
     expanding_asm,
 )
 
-FEW_ROWS = 16
+FEW_ROWS = 8
 """With more rows `streamed_linear.py` is quicker (docs/performance.md, attempt 51)."""
 _WARPS = gl.constexpr(4)
 
@@ -220,7 +220,7 @@ def few_rows_linear(x: Tensor, weight: Int4, bias: Tensor | None, out: Tensor) -
     """x [rows, in] times the weight transposed, plus bias, into `out`."""
     rows, inner = x.shape
     size = weight.shape[0]
-    chunks = chunks_of(rows, inner // TILE_INPUTS)
+    chunks = chunks_of(inner // TILE_INPUTS)
     low, high = (expanding_asm(x.dtype, shift, weight.has_minimum) for shift in (0, 4))
     _few_rows_kernel[(size // TILE_OUTPUTS, cdiv(rows, chunks.rows))](
         x=x,
@@ -246,8 +246,6 @@ def few_rows_linear(x: Tensor, weight: Int4, bias: Tensor | None, out: Tensor) -
     )
 
 
-def chunks_of(rows: int, tiles: int) -> Chunks:
+def chunks_of(tiles: int) -> Chunks:
     """The quickest on an H200."""
-    block, most, stages = (8, 4, 3) if rows <= 8 else (16, 2, 4)
-    each = next(each for each in (4, 2, 1) if each <= most and tiles % each == 0)
-    return Chunks(block, each, stages)
+    return Chunks(FEW_ROWS, next(each for each in (4, 2, 1) if tiles % each == 0), 3)

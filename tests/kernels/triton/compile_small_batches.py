@@ -128,10 +128,15 @@ def small_batch_kernels() -> dict[str, dict[str, int]]:
         }
         constants |= {"AHEAD": ahead, "CHUNK": 1, "STAGES": 4, "WARPS": warps, "PDL": True}
         found[f"four bits {group}"] = resources(_int4_kernel, FOUR_BITS_TYPES, constants, warps)
-    for group, rows in ((128, 8), (32, 16))[first:]:
+    for group in (128, 32)[first:]:
         constants = {"K": 4096, "GROUP": group, "HAS_BIAS": True, "LOW": low, "HIGH": high}
-        chunks = chunks_of(rows, 32)
-        constants |= {"BLOCK_M": rows, "CHUNK": chunks.tiles, "STAGES": chunks.stages, "PDL": True}
+        chunks = chunks_of(32)
+        constants |= {
+            "BLOCK_M": chunks.rows,
+            "CHUNK": chunks.tiles,
+            "STAGES": chunks.stages,
+            "PDL": True,
+        }
         found[f"four bits, few rows {group}"] = resources(
             _few_rows_kernel, FOUR_BITS_TYPES, constants, 4
         )
