@@ -130,6 +130,8 @@ class Division:
         return layer.with_mixers(self._local_mixer)
 
     def _local_mixer(self, mixer: Mixer) -> Mixer:
+        if self.size == 1:
+            return mixer
         if not isinstance(mixer, AttentionSpec):
             raise InvalidRequestError(
                 "tensor_parallel_size",

@@ -224,6 +224,28 @@ def run(*arguments: str) -> tuple[int, str]:
     return done.exit_code, done.stdout
 
 
+def test_a_model_whose_layers_keep_a_state(tmp_path: Path) -> None:
+    """Three of four layers are recurrent; their states are counted, and that they are slow is said."""
+    config = tmp_path / "config.json"
+    hybrid = CONFIGS["qwen3-8b"] | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 32,
+        "head_dim": 256,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    }
+    config.write_text(json.dumps(hybrid))
+    code, text = run("--model", str(config), "--gpu", "h200", "--requests", "16")
+    assert code == 0, text
+    assert "keep all tokens, chunks of 64 (" in text
+    assert "each request also has two states of 50.2 MiB" in text
+    assert "layers with a state have none yet" in text
+    divided = ("--gpus", "2", "--tensor-parallel-size", "2")
+    with pytest.raises(InvalidRequestError, match="recurrent layers runs on one device"):
+        run("--model", str(config), "--gpu", "h200", *divided)
+
+
 def test_the_command_with_nothing_but_a_config(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIGS["qwen3-8b"]))

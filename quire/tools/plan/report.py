@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -159,7 +160,7 @@ def _state_bytes(plan: CachePlan) -> int:
 def _what_is_kept(plan: CachePlan) -> str:
     """Of a model whose layers differ in what they keep."""
     count, size = plan.num_blocks - 1, format_bytes(plan.bytes_per_block)
-    groups = ", ".join(
+    kinds = Counter(
         "all tokens"
         if group.keeps == "all"
         else f"a window of {group.size:,}"
@@ -167,10 +168,17 @@ def _what_is_kept(plan: CachePlan) -> str:
         else f"chunks of {group.size:,}"
         for group in plan.groups.kept
     )
+    groups = ", ".join(
+        kind if number == 1 else f"{kind} ({number} groups)" for kind, number in kinds.items()
+    )
     text = f"The cache has {count:,} blocks of {size} for groups of layers that keep {groups}"
     if not _state_bytes(plan):
         return f"{text}."
-    return f"{text}; each request also has two states of {format_bytes(_state_bytes(plan))}."
+    return (
+        f"{text}; each request also has two states of {format_bytes(_state_bytes(plan))}.\n"
+        "Times are those of kernels that reach the bus: layers with a state have none yet, and are "
+        "slower (docs/recurrent.md)."
+    )
 
 
 def _asked(form: Form) -> str:
