@@ -75,7 +75,9 @@ class Family:
     """Gate and up rows of stacked experts alternate (row 0 gate, row 1 up, ...)."""
     final_norm: str = "model.norm"
     has_guessing_layers: bool = False
-    """Files may hold layers after the last one for multi-token prediction; they are ignored."""
+    """Files may hold layers for multi-token prediction, after the last one or under a name of their
+    own; they are ignored.
+    """
 
 
 def _with_biases(
@@ -250,6 +252,8 @@ def _mamba2(config: Fields, spec: ModelSpec) -> RecurrentSpec:
     """A state space layer as Granite, Bamba and others write it."""
     heads, groups = config.integer("mamba_n_heads", 128), config.integer("mamba_n_groups", 1)
     inner = config.integer("mamba_expand", 2) * spec.hidden_size
+    if inner % heads or inner % groups:
+        raise config.error("mamba_n_heads", f"a divisor of {inner}, as its groups are", heads)
     return RecurrentSpec(
         num_key_heads=groups,
         num_value_heads=heads,
@@ -543,15 +547,15 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "qwen3_next", "Qwen3-Next", ("Qwen3NextForCausalLM",), _qwen3_next,
-        head_dim=256, partial_rotary=0.25, names=_QWEN3_NEXT_NAMES,
+        head_dim=256, partial_rotary=0.25, names=_QWEN3_NEXT_NAMES, has_guessing_layers=True,
     ),
     Family(
         "qwen3_5_text", "Qwen3.5 (text)", ("Qwen3_5ForCausalLM",), _qwen_linear,
-        head_dim=256, partial_rotary=0.25, names=_QWEN3_5_NAMES,
+        head_dim=256, partial_rotary=0.25, names=_QWEN3_5_NAMES, has_guessing_layers=True,
     ),
     Family(
         "qwen3_5_moe_text", "Qwen3.5 with experts (text)", ("Qwen3_5MoeForCausalLM",), _qwen3_5_moe,
-        head_dim=256, partial_rotary=0.25, names=_QWEN3_5_NAMES,
+        head_dim=256, partial_rotary=0.25, names=_QWEN3_5_NAMES, has_guessing_layers=True,
     ),
     Family(
         "lfm2", "LFM2", ("Lfm2ForCausalLM",), _lfm2, tie_embeddings=True, rope_theta=1_000_000.0,

@@ -12,6 +12,7 @@ from quire.checkpoints.gguf_settings import MAX_LAYERS
 from quire.checkpoints.quantization_config import read_layout
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.ops import MoeSpec
+from quire.kernels.recurrent import RecurrentSpec
 from quire.models.config_parts import (
     MAX_CONFIG_BYTES,
     plain_attention,
@@ -88,6 +89,11 @@ def check_spec(spec: ModelSpec, file: str) -> None:
         require(
             heads.head_dim % 2 == 0, f"head_dim is {heads.head_dim}, but rope needs an even number"
         )
+    for mixer in spec.mixers:
+        if isinstance(mixer, RecurrentSpec):
+            keys, values = mixer.num_key_heads, mixer.num_value_heads
+            require(values % keys == 0, f"{values} value heads can't share {keys} key heads evenly")
+            require(mixer.value_dim > 0, f"{values} heads are more than there are values")
     for layer in spec.layers:
         attention = layer.attention
         if attention is not None and layer.rope is not None and layer.rope.kind == "factors":

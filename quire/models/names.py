@@ -236,7 +236,7 @@ def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
     """Tensors of a checkpoint that are not loaded: the decoder does not need them, or they are part
     of its spec.
     """
-    further = tuple(f"{prefix}.{spec.num_layers}." for prefix in ("model.layers", "blk"))
+    further = (*(f"{prefix}.{spec.num_layers}." for prefix in ("model.layers", "blk")), "mtp.")
     unused = {name for name in present if name.endswith(".rotary_emb.inv_freq")}
     if any(layer.rope is not None and layer.rope.kind == "factors" for layer in spec.layers):
         unused |= {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}

@@ -112,6 +112,31 @@ def test_near_relatives_are_not_run_by_accident(tmp_path: Path, architecture: st
         read_config(write(tmp_path, architectures=[architecture]))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("Qwen3_5ForCausalLM", {"linear_num_value_heads": 3}, "3 value heads can't share 16 key"),
+        ("Qwen3_5ForCausalLM", {"linear_num_key_heads": 0}, "linear_num_key_heads should be"),
+        ("Qwen3_5ForCausalLM", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim should be"),
+        ("Qwen3_5ForCausalLM", {"linear_key_head_dim": 10**30}, "linear_key_head_dim should be"),
+        ("GraniteMoeHybridForCausalLM", {"mamba_n_heads": 7}, "mamba_n_heads should be a divisor"),
+        ("GraniteMoeHybridForCausalLM", {"mamba_n_groups": 3}, "mamba_n_heads should be a divisor"),
+        (
+            "GraniteMoeHybridForCausalLM",
+            {"time_step_limit": [0.1]},
+            "time_step_limit should be two numbers",
+        ),
+        ("Lfm2ForCausalLM", {"conv_L_cache": 0}, "conv_L_cache should be"),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv"]}, "layer_types should be"),
+    ],
+)
+def test_sizes_of_layers_with_a_state_are_checked(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        read_config(write(tmp_path, architectures=[architecture], **changes))
+
+
 def test_a_kind_of_layer_that_a_family_lacks_is_refused(tmp_path: Path) -> None:
     for kinds in (["attention", "kda"], ["mamba"] * 7):
         with pytest.raises(ModelFormatError, match="layer_types should be"):

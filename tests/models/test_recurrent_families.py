@@ -4,6 +4,7 @@ same greedy tokens, through the engine, with prompts in chunks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,10 +17,11 @@ from hypothesis import strategies as st
 
 from quire.kernels.reference import ReferenceKernels
 from quire.models.load import open_model
+from quire.models.names import ignored_names
 from quire.sampling_params import SamplingParams
 from tests.decoding import load_decoder
 from tests.long_runs import short_or_long
-from tests.random_models import Bench
+from tests.random_models import WITH_STATES, Bench
 
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2")
 """Of `FAMILIES`, those that only this file tries; Granite 4 with and without such layers is tried
@@ -146,6 +148,13 @@ def check(family: str, data: st.DataObject) -> None:
         torch.testing.assert_close(
             found.logits["0", position].float(), expected[position - 1], atol=1e-4, rtol=0
         )
+
+
+def test_layers_for_multi_token_prediction_are_left_out() -> None:
+    """Checkpoints of Qwen3-Next have them under a name of their own."""
+    spec = replace(WITH_STATES["delta rule"], family="qwen3_next")
+    present = {"mtp.fc.weight", "mtp.layers.0.mlp.gate.weight", "model.norm.weight"}
+    assert ignored_names(spec, present) == present - {"model.norm.weight"}
 
 
 @pytest.mark.soak
