@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.elementwise import sigmoid
 from quire.kernels.filters import filter_rows_
 from quire.kernels.formats import Format
 from quire.kernels.noise import gumbel_noise
@@ -377,13 +378,6 @@ def route(
     if spec.normalize_weights:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights * spec.weight_scale, chosen
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """In float32, by exp: torch.sigmoid computes the last few elements of a tensor in another way
-    than the rest, so its bits would depend on the number of rows.
-    """
-    return 1 / (1 + (-x.float()).exp())
 
 
 def soft_capped(x: Tensor, cap: float) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.elementwise import sigmoid, silu, softplus
 from quire.kernels.ops import PagedBatch
 from quire.kernels.recurrent import (
     CHUNK,
@@ -105,11 +106,6 @@ def convolve(
     return output
 
 
-def silu(x: Tensor) -> Tensor:
-    """By exp, as `reference.sigmoid` is."""
-    return x / (1 + (-x).exp())
-
-
 def _inputs_before(
     sequence: _Sequence, cache: ConvolutionCache, count: int, like: Tensor
 ) -> Tensor:
@@ -133,19 +129,14 @@ def _carry_inputs(sequence: _Sequence, cache: ConvolutionCache, count: int, inpu
             cache.tail.write(sequence.state_blocks(end), inputs[last - count : last])
 
 
-def softplus(x: Tensor) -> Tensor:
-    """log(1 + e^x), also where e^x is too large."""
-    return x.clamp_min(0) + torch.log1p((-x.abs()).exp())
-
-
 def decays_and_betas(
     gates: Tensor, weights: RecurrentWeights, spec: RecurrentSpec
 ) -> tuple[Tensor, Tensor]:
     """float32 [rows, value heads] both."""
     heads, rate = spec.num_value_heads, -weights.log_rate.float().exp()
-    steps = softplus(gates[:, :heads].float() + weights.time_bias)
+    steps = softplus(gates[:, :heads] + weights.time_bias)
     if spec.is_delta:
-        return rate * steps, 1 / (1 + (-gates[:, heads:].float()).exp())
+        return rate * steps, sigmoid(gates[:, heads:])
     steps = steps.clamp(*spec.time_limits)
     return rate * steps, steps
 
@@ -154,7 +145,7 @@ def gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, spec: GatedNormSpec
 ) -> Tensor:
     """See `Kernels.gated_norm`."""
-    wide, gates = x.float(), silu(gate.float())
+    wide, gates = x.float(), silu(gate)
     if spec.gate_first:
         wide = wide * gates
     if spec.group_size:
@@ -193,7 +184,6 @@ def recur(
             )
             if carried is None and begin:
                 carried = cache.state.read(sequence.state_blocks(begin))
-            # The slots of this chunk alone: of a long prompt's earlier chunks blocks may be gone.
             chunk = _Chunk(sequence, begin, first, end, cache, carried, spec, mixed.device)
             output[rows] = chunk.compute(
                 query[rows], key[rows], value[rows], decay[rows], beta[rows]

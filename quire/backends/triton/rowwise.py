@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, num_warps, row_stride
+from quire.kernels.elementwise import sigmoid
 from quire.kernels.ops import Activation
 
 MAX_SIZE = 16384
@@ -256,9 +257,11 @@ def _activated(x: Tensor, activation: Activation, size: int) -> Tensor:
 
 
 def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
-    """sigmoid(gate) * x of [rows, 1] and [rows, size]; the sigmoid is rounded to the dtype first."""
+    """sigmoid(gate) * x of [rows, 1] or [rows, size], and [rows, size]; the sigmoid is rounded to
+    the dtype first.
+    """
     if gate.shape[1] != 1:
-        return (1 / (1 + (-gate.float()).exp())).to(x.dtype) * x
+        return sigmoid(gate).to(x.dtype) * x
     x = as_rows(x)
     rows, size = x.shape
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
