@@ -194,7 +194,7 @@ def assemble(
     about |= {"depth": worker.depth, **asdict(scheduling)}
     step_log = StepLog(path=path, listeners=(*listeners, speculator.observe), engine=about)
     num_drafts = None if config.speculation == "off" else speculator.num_drafts
-    scheduler = Scheduler(scheduling, guess=speculator.guess, num_drafts=num_drafts)
+    scheduler = Scheduler(scheduling, propose=speculator.propose, num_drafts=num_drafts)
     core = EngineCore(
         scheduler,
         runner,

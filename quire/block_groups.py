@@ -34,7 +34,7 @@ class StateSpec(NamedTuple):
 
     The state at a chunk's begin is made by the step that computes the last token before it. A
     running request has room for two: those of even and of odd chunks. So a step whose last tokens
-    are guesses can go over a chunk's end, and if they are wrong, the state before it is still
+    are draft tokens can go over a chunk's end, and if they are wrong, the state before it is still
     there. Of a step that passes several chunks' ends, the last two stay.
     """
 

@@ -26,7 +26,7 @@ _UNITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """How much is computed at once, and how much memory the cache may take."""
 
     max_num_seqs: int
@@ -36,8 +36,8 @@ class Limits:
     """The most tokens of a step that runs as a CUDA graph; 0 without graphs."""
 
 
-_CPU_LIMITS = Limits(64, 512, 0.25)
-_GPU_LIMITS = Limits(256, 16384, 0.9)
+_CPU_LIMITS = EngineLimits(64, 512, 0.25)
+_GPU_LIMITS = EngineLimits(256, 16384, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +253,11 @@ class EngineConfig:
         known = ", ".join(cls.__dataclass_fields__)
         return InvalidRequestError(name, f"is no engine option; there are: {known}")
 
-    def limits(self, *, on_gpu: bool) -> Limits:
+    def limits(self, *, on_gpu: bool) -> EngineLimits:
         """The limits on a GPU or a CPU, with its defaults where none were given."""
         default = _GPU_LIMITS if on_gpu else _CPU_LIMITS
         max_num_seqs = self.max_num_seqs or default.max_num_seqs
-        return Limits(
+        return EngineLimits(
             max_num_seqs,
             self.max_batched_tokens or default.max_batched_tokens,
             default.kv_cache_memory if self.kv_cache_memory is None else self.kv_cache_memory,

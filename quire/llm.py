@@ -22,7 +22,7 @@ from quire.frontend import inputs
 from quire.frontend.beam_search import BeamSearchOutput, BeamSearchParams, LiveBeams, check_choices
 from quire.frontend.chat_template import ChatTemplates
 from quire.frontend.engine_info import EngineInfo
-from quire.frontend.inputs import EncodedPrompt, Prompt
+from quire.frontend.inputs import Prompt, TokenizedPrompt
 from quire.frontend.live_request import LiveRequest
 from quire.frontend.progress import GenerationBar, ModelBars
 from quire.frontend.resolve import resolve_tokens
@@ -303,21 +303,21 @@ class LLM:
         with self._turn:
             yield self.engine
 
-    def _text_prompt(self, prompt: Prompt) -> EncodedPrompt:
+    def _text_prompt(self, prompt: Prompt) -> TokenizedPrompt:
         token_ids = inputs.check_prompt(prompt, self.engine.decoder.spec.vocab_size)
         if token_ids is None:
-            return EncodedPrompt(
+            return TokenizedPrompt(
                 str(prompt), self.engine.tokenizer.encode(str(prompt)), continues=True
             )
-        return EncodedPrompt(None, token_ids, continues=True)
+        return TokenizedPrompt(None, token_ids, continues=True)
 
     def _chat_prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
-    ) -> EncodedPrompt:
-        return EncodedPrompt(None, self.encode_chat(messages, tools=tools), continues=False)
+    ) -> TokenizedPrompt:
+        return TokenizedPrompt(None, self.encode_chat(messages, tools=tools), continues=False)
 
     def _add(
-        self, prompt: EncodedPrompt, params: SamplingParams | None, request_id: str | None = None
+        self, prompt: TokenizedPrompt, params: SamplingParams | None, request_id: str | None = None
     ) -> str:
         params = inputs.check_params(params) or SamplingParams()
         engine = self.engine
@@ -374,8 +374,8 @@ class LLM:
                         search.take(update, time.monotonic())
                 continue
             live, index = owner
-            if update.prompt_scores is not None:
-                live.take_prompt_scores(update.prompt_scores)
+            if update.prompt_logprobs is not None:
+                live.take_prompt_logprobs(update.prompt_logprobs)
             if not update.new_token_ids and update.finish_reason is None:
                 continue
             delta = live.advance(index, update, partial(self._end, update.request_id, ended))
@@ -395,7 +395,7 @@ class LLM:
 
     def _run(
         self,
-        prompts: Sequence[EncodedPrompt],
+        prompts: Sequence[TokenizedPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool | None,
     ) -> list[RequestOutput]:
@@ -424,7 +424,7 @@ class LLM:
                 self._abort_unfinished(request_ids)
         return [outputs[request_id] for request_id in request_ids]
 
-    def _stream(self, prompt: EncodedPrompt, params: SamplingParams | None) -> Iterator[str]:
+    def _stream(self, prompt: TokenizedPrompt, params: SamplingParams | None) -> Iterator[str]:
         with self._drive():
             request_id = self._add(prompt, inputs.check_streamed(params))
             # Other calls may step the engine before this stream is read: its deltas are kept here.

@@ -15,7 +15,7 @@ from pathlib import Path
 from quire.backends.select import device_of
 from quire.checkpoints.checkpoint import Checkpoint
 from quire.checkpoints.sources import ModelSource, resolve
-from quire.config import EngineConfig, Limits
+from quire.config import EngineConfig, EngineLimits
 from quire.engine import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
@@ -123,7 +123,7 @@ def _load_draft(
     tokenizer: Tokenizer,
     share: Share,
 ) -> Draft | None:
-    """The decoder that makes guesses, if `speculation` wants one."""
+    """The decoder that makes draft tokens, if `speculation` wants one."""
     spec = decoder.spec
     if config.speculation == "self":
         stored = weights.files.block_formats()
@@ -206,7 +206,9 @@ def _open(source: ModelSource, without_text: bool) -> tuple[ModelFiles, Tokenize
         raise
 
 
-def scheduler_config(config: EngineConfig, plan: CachePlan, limits: Limits) -> SchedulerConfig:
+def scheduler_config(
+    config: EngineConfig, plan: CachePlan, limits: EngineLimits
+) -> SchedulerConfig:
     return SchedulerConfig(
         num_blocks=plan.num_blocks,
         max_num_seqs=limits.max_num_seqs,

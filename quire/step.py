@@ -27,14 +27,14 @@ there are none.
 
 
 class ScheduledRequest(NamedTuple):
-    """Compute tokens `start` to `start + num_tokens` of a request row; the last `len(guesses)` of
-    them are guesses. If `samples`, draw the token after the last token that is no guess and write
-    it to the row. If that token equals the first guess, draw the token after that guess too, and so
-    on up to the first guess that is wrong.
+    """Compute tokens `start` to `start + num_tokens` of a request row; the last
+    `len(draft_tokens)` of them are draft tokens. If `samples`, draw the token after the last token
+    that is no draft token and write it to the row. If that token equals the first draft token,
+    draw the token after that draft token too, and so on up to the first draft token that is wrong.
 
-    A request may be scheduled again before its guesses are checked (`runs_ahead`): then `start`
-    assumes that all of them are right. The row on the device knows how many really were, and the
-    runner begins there instead.
+    A request may be scheduled again before its draft tokens are checked (`runs_ahead`): then
+    `start` assumes that all of them are right. The row on the device knows how many really were,
+    and the runner begins there instead.
 
     A named tuple rather than a dataclass, which takes longer to make: one is made for every row of
     every step.
@@ -47,12 +47,12 @@ class ScheduledRequest(NamedTuple):
     samples: bool
     new_block_ids: tuple[int, ...]
     """Appended to the row's block table before computing."""
-    guesses: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
     """Draft tokens that may follow the known ones; only where `samples`."""
     runs_ahead: bool = False
     num_drafts: int = 0
-    """How many tokens after the sampled one the runner should draft, as guesses for a later step.
-    The row has blocks for the keys and values of all of these but the last.
+    """How many tokens after the sampled one the runner should draft, as draft tokens for a later
+    step. The row has blocks for the keys and values of all of these but the last.
     """
 
 
@@ -73,17 +73,17 @@ def decode_entry(
     )
 
 
-def with_guesses(
+def with_draft_tokens(
     entry: ScheduledRequest,
     new_block_ids: tuple[int, ...],
-    guesses: tuple[int, ...],
+    draft_tokens: tuple[int, ...],
     num_drafts: int,
 ) -> ScheduledRequest:
-    """An entry without guesses, which computes and checks these too and has the runner draft tokens
-    after them.
+    """An entry without draft tokens, which computes and checks these too and has the runner draft
+    tokens after them.
     """
     request_id, row, start, num_tokens, samples, _, _, runs_ahead, _ = entry
-    num_tokens += len(guesses)
+    num_tokens += len(draft_tokens)
     return new_tuple(
         ScheduledRequest,
         (
@@ -93,7 +93,7 @@ def with_guesses(
             num_tokens,
             samples,
             new_block_ids,
-            guesses,
+            draft_tokens,
             runs_ahead,
             num_drafts,
         ),
@@ -109,7 +109,7 @@ class ScheduledColumns(NamedTuple):
     num_tokens: tuple[int, ...]
     samples: tuple[bool, ...]
     new_block_ids: tuple[tuple[int, ...], ...]
-    guesses: tuple[tuple[int, ...], ...]
+    draft_tokens: tuple[tuple[int, ...], ...]
     runs_ahead: tuple[bool, ...]
     num_drafts: tuple[int, ...]
 
@@ -121,7 +121,7 @@ class ScheduledColumns(NamedTuple):
 
 assert ScheduledColumns._fields == ScheduledRequest._fields
 assert " ".join(ScheduledRequest._fields) == (
-    "request_id row start num_tokens samples new_block_ids guesses runs_ahead num_drafts"
+    "request_id row start num_tokens samples new_block_ids draft_tokens runs_ahead num_drafts"
 ), "the scheduler lists a decode's values in this order"
 
 
@@ -134,7 +134,7 @@ class BlockCopy(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class AdmittedRequest:
     """Everything a runner needs to set up a row."""
 
     request_id: str
@@ -201,7 +201,7 @@ class Step:
     step_id: int
     now: float
     scheduled: tuple[ScheduledRequest, ...] = ()
-    admitted: tuple[Admission, ...] = ()
+    admitted: tuple[AdmittedRequest, ...] = ()
     preempted: tuple[Preemption, ...] = ()
     finished: tuple[Finished, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
@@ -211,7 +211,7 @@ class Step:
     num_running: int = 0
     num_decodes: int = 0
     """The first `num_decodes` entries of `scheduled` compute one token, sample the next one and
-    have no guesses.
+    have no draft tokens.
     """
 
     @property
@@ -226,7 +226,7 @@ class Step:
         return sum(entry.num_tokens for entry in self.scheduled)
 
 
-class TokenScore(NamedTuple):
+class TokenLogprob(NamedTuple):
     """How likely the model held a token, and which ones it held most likely: from the logits as the
     model gave them, before masks, penalties and temperature.
     """
@@ -243,25 +243,25 @@ class TokenScore(NamedTuple):
     """(token id, logprob, rank) of the tokens that were asked for by id, in that order."""
 
 
-class PromptScores(NamedTuple):
-    """Scores of consecutive prompt positions."""
+class PromptLogprobs(NamedTuple):
+    """Logprobs of consecutive prompt positions."""
 
     start: int
-    scores: tuple[TokenScore, ...]
+    logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a runner found: for each request that samples, one token and one more for every guess
-    that was right; or an error that concerns this request only.
+    """What a runner found: for each request that samples, one token and one more for every draft
+    token that was right; or an error that concerns this request only.
     """
 
     step_id: int
     tokens: Mapping[str, tuple[int, ...]]
     errors: Mapping[str, str] = field(default_factory=dict)
-    scores: Mapping[str, tuple[TokenScore, ...]] = field(default_factory=dict)
+    logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     """One for each of `tokens`, for the requests that ask for logprobs."""
-    prompt_scores: Mapping[str, PromptScores] = field(default_factory=dict)
+    prompt_logprobs: Mapping[str, PromptLogprobs] = field(default_factory=dict)
     """For the prompt positions this step could score, where they were asked for."""
     ended: frozenset[str] = frozenset()
     """Requests that end with these tokens because their grammar allows no further one."""
@@ -270,7 +270,7 @@ class StepResult:
     float32.
     """
     drafts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Guesses for a later step: a draft model's tokens, or the only text that a grammar allows
+    """Draft tokens for a later step: a draft model's tokens, or the only text that a grammar allows
     there.
     """
 
@@ -307,9 +307,9 @@ class RequestMetrics:
     """Computed again after a preemption."""
     preemptions: int
     drafted_tokens: int = 0
-    """Guesses that were checked."""
+    """Draft tokens that were checked."""
     accepted_tokens: int = 0
-    """Guesses that were right: tokens of the answer that needed no step of their own."""
+    """Draft tokens that were right: tokens of the answer that needed no step of their own."""
 
     @property
     def queue_time(self) -> float | None:
@@ -328,7 +328,7 @@ class RequestMetrics:
 
 
 class RequestUpdate(NamedTuple):
-    """What a request gained: tokens, scores, its end. Each request gets exactly one with a finish
+    """What a request gained: tokens, logprobs, its end. Each request gets exactly one with a finish
     reason.
     """
 
@@ -340,10 +340,10 @@ class RequestUpdate(NamedTuple):
     error: str | None = None
     metrics: RequestMetrics | None = None
     """With the finish reason."""
-    scores: tuple[TokenScore, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
     """One for each new token, if logprobs were asked for."""
-    prompt_scores: PromptScores | None = None
-    """Scores of prompt positions. The same positions may come twice, for example from two answers
+    prompt_logprobs: PromptLogprobs | None = None
+    """Logprobs of prompt positions. The same positions may come twice, for example from two answers
     to one prompt.
     """
     pooled: bytes | None = None
@@ -352,7 +352,7 @@ class RequestUpdate(NamedTuple):
     """
 
     @property
-    def is_growth(self) -> bool:
+    def only_appends_tokens(self) -> bool:
         """Whether it tells of new tokens and nothing else, as most do in most steps."""
         return bool(self.new_token_ids) and self[2:] == _NOTHING_ELSE
 
@@ -361,14 +361,14 @@ _NOTHING_ELSE = RequestUpdate(request_id="", new_token_ids=())[2:]
 
 
 def tokens_update(
-    request_id: str, new_token_ids: tuple[int, ...], scores: tuple[TokenScore, ...]
+    request_id: str, new_token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
 ) -> RequestUpdate:
     """The update of a request that gained tokens and goes on."""
     return new_tuple(
-        RequestUpdate, (request_id, new_token_ids, None, None, None, None, scores, None, None)
+        RequestUpdate, (request_id, new_token_ids, None, None, None, None, logprobs, None, None)
     )
 
 
 assert " ".join(RequestUpdate._fields) == (
-    "request_id new_token_ids finish_reason stop_token_id error metrics scores prompt_scores pooled"
+    "request_id new_token_ids finish_reason stop_token_id error metrics logprobs prompt_logprobs pooled"
 ), "whoever takes results lists an update's values in this order"

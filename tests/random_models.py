@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.engine import EngineCore, Request, Scheduler, SchedulerConfig, make_requests
 from quire.engine.invariants import check_invariants
-from quire.engine.scheduler import Guess
+from quire.engine.scheduler import Propose
 from quire.kernels.ops import Activation, Kernels, MoeSpec
 from quire.kernels.recurrent import ConvolutionSpec, GatedNormSpec, RecurrentSpec
 from quire.kernels.weights import Weight
@@ -26,9 +26,9 @@ from quire.runner.layer_groups import LayerGroups
 from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner
-from quire.sampling.draws import Indices
+from quire.sampling.metadata import Indices
 from quire.sampling_params import SamplingParams
-from quire.step import ScheduledRequest, TokenScore
+from quire.step import ScheduledRequest, TokenLogprob
 
 _LAYER = LayerSpec(plain_attention(4, 2, 16), RopeSpec(), MlpSpec(96))
 _PLAIN = ModelSpec(
@@ -163,7 +163,7 @@ def random_decoder(
         value = torch.randn(parameter.shape, generator=generator)
         value = 1 + 0.1 * value if "norm" in name else value * (2.0 / parameter.shape[-1] ** 0.5)
         is_matrix = len(parameter.shape) > 1 and "router" not in name and "bias" not in name
-        plain = value if parameter.wide else value.to(dtype)
+        plain = value if parameter.keep_float32 else value.to(dtype)
         loaded[name] = quantize(value) if quantize and is_matrix else Weight.dense(plain.to(device))
     return Decoder(spec, kernels, loaded, dtype)
 
@@ -175,8 +175,8 @@ class Transcript:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logits: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """By request and the position the logits predict."""
-    scores: dict[str, list[TokenScore]] = field(default_factory=dict)
-    prompt_scores: dict[str, dict[int, TokenScore]] = field(default_factory=dict)
+    scores: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, dict[int, TokenLogprob]] = field(default_factory=dict)
     """By the name of the call (all its answers share them) and position."""
     steps: int = 0
     preemptions: int = 0
@@ -199,7 +199,7 @@ class Bench:
         prefix_caching: bool = True,
         preempt_every: int = 0,
         depth: int = 1,
-        guess: Guess | None = None,
+        draft_token: Propose | None = None,
         observes: bool = True,
         recorded: bool = True,
         cache_dtype: torch.dtype | None = None,
@@ -247,7 +247,7 @@ class Bench:
         self.runner = Runner(decoder, cache, rows, graphs=graphs)
         self.log = StepLog()
         self.core = EngineCore(
-            Scheduler(config, guess=guess), self.runner, depth, on_step=self.log.append
+            Scheduler(config, draft_token=draft_token), self.runner, depth, on_step=self.log.append
         )
         self._preempt_every = preempt_every
         self._observes = observes
@@ -295,11 +295,15 @@ class Bench:
                     scheduler.preempt(running[transcript.steps % len(running)].request_id)
             for update in self.core.step(float(transcript.steps)):
                 transcript.tokens.setdefault(update.request_id, []).extend(update.new_token_ids)
-                transcript.scores.setdefault(update.request_id, []).extend(update.scores)
-                if update.prompt_scores is not None:
-                    known = transcript.prompt_scores.setdefault(update.request_id.split("/")[0], {})
+                transcript.logprobs.setdefault(update.request_id, []).extend(update.logprobs)
+                if update.prompt_logprobs is not None:
+                    known = transcript.prompt_logprobs.setdefault(
+                        update.request_id.split("/")[0], {}
+                    )
                     known.update(
-                        enumerate(update.prompt_scores.scores, start=update.prompt_scores.start)
+                        enumerate(
+                            update.prompt_logprobs.logprobs, start=update.prompt_logprobs.start
+                        )
                     )
                 assert update.error is None, update.error
             check_invariants(scheduler)

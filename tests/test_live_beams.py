@@ -20,7 +20,7 @@ from quire.step import Step
 from tests.beams import search_beams
 from tests.decoding import all_logits
 from tests.random_models import SPECS, Bench, random_decoder
-from tests.test_logprobs import score_tokens
+from tests.test_logprobs import gather_logprobs
 
 PROMPT = tuple((i * 7) % 97 for i in range(37))
 ENDS = frozenset({3, 50})
@@ -39,7 +39,9 @@ def alone(decoder: Decoder, prompt: tuple[int, ...], params: BeamSearchParams) -
         found: list[Continuations] = []
         for token_ids in beams:
             logits = all_logits(decoder, [*prompt, *token_ids])[-1:]
-            found.append(score_tokens(logits, torch.tensor([0]), [params.num_continuations])[0].top)
+            found.append(
+                gather_logprobs(logits, torch.tensor([0]), [params.num_continuations])[0].top
+            )
         return found
 
     return search_beams(params, expand)

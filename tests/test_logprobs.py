@@ -20,9 +20,9 @@ from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.linear import Rows
 from quire.outputs import TokenLogprobs
-from quire.sampling.logprobs import ROWS_AT_ONCE, read_scores, score_rows
+from quire.sampling.logprobs import ROWS_AT_ONCE, logprobs_of_rows, read_logprobs
 from quire.sampling.sampler import NOT_NUMBERS
-from quire.step import RequestUpdate, TokenScore
+from quire.step import RequestUpdate, TokenLogprob
 from tests.decoding import all_logits
 from tests.random_models import SPECS, Bench, Transcript, random_decoder
 
@@ -50,10 +50,12 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-def score_tokens(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> list[TokenScore]:
+def gather_logprobs(
+    logits: Tensor, token_ids: Tensor, num_top: Sequence[int]
+) -> list[TokenLogprob]:
     kernels = select_kernels(logits.device, torch.float32)
-    return read_scores(
-        score_rows(logits, lambda rows: rows, token_ids, max(num_top), kernels), num_top
+    return read_logprobs(
+        logprobs_of_rows(logits, lambda rows: rows, token_ids, max(num_top), kernels), num_top
     )
 
 
@@ -61,17 +63,17 @@ def make_decoder(family: str, dtype: torch.dtype) -> Decoder:
     return random_decoder(SPECS[family], select_kernels(torch.device("cpu"), dtype, "auto"), dtype)
 
 
-def define(logits: Tensor, token_id: int, num_top: int) -> TokenScore:
+def define(logits: Tensor, token_id: int, num_top: int) -> TokenLogprob:
     """The definition, the slow and obvious way."""
     logprobs = logits.log_softmax(-1).tolist()
     order = sorted(range(len(logprobs)), key=lambda i: (-float(logits[i]), i))
     top = tuple((i, logprobs[i]) for i in order[:num_top])
-    return TokenScore(token_id, logprobs[token_id], 1 + order.index(token_id), top)
+    return TokenLogprob(token_id, logprobs[token_id], 1 + order.index(token_id), top)
 
 
 def define_all(
     decoder: Decoder, tokens: Sequence[int], start: int, num_top: int
-) -> list[TokenScore]:
+) -> list[TokenLogprob]:
     """The scores of tokens[start:], from logits computed without any engine."""
     logits = all_logits(decoder, tokens)
     return [define(logits[i - 1], tokens[i], num_top) for i in range(start, len(tokens))]
@@ -104,17 +106,17 @@ def assert_defined(
 ) -> None:
     for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
         if one.prompt_logprobs is None or len(prompt) == 1:
-            assert str(i) not in got.prompt_scores
+            assert str(i) not in got.prompt_logprobs
         else:
             expected = define_all(decoder, prompt, 1, one.prompt_logprobs)
-            assert got.prompt_scores[str(i)] == dict(enumerate(expected, start=1))
+            assert got.prompt_logprobs[str(i)] == dict(enumerate(expected, start=1))
         for name in [str(i)] if one.n == 1 else [f"{i}/{k}" for k in range(one.n)]:
             answer = got.tokens[name]
             assert len(answer) == one.max_tokens
             if one.logprobs is None:
-                assert got.scores[name] == []
+                assert got.logprobs[name] == []
             else:
-                assert got.scores[name] == define_all(
+                assert got.logprobs[name] == define_all(
                     decoder, prompt + answer, len(prompt), one.logprobs
                 )
 
@@ -130,8 +132,8 @@ def test_scores_are_what_the_definition_says_in_every_scenario(family: str, dtyp
         if first is None:
             first = got
             assert_defined(decoder, prompts, params, got)
-        assert got.scores == first.scores, name
-        assert got.prompt_scores == first.prompt_scores, name
+        assert got.logprobs == first.logprobs, name
+        assert got.prompt_logprobs == first.prompt_logprobs, name
         if "every third" in name:
             assert got.preemptions > 0
 
@@ -150,7 +152,7 @@ def test_a_prompt_in_the_cache_is_scored_all_the_same(boundary: int) -> None:
     assert_defined(decoder, [prompt], [asking], got)
     silent = warm.run([prompt], [replace(asking, prompt_logprobs=None)])
     assert silent.cached_tokens == 48  # what the scored one computed serves the others
-    assert silent.scores == got.scores
+    assert silent.logprobs == got.logprobs
 
 
 def test_several_answers_share_the_prompts_scores() -> None:
@@ -197,7 +199,7 @@ def test_scores_that_are_not_numbers_fail_the_one_who_asked() -> None:
             updates[update.request_id].append(update)
     assert [update.error for update in updates["bad"]] == [NOT_NUMBERS]
     assert [update.finish_reason for update in updates["good"]] == [None, None, "length"]
-    assert updates["good"][0].prompt_scores is not None
+    assert updates["good"][0].prompt_logprobs is not None
 
 
 @pytest.mark.parametrize("vocab_size", [7, 1000, 8193])
@@ -209,15 +211,17 @@ def test_ties_go_to_the_lowest_id(vocab_size: int) -> None:
     tokens = torch.randint(0, vocab_size, (len(logits),), generator=generator)
     num_top = [i % 9 for i in range(len(logits))]
     expected = [define(*row) for row in zip(logits, tokens.tolist(), num_top, strict=True)]
-    assert score_tokens(logits, tokens, num_top) == expected
+    assert gather_logprobs(logits, tokens, num_top) == expected
 
 
 def test_a_rows_scores_do_not_depend_on_its_company() -> None:
     logits = torch.randn(100, 49_152, generator=torch.Generator().manual_seed(0))
     tokens = torch.arange(100)
-    together = score_tokens(logits, tokens, [i % 30 for i in range(100)])
+    together = gather_logprobs(logits, tokens, [i % 30 for i in range(100)])
     for i in (0, 1, 57, 99):
-        assert score_tokens(logits[i : i + 1].clone(), tokens[i : i + 1], [i % 30]) == [together[i]]
+        assert gather_logprobs(logits[i : i + 1].clone(), tokens[i : i + 1], [i % 30]) == [
+            together[i]
+        ]
 
 
 def test_scores_are_read_from_copies_of_their_tensors() -> None:
@@ -225,11 +229,11 @@ def test_scores_are_read_from_copies_of_their_tensors() -> None:
     tokens = torch.arange(len(logits)) % 50
     num_top = [i % 4 for i in range(len(logits))]
     kernels = select_kernels(torch.device("cpu"), torch.float32)
-    scores = score_rows(logits, lambda rows: rows, tokens, max(num_top), kernels)
+    scores = logprobs_of_rows(logits, lambda rows: rows, tokens, max(num_top), kernels)
     copies = [tensor.clone() for tensor in scores]
-    expected = score_tokens(logits, tokens, num_top)
+    expected = gather_logprobs(logits, tokens, num_top)
     tokens.zero_()  # as the tokens of a row that is somebody else's by then
-    assert read_scores(copies, num_top) == read_scores(scores, num_top) == expected
+    assert read_logprobs(copies, num_top) == read_logprobs(scores, num_top) == expected
     assert [len(score.top) for score in expected] == num_top
 
 

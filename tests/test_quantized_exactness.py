@@ -105,8 +105,8 @@ def test_scores_of_an_answer_are_those_of_the_same_text_as_a_prompt(name: str) -
     scored = Bench(decoder, max_batched_tokens=64).run(
         [text], [SamplingParams(max_tokens=1, prompt_logprobs=2)]
     )
-    found = [scored.prompt_scores["0"][position] for position in range(20, 50)]
-    assert found == answered.scores["0"]
+    found = [scored.prompt_logprobs["0"][position] for position in range(20, 50)]
+    assert found == answered.logprobs["0"]
 
 
 @pytest.mark.slow

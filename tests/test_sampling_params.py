@@ -84,7 +84,7 @@ BAD_STRUCTURED: dict[str, list[Any]] = {
 }
 
 
-EVERY_DRAW = ("temperature", "seed")
+EVERY_SAMPLE = ("temperature", "seed")
 ELSEWHERE = {
     "sampling": ["logprobs", "prompt_logprobs", "logprob_token_ids"],
     "engine": ["max_tokens", "n", "best_of", "cache_salt", "priority", "deadline"],
@@ -112,7 +112,7 @@ def test_every_field_has_a_check_and_one_user() -> None:
     """A field that no feature of the sampler declares and nobody else reads would be accepted and
     ignored.
     """
-    owners = [*((*feature.switches, *feature.settings) for feature in FEATURES), EVERY_DRAW]
+    owners = [*((*feature.switches, *feature.settings) for feature in FEATURES), EVERY_SAMPLE]
     users = Counter(name for names in (*owners, *ELSEWHERE.values()) for name in names)
     fields = dataclasses.fields(SamplingParams)
     assert users == Counter(field.name for field in fields)
@@ -143,7 +143,7 @@ def test_the_order_in_the_docs_is_that_of_the_table() -> None:
     ]
     assert documented == [
         *((feature.__name__, feature.switches) for feature in FEATURES),
-        ("the draw", EVERY_DRAW),
+        ("the draw", EVERY_SAMPLE),
     ]
     by_kernels = [name.removeprefix("log_").replace("threshold", "probability") for name in FILTERS]
     assert by_kernels == ["temperature", *Filters.switches]

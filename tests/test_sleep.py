@@ -29,7 +29,7 @@ from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.runner.worker import Draft
-from quire.step import TokenScore
+from quire.step import TokenLogprob
 from tests.parallel.ranks import whole_weights
 from tests.random_models import SPECS, Bench, Transcript
 
@@ -47,7 +47,7 @@ SCORED = [
     SamplingParams(temperature=i % 2, seed=i, max_tokens=9, logprobs=2, prompt_logprobs=0)
     for i in range(4)
 ]
-Answer = list[tuple[list[int], list[TokenScore]]]
+Answer = list[tuple[list[int], list[TokenLogprob]]]
 
 
 def in_q8(value: Tensor) -> Weight:
@@ -66,7 +66,7 @@ def engine_of(spec: ModelSpec, seed: int, draft: Draft | None = None, **options:
 
 def answers(engine: Engine) -> Answer:
     """Tokens and scores of all prompts, in one batch."""
-    found: dict[str, tuple[list[int], list[TokenScore]]] = {}
+    found: dict[str, tuple[list[int], list[TokenLogprob]]] = {}
     for number, (prompt, params) in enumerate(zip(PROMPTS, SCORED, strict=True)):
         (request,) = make_requests(str(number), prompt, params, params.seed or 0)
         engine.core.add_request(request, 0.0)
@@ -75,9 +75,9 @@ def answers(engine: Engine) -> Answer:
         for update in engine.core.step(0.0):
             assert update.error is None
             found[update.request_id][0].extend(update.new_token_ids)
-            found[update.request_id][1].extend(update.scores)
-            if update.prompt_scores is not None:
-                found[update.request_id][1].extend(update.prompt_scores.scores)
+            found[update.request_id][1].extend(update.logprobs)
+            if update.prompt_logprobs is not None:
+                found[update.request_id][1].extend(update.prompt_logprobs.logprobs)
     check_invariants(engine.core.scheduler)
     return list(found.values())
 

@@ -85,7 +85,7 @@ def test_drafts_do_not_change_bits_even_across_a_chunks_end(
         right = answer[position : position + min(count, 4)]
         return [token if i % 3 else (token + position % 2) % 97 for i, token in enumerate(right)]
 
-    found = Bench(decoder, guess=draft).run(*prompts())
+    found = Bench(decoder, propose=draft).run(*prompts())
     assert found.tokens == expected.tokens
     for key, logits in expected.logits.items():
         assert torch.equal(found.logits[key], logits)

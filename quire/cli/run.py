@@ -193,7 +193,7 @@ def _summary(outputs: Sequence[RequestOutput], seconds: float) -> str:
 
 
 def details(outputs: Sequence[RequestOutput]) -> str:
-    """What came of guesses and of the cache."""
+    """What came of draft tokens and of the cache."""
     metrics = [output.metrics for output in outputs]
     drafted, accepted = (
         sum(one.drafted_tokens for one in metrics),
@@ -206,12 +206,12 @@ def details(outputs: Sequence[RequestOutput]) -> str:
     share = (
         f"{accepted / drafted:.0%} of them right"
         if drafted
-        else "speculation is off, or nothing could be guessed"
+        else "speculation is off, or nothing could be drafted"
     )
     per_step = (
         f", {new / max(new - accepted, 1):.2f} tokens per step of a request" if accepted else ""
     )
-    return f"{drafted} tokens guessed, {share}{per_step}; {cached} prompt tokens from the cache"
+    return f"{drafted} tokens drafted, {share}{per_step}; {cached} prompt tokens from the cache"
 
 
 def _refuse_a_model(prompts: list[str], model: str) -> None:

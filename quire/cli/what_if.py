@@ -105,9 +105,9 @@ def play_and_print(
     )
     for title, found in played.found.items():
         played.notes += _warnings(title, found, played.times, why)
-    if any(one.guesses for entry in entries for one in entry.step.scheduled):
+    if any(one.draft_tokens for entry in entries for one in entry.step.scheduled):
         played.notes.append(
-            "The log has guessed tokens (speculation); a replay has none, so its answers take more steps."
+            "The log has drafted tokens (speculation); a replay has none, so its answers take more steps."
         )
     recorded = Summary.of(derive_metrics(entries))
     if json_output:

@@ -23,7 +23,7 @@ from quire.errors import EngineError, QuireError
 from quire.server.config import ServerConfig
 from quire.server.link.engine_link import EngineLink
 from quire.server.link.messages import Command, Event, Fatal, Ready, decode_event, encode
-from quire.server.tasks import AttendedClock
+from quire.server.tasks import RunningTimeClock
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class EngineActor:
     """Runs on the machine of an engine."""
 
     def __init__(self, config: ServerConfig) -> None:
-        self._clock = AttendedClock(1.0)
+        self._clock = RunningTimeClock(1.0)
         self._link = EngineLink(config, self._clock)
         self._messages: deque[bytes] = deque()
         self._arrived = asyncio.Event()
@@ -101,7 +101,7 @@ class RayLink(EngineLink):
     def __init__(
         self,
         config: ServerConfig,
-        clock: AttendedClock,
+        clock: RunningTimeClock,
         bundle: dict[str, float],
         schedule_seconds: float,
     ) -> None:

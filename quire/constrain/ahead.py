@@ -1,6 +1,6 @@
 """Masks that take long, computed beside the steps instead of in them.
 
-A mask is needed when its row draws. If it is cheap, it is computed while the model runs, together
+A mask is needed when its row samples. If it is cheap, it is computed while the model runs, together
 with those of the other rows. If it is not, or nobody knows yet, it is begun as soon as the token
 before it is known, and its row is held back (not scheduled) until it is there: whoever shares the
 steps does not wait for it.
@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # the process that checks grammars starts sooner without
 
 _CHEAP_SECONDS = 0.005
 """A mask of a row; many of them share a step."""
-_GUESS_SECONDS = 0.05
-"""A mask of a row beyond which no guesses are followed: one mask behind each of them would be
+_DRAFT_SECONDS = 0.05
+"""A mask of a row beyond which no draft tokens are followed: one mask behind each of them would be
 needed in the step.
 """
 _PROVEN_MASKS = 3
@@ -57,9 +57,9 @@ class MaskCosts:
         return self._num_measured >= _PROVEN_MASKS and self._peak <= _CHEAP_SECONDS
 
     @property
-    def allows_guesses(self) -> bool:
-        """Whether further masks, behind guesses, may be computed in a step."""
-        return self._peak <= _GUESS_SECONDS
+    def allows_draft_tokens(self) -> bool:
+        """Whether further masks, behind draft tokens, may be computed in a step."""
+        return self._peak <= _DRAFT_SECONDS
 
 
 class MasksAhead:
@@ -69,7 +69,7 @@ class MasksAhead:
 
     def __init__(self) -> None:
         self._begun: dict[int, Future[AheadMask]] = {}
-        self._drawing: set[int] = set()
+        self._sampling: set[int] = set()
         """Rows that had an expensive mask and whose token is not known yet: the next mask can't
         even be begun.
         """
@@ -89,26 +89,26 @@ class MasksAhead:
         """What was computed for a row; waits for it."""
         return self._begun.pop(row).result()
 
-    def draws(self, row: int) -> None:
-        """The row draws under an expensive mask."""
-        self._drawing.add(row)
+    def samples(self, row: int) -> None:
+        """The row samples under an expensive mask."""
+        self._sampling.add(row)
 
     def drew(self, row: int) -> None:
         """Its token is known."""
-        self._drawing.discard(row)
+        self._sampling.discard(row)
 
     def drop(self, row: int) -> None:
         """Whoever had the row has left it."""
-        self._drawing.discard(row)
+        self._sampling.discard(row)
         begun = self._begun.pop(row, None)
         if begun is not None:
             begun.cancel()
 
     def held_rows(self) -> frozenset[int]:
         """Rows that can't draw now."""
-        if not self._begun and not self._drawing:
+        if not self._begun and not self._sampling:
             return frozenset()
-        return frozenset(self._drawing).union(
+        return frozenset(self._sampling).union(
             row for row, one in self._begun.items() if not one.done()
         )
 

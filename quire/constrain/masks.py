@@ -2,7 +2,7 @@
 
 The order of calls (`step_grammars` makes them): a request row is admitted with its grammar; for
 each step the masks of the request rows that draw are started, taken when the logits are there
-(which sends them to the device without waiting for it), and, when the drawn tokens have arrived,
+(which sends them to the device without waiting for it), and, when the sampled tokens have arrived,
 the grammars advance by them, with the epochs the masks came with. A step without constrained
 requests costs one look at an array of flags.
 
@@ -40,7 +40,7 @@ from quire.constrain.ahead import AheadMask, MasksAhead
 from quire.constrain.grammar import Grammar, GrammarCompiler, GrammarState, Vocabulary
 from quire.constrain.guidance import import_llguidance
 from quire.errors import QuireError
-from quire.sampling.draws import Indices
+from quire.sampling.metadata import Indices
 from quire.sampling.upload import Uploader
 from quire.sampling_params import StructuredOutput
 
@@ -53,17 +53,19 @@ _MAX_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class GrammarMasks:
-    """What the draws of one step may choose from, in the order of the request rows they were asked
-    for.
+    """What the samples of one step may choose from, in the order of the request rows they were
+    asked for.
     """
 
     request_rows: Indices
     words: Tensor
-    """int32 [draws, ceil(vocab / 32)]; bit i % 32 of word i // 32 says whether token i is allowed."""
+    """int32 [samples, ceil(vocab / 32)]; bit i % 32 of word i // 32 says whether token i is
+    allowed.
+    """
     masked: npt.NDArray[np.bool_]
-    """Which draws have a grammar; the words of the others allow everything."""
+    """Which samples have a grammar; the words of the others allow everything."""
     only_ends: npt.NDArray[np.bool_]
-    """Draws whose grammar leaves nothing but what `min_tokens` forbids: there it must not be
+    """Samples whose grammar leaves nothing but what `min_tokens` forbids: there it must not be
     forbidden.
     """
     errors: dict[int, str]
@@ -71,8 +73,8 @@ class GrammarMasks:
     epochs: Indices
     """Whose turn the request rows were, for `Constrainer.advance`."""
     undefined: npt.NDArray[np.bool_]
-    """Draws that follow a guess after which the grammar has no say: it forbids the guess, or has
-    ended with it, or came to a limit on this way. Nothing may be drawn there.
+    """Samples that follow a draft token after which the grammar has no say: it forbids the draft
+    token, or has ended with it, or came to a limit on this way. Nothing may be sampled there.
     """
 
 
@@ -168,8 +170,8 @@ class Constrainer:
 
     def masks(self, request_rows: Indices, follows: Indices | None = None) -> GrammarMasks | None:
         """The masks of `request_rows`; None if none of them has a grammar. Waits for those that
-        were started. A row may stand here several times in a row: then `follows` has the guess that
-        each draw comes after, -1 for the first.
+        were started. A row may stand here several times in a row: then `follows` has the draft
+        token that each sample comes after, -1 for the first.
         """
         masked = self._is_constrained[request_rows]
         if not masked.any():
@@ -194,10 +196,10 @@ class Constrainer:
                 words[request_rows == row], error = self._ahead.take(row)
                 errors |= {row: error} if error else {}
             if not state.grammar.costs.is_cheap:
-                self._ahead.draws(row)
+                self._ahead.samples(row)
         undefined = np.zeros(len(request_rows), dtype=np.bool_)
         if follows is not None and states:
-            self._follow_guesses(request_rows, follows, words, undefined)
+            self._follow_draft_tokens(request_rows, follows, words, undefined)
         only_ends = np.zeros(len(request_rows), dtype=np.bool_)
         for i in np.flatnonzero(masked).tolist() if self._ends else ():
             ends = self._ends.get(int(request_rows[i]))
@@ -207,27 +209,29 @@ class Constrainer:
             request_rows, sent, masked, only_ends, errors, self._epochs[request_rows], undefined
         )
 
-    def _follow_guesses(
+    def _follow_draft_tokens(
         self,
         request_rows: Indices,
         follows: Indices,
         words: Words,
         undefined: npt.NDArray[np.bool_],
     ) -> None:
-        """Fills the words of draws behind guesses, from copies of the states that go on with these.
-        All rows' first guesses at once, then their second ones, and so on.
+        """Fills the words of samples behind draft tokens, from copies of the states that go on
+        with these. All rows' first draft tokens at once, then their second ones, and so on.
         """
         assert self._worker is not None
         places = np.flatnonzero(follows >= 0)
         undefined[places] = self._is_constrained[request_rows[places]]
         walking: dict[int, llguidance.LLMatcher] = {}
-        """By draw, a copy that has taken all guesses before it."""
+        """By sample, a copy that has taken all draft tokens before it."""
         for place in places[follows[places - 1] < 0].tolist():
             state = self._states.get(int(request_rows[place]))
             # A state with an automaton of its own must not have it filled by what is perhaps never
-            # said. What is expensive for one draw is so for every guess.
+            # said. What is expensive for one sample is so for every draft token.
             may_walk = (
-                state is not None and not state.is_private and state.grammar.costs.allows_guesses
+                state is not None
+                and not state.is_private
+                and state.grammar.costs.allows_draft_tokens
             )
             if (
                 state is not None
@@ -239,9 +243,9 @@ class Constrainer:
         while walking:
             there: dict[int, llguidance.LLMatcher] = {}
             for place, matcher in walking.items():
-                guess = int(follows[place])
-                is_allowed = bool(words[place - 1, guess // 32] >> guess % 32 & 1)
-                if is_allowed and matcher.consume_token(guess) and not matcher.is_stopped():
+                draft_token = int(follows[place])
+                is_allowed = bool(words[place - 1, draft_token // 32] >> draft_token % 32 & 1)
+                if is_allowed and matcher.consume_token(draft_token) and not matcher.is_stopped():
                     there[place] = matcher
             grammars = {place: self._states[int(request_rows[place])].grammar for place in there}
             found = self._worker.fill_ahead(there, grammars, words)
@@ -263,8 +267,8 @@ class Constrainer:
         asks_forced: Sequence[bool] = (),
     ) -> Advanced:
         """Tells the grammars which tokens their request rows drew. `epochs` are those of the masks
-        they were drawn with: a row that was dropped or admitted since is passed over. None: no row
-        was. `asks_forced` says behind which tokens it is to be found what must follow.
+        they were sampled with: a row that was dropped or admitted since is passed over. None: no
+        row was. `asks_forced` says behind which tokens it is to be found what must follow.
         """
         due = self._is_constrained[request_rows]
         if epochs is not None:
@@ -283,7 +287,7 @@ class Constrainer:
             state = self._states.get(row) if is_due else None
             self._ahead.drew(row)
             expensive.pop(row, None)
-            # drawn before that was known: nobody's
+            # sampled before that was known: nobody's
             is_over = state is not None and state.is_finished
             if state is None or is_over:
                 continue
@@ -292,7 +296,7 @@ class Constrainer:
             elif state.is_finished:
                 ended.add(row)
             else:
-                if asks_forced and asks_forced[place] and state.grammar.costs.allows_guesses:
+                if asks_forced and asks_forced[place] and state.grammar.costs.allows_draft_tokens:
                     forced[row] = state.forced_tokens()
                 if not state.grammar.costs.is_cheap:
                     expensive[row] = state

@@ -15,7 +15,7 @@ import numpy as np
 
 from quire.constrain.masks import Advanced, Constrainer, GrammarMasks
 from quire.errors import EngineError
-from quire.sampling.draws import Indices
+from quire.sampling.metadata import Indices
 from quire.step import Step
 
 
@@ -38,7 +38,7 @@ class StepGrammars:
         self.constrainer = constrainer
         self._last: SubmittedStep | None = None
         """The last step that drew under grammars; its tokens may not have been read."""
-        self._is_drawing = False
+        self._is_sampling = False
         """Whether masks were taken for the step that is being made."""
 
     def apply(self, step: Step) -> None:
@@ -68,37 +68,39 @@ class StepGrammars:
         return self.constrainer is not None and self.constrainer.constrains(np.array([row]))
 
     def start(self, request_rows: Indices) -> None:
-        """Begins with the masks of these draws, if they don't wait for tokens of the step before."""
+        """Begins with the masks of these samples, if they don't wait for tokens of the step
+        before.
+        """
         if self.constrainer is not None and (self._last is None or self._last.is_read):
             self.constrainer.start(request_rows)
 
     def masks(self, request_rows: Indices, follows: Indices | None = None) -> GrammarMasks | None:
-        """The masks of draws that are due now; None if none of them has a grammar. `follows`: see
+        """The masks of samples that are due now; None if none of them has a grammar. `follows`: see
         `Constrainer`.
         """
         if self.constrainer is None or not self.constrainer.constrains(request_rows):
             return None
         self._read_last()
-        self._is_drawing = True
+        self._is_sampling = True
         return self.constrainer.masks(request_rows, follows)
 
     def submitted(self, step: SubmittedStep) -> None:
         """The step that was made last has been sent off as this one."""
-        if self._is_drawing:
-            self._last, self._is_drawing = step, False
+        if self._is_sampling:
+            self._last, self._is_sampling = step, False
 
     def advance(
         self,
         masks: GrammarMasks,
-        draws: Sequence[int],
+        places: Sequence[int],
         tokens: Sequence[int],
         asks_forced: Sequence[bool],
     ) -> Advanced:
-        """Tells the grammars the tokens that came of some draws under these masks, and asks behind
-        which of them it is to be found what must follow.
+        """Tells the grammars the tokens that came of some samples under these masks, and asks
+        behind which of them it is to be found what must follow.
         """
         assert self.constrainer is not None
-        which = np.array(draws, np.int64)
+        which = np.array(places, np.int64)
         advanced = self.constrainer.advance(
             masks.request_rows[which], tokens, masks.epochs[which], asks_forced
         )

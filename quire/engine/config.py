@@ -41,8 +41,8 @@ class SchedulerConfig:
     bytes_per_block: int = 0
     """The same for all blocks, whatever they hold: so all groups and states share one budget."""
     max_checked_tokens: int = 0
-    """The most tokens of a step that is a CUDA graph. Steps with guesses have no more, and a step
-    of up to half as many again is cut to it; 0: there are no graphs.
+    """The most tokens of a step that is a CUDA graph. Steps with draft tokens have no more, and a
+    step of up to half as many again is cut to it; 0: there are no graphs.
     """
 
     def __post_init__(self) -> None:

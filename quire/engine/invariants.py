@@ -120,10 +120,10 @@ def check_states(blocks: BlockManager, request: Request) -> None:
         raise InvariantError(
             f"request {request.request_id} lacks blocks for its states: {request.states}"
         )
-    # Where guesses in flight may be wrong, computing goes on from before them.
+    # Where draft tokens in flight may be wrong, computing goes on from before them.
     for position in (
         request.num_computed_tokens,
-        request.num_computed_tokens - request.num_guesses,
+        request.num_computed_tokens - request.num_draft_tokens,
     ):
         chunk = position // spec.chunk
         if chunk and request.states[chunk % 2].chunk != chunk:
@@ -187,11 +187,11 @@ def _check_queues(scheduler: Scheduler) -> None:
 
 def _check_counts(scheduler: Scheduler) -> None:
     in_flight: Counter[Request] = Counter()
-    guesses: Counter[Request] = Counter()
+    draft_tokens: Counter[Request] = Counter()
     for step, requests in scheduler.in_flight:
         for request, entry in zip(requests, step.scheduled, strict=True):
-            in_flight[request] += entry.samples + len(entry.guesses)
-            guesses[request] += len(entry.guesses)
+            in_flight[request] += entry.samples + len(entry.draft_tokens)
+            draft_tokens[request] += len(entry.draft_tokens)
     for name, request in scheduler.table.requests.items():
         committed, computed, tokens = (
             request.num_committed_tokens,
@@ -200,11 +200,11 @@ def _check_counts(scheduler: Scheduler) -> None:
         )
         if (
             request.num_placeholders != in_flight[request]
-            or request.num_guesses != guesses[request]
+            or request.num_draft_tokens != draft_tokens[request]
         ):
             raise InvariantError(
-                f"{name} has {request.num_placeholders} placeholders, {request.num_guesses} of them guesses; in flight "
-                f"are {in_flight[request]} and {guesses[request]}"
+                f"{name} has {request.num_placeholders} placeholders, {request.num_draft_tokens} of them drafts; "
+                f"in flight are {in_flight[request]} and {draft_tokens[request]}"
             )
         if not 0 <= committed <= computed <= tokens:
             raise InvariantError(

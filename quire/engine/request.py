@@ -29,8 +29,8 @@ class PromptProgress:
     """How far a prompt's logprobs have come; the n answers to it share one."""
 
     next_position: int = 1
-    """The first prompt position whose scores have not come back. The first token has none: nothing
-    precedes it.
+    """The first prompt position whose logprobs have not come back. The first token has none:
+    nothing precedes it.
     """
 
 
@@ -77,22 +77,22 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     """Prompt and answer, without the tokens that steps in flight will sample."""
     num_placeholders: int = 0
-    """How many tokens steps in flight will add, if all their guesses are right."""
-    num_guesses: int = 0
-    """How many of the placeholders are guesses."""
+    """How many tokens steps in flight will add, if all their draft tokens are right."""
+    num_draft_tokens: int = 0
+    """How many of the placeholders are draft tokens."""
     drafts: Sequence[int] = ()
-    """Tokens that the runner has drafted after the known ones, to be checked as guesses."""
+    """Tokens that the runner has drafted after the known ones, to be checked as draft tokens."""
     draft_state: Any = None
     """What the `Speculator` remembers of this request."""
-    guess_pause: int = 0
-    """For how many steps the `Speculator` is not asked for guesses; -1: never again."""
+    draft_pause: int = 0
+    """For how many steps the `Speculator` is not asked for draft tokens; -1: never again."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     num_rejections: int = 0
-    """Steps in which one of its guesses was wrong."""
+    """Steps in which one of its draft tokens was wrong."""
     num_computed_tokens: int = 0
-    """Tokens that have keys and values once all submitted steps are done, if all their guesses are
-    right.
+    """Tokens that have keys and values once all submitted steps are done, if all their draft
+    tokens are right.
     """
     num_committed_tokens: int = 0
     """Tokens that have keys and values by steps whose results have come back."""

@@ -14,7 +14,14 @@ from quire.engine.config import SchedulerConfig
 from quire.engine.request import Request
 from quire.engine.request_queue import RequestQueue
 from quire.errors import CapacityError, InvalidRequestError
-from quire.step import Finished, FinishReason, Preemption, PreemptionKind, RequestUpdate, TokenScore
+from quire.step import (
+    Finished,
+    FinishReason,
+    Preemption,
+    PreemptionKind,
+    RequestUpdate,
+    TokenLogprob,
+)
 
 
 class RequestTable:
@@ -113,7 +120,7 @@ class RequestTable:
         now: float,
         new_token_ids: tuple[int, ...] = (),
         error: str | None = None,
-        scores: tuple[TokenScore, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
         pooled: bytes | None = None,
     ) -> None:
         """Ends a request, gives up its row and blocks, and notes its end for the callers and the
@@ -134,10 +141,12 @@ class RequestTable:
         request.finished = now
         metrics = request.metrics()
         name, sizes = request.request_id, (metrics.num_prompt_tokens, metrics.num_output_tokens)
-        guesses = metrics.drafted_tokens, metrics.accepted_tokens
-        self.finished.append(Finished(name, row, reason, request.arrival, now, *sizes, *guesses))
+        draft_tokens = metrics.drafted_tokens, metrics.accepted_tokens
+        self.finished.append(
+            Finished(name, row, reason, request.arrival, now, *sizes, *draft_tokens)
+        )
         update = RequestUpdate(
-            name, new_token_ids, reason, request.stop_token_id, error, metrics, scores
+            name, new_token_ids, reason, request.stop_token_id, error, metrics, logprobs
         )
         self.updates.append(update._replace(pooled=pooled))
 

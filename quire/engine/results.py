@@ -11,7 +11,7 @@ from quire.engine.block_manager import BlockManager
 from quire.engine.config import SchedulerConfig
 from quire.engine.request import Request
 from quire.engine.request_table import RequestTable
-from quire.step import PromptScores, RequestUpdate, Step, StepResult, new_tuple
+from quire.step import PromptLogprobs, RequestUpdate, Step, StepResult, new_tuple
 
 
 class ResultTaker:
@@ -26,13 +26,13 @@ class ResultTaker:
         """`requests` has the request of each of the step's entries; what they gain goes to the
         table's updates.
         """
-        tokens_of, errors, scores_of, ended = (
+        tokens_of, errors, logprobs_of, ended = (
             result.tokens,
             result.errors,
-            result.scores,
+            result.logprobs,
             result.ended,
         )
-        prompt_scores, drafts = result.prompt_scores, result.drafts
+        prompt_logprobs, drafts = result.prompt_logprobs, result.drafts
         step_id = step.step_id
         block_size = self._config.block_size
         append, update_type = self._table.updates.append, RequestUpdate
@@ -44,21 +44,21 @@ class ResultTaker:
             if others
             else repeat(None, step.num_decodes)
         )
-        guesses: tuple[int, ...] = ()
+        draft_tokens: tuple[int, ...] = ()
         for request, entry in zip(requests, entries, strict=True):
             request_id = request.request_id
             if errors and request_id in errors:
                 self._fail(request, errors[request_id], now)
                 continue
-            if prompt_scores and request_id in prompt_scores:
-                self._note_prompt_scores(request, prompt_scores[request_id])
+            if prompt_logprobs and request_id in prompt_logprobs:
+                self._note_prompt_logprobs(request, prompt_logprobs[request_id])
             if request.finish_reason is not None:
                 continue  # It ended while this was computed: the result is dropped.
             # False if it was preempted since: then the keys and values of this step are in blocks
             # it no longer has.
             owns_row = request.row is not None and request.admitted_step <= step_id
             if entry is not None:
-                guesses = entry.guesses
+                draft_tokens = entry.draft_tokens
                 if not entry.samples:
                     if owns_row:
                         self._note_computed(request, entry.start + entry.num_tokens)
@@ -74,15 +74,15 @@ class ResultTaker:
                     self._fail(request, "the runner returned no pooled hidden state", now)
                 continue
             tokens = tokens_of.get(request_id, ())
-            if len(tokens) != 1 and not 1 <= len(tokens) <= 1 + len(guesses):
-                expected = f"1 to {1 + len(guesses)}" if guesses else "one"
+            if len(tokens) != 1 and not 1 <= len(tokens) <= 1 + len(draft_tokens):
+                expected = f"1 to {1 + len(draft_tokens)}" if draft_tokens else "one"
                 self._fail(
                     request, f"the runner returned {len(tokens)} tokens instead of {expected}", now
                 )
                 continue
             token = tokens[0]
-            if guesses:
-                tokens = self._take_right_guesses(request, len(guesses), tokens, owns_row)
+            if draft_tokens:
+                tokens = self._take_accepted(request, len(draft_tokens), tokens, owns_row)
                 token = tokens[-1]
             token_ids = request.token_ids
             if owns_row:
@@ -98,36 +98,36 @@ class ResultTaker:
                 request.first_token = now
                 if owns_row and request.group_id is not None:
                     self._blocks.publish_partial(request)  # for the other answers to its prompt
-            scores = scores_of.get(request_id, ())[: len(tokens)] if scores_of else ()
+            logprobs = logprobs_of.get(request_id, ())[: len(tokens)] if logprobs_of else ()
             if token in request.stop_ids and request.num_output_tokens > request.params.min_tokens:
                 request.stop_token_id = token
-                self._table.finish(request, "stop", now, tokens, scores=scores)
+                self._table.finish(request, "stop", now, tokens, logprobs=logprobs)
             elif ended and request_id in ended:
-                self._table.finish(request, "stop", now, tokens, scores=scores)
+                self._table.finish(request, "stop", now, tokens, logprobs=logprobs)
             elif len(token_ids) >= request.max_total_tokens:
-                self._table.finish(request, "length", now, tokens, scores=scores)
+                self._table.finish(request, "length", now, tokens, logprobs=logprobs)
             else:
                 # As `tokens_update` makes it, without a call for every row.
                 append(
                     new_tuple(
                         update_type,
-                        (request_id, tokens, None, None, None, None, scores, None, None),
+                        (request_id, tokens, None, None, None, None, logprobs, None, None),
                     )
                 )
 
-    def _take_right_guesses(
-        self, request: Request, num_guesses: int, tokens: tuple[int, ...], owns_row: bool
+    def _take_accepted(
+        self, request: Request, num_draft_tokens: int, tokens: tuple[int, ...], owns_row: bool
     ) -> tuple[int, ...]:
-        """Appends the guesses that were right, up to a stop token; returns them and the token after
-        them, to append.
+        """Appends the draft tokens that were right, up to a stop token; returns them and the token
+        after them, to append.
         """
-        request.num_placeholders -= num_guesses
-        request.num_guesses -= num_guesses
-        request.drafted_tokens += num_guesses
+        request.num_placeholders -= num_draft_tokens
+        request.num_draft_tokens -= num_draft_tokens
+        request.drafted_tokens += num_draft_tokens
         request.accepted_tokens += len(tokens) - 1
-        request.num_rejections += len(tokens) <= num_guesses
+        request.num_rejections += len(tokens) <= num_draft_tokens
         if owns_row:
-            request.num_computed_tokens -= 1 + num_guesses - len(tokens)
+            request.num_computed_tokens -= 1 + num_draft_tokens - len(tokens)
         right = tokens[:-1]
         if not request.stop_ids.isdisjoint(right):
             for index, token in enumerate(right):
@@ -148,16 +148,16 @@ class ResultTaker:
         if num_tokens // self._config.block_size > request.num_published_blocks:
             self._blocks.publish(request)
 
-    def _note_prompt_scores(self, request: Request, found: PromptScores) -> None:
-        """Reports scores of a prompt to its request; if that has ended, to another of the n answers
-        to that prompt.
+    def _note_prompt_logprobs(self, request: Request, found: PromptLogprobs) -> None:
+        """Reports logprobs of a prompt to its request; if that has ended, to another of the n
+        answers to that prompt.
         """
         progress = request.prompt_progress
         if request.has_failed or found.start > progress.next_position:
-            # An earlier chunk of the prompt failed, so these scores were computed from wrong keys
+            # An earlier chunk of the prompt failed, so these logprobs were computed from wrong keys
             # and values.
             return
-        progress.next_position = max(progress.next_position, found.start + len(found.scores))
+        progress.next_position = max(progress.next_position, found.start + len(found.logprobs))
         takers = (
             [request]
             if request.finish_reason is None
@@ -166,7 +166,9 @@ class ResultTaker:
         for taker in takers:
             # the group's name may belong to other requests by now
             if taker.prompt_progress is progress:
-                self._table.updates.append(RequestUpdate(taker.request_id, (), prompt_scores=found))
+                self._table.updates.append(
+                    RequestUpdate(taker.request_id, (), prompt_logprobs=found)
+                )
 
     def _fail(self, request: Request, message: str, now: float) -> None:
         """Ends a request that failed by itself."""

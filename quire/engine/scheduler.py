@@ -4,11 +4,11 @@ Every request has tokens and a count of computed ones; each step it computes som
 The scheduler may run ahead of the results: a token sampled by a step in flight is a placeholder,
 its value follows at commit.
 
-A step may compute guessed tokens after a request's known ones and sample after each of them: the
-request gains one token, and one more for every guess that is right. The scheduler learns at commit
-how many were. Until then it counts all of them as right, which is the most there can be: it takes
-blocks for that many tokens and has later steps start behind them. The runner knows how many were
-right when it computes such a step, and begins at the true position.
+A step may compute draft tokens after a request's known ones and sample after each of them: the
+request gains one token, and one more for every draft token that is right. The scheduler learns at
+commit how many were. Until then it counts all of them as right, which is the most there can be: it
+takes blocks for that many tokens and has later steps start behind them. The runner knows how many
+were right when it computes such a step, and begins at the true position.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quire.engine.request_table import RequestTable
 from quire.engine.results import ResultTaker
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.step import (
-    Admission,
+    AdmittedRequest,
     FinishReason,
     RequestMetrics,
     RequestUpdate,
@@ -32,10 +32,10 @@ from quire.step import (
     Step,
     StepResult,
     new_tuple,
-    with_guesses,
+    with_draft_tokens,
 )
 
-Guess = Callable[[Request, int], Sequence[int]]
+Propose = Callable[[Request, int], Sequence[int]]
 """Called with a request that samples and a number n: returns at most n tokens that may follow the
 request's own.
 """
@@ -50,7 +50,7 @@ class _StepPlan:
     budget: int
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
-    admitted: list[Admission] = field(default_factory=list)
+    admitted: list[AdmittedRequest] = field(default_factory=list)
     computing_groups: set[str] = field(default_factory=set)
     """Groups (n answers to one prompt) of which one request is computing the prompt: the others
     wait for it.
@@ -66,10 +66,10 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         blocks: BlockManager | None = None,
-        guess: Guess | None = None,
+        propose: Propose | None = None,
         num_drafts: Callable[[Request], int] | None = None,
     ) -> None:
-        """`guess` returns draft tokens for a request, which one step then checks together;
+        """`propose` returns draft tokens for a request, which one step then checks together;
         `num_drafts` says how many tokens the runner itself should draft after a step, for the next
         one.
         """
@@ -77,7 +77,7 @@ class Scheduler:
         self.blocks = blocks or BlockManager(config)
         self.table = RequestTable(config, self.blocks)
         self._results = ResultTaker(config, self.blocks, self.table)
-        self._guess = guess
+        self._propose = propose
         self._num_drafts = num_drafts
         self.in_flight: deque[tuple[Step, list[Request]]] = deque()
         """Steps not committed yet, oldest first, each with the `Request` of every entry: results
@@ -139,8 +139,8 @@ class Scheduler:
         if not plan.preempting:
             self._schedule_waiting(plan)
         self._cut_to_graph(plan)
-        if self._guess is not None and not plan.preempting:
-            self._add_guesses(plan, self._guess)
+        if self._propose is not None and not plan.preempting:
+            self._add_draft_tokens(plan, self._propose)
         if self.config.state is not None:
             self._advance_states(plan)
         step = Step(
@@ -207,7 +207,7 @@ class Scheduler:
         """
         chunks: list[Request] = []
         block_size, groups = self.config.block_size, self.config.num_groups
-        scheduled, requests, guesses = plan.scheduled, plan.requests, self._guess is not None
+        scheduled, requests, draft_tokens = plan.scheduled, plan.requests, self._propose is not None
         append, append_request = scheduled.append, requests.append
         entry_type = ScheduledRequest
         for request in self.table.running.copy():  # which preemptions change
@@ -225,13 +225,13 @@ class Scheduler:
                 continue
             new_block_ids: tuple[int, ...] = ()
             if start * groups == len(request.block_table) * block_size:
-                grown = self._grow(request, plan)
-                if grown is None:
+                allocated = self._grow(request, plan)
+                if allocated is None:
                     continue
-                new_block_ids = grown
+                new_block_ids = allocated
             if start < request.computed_before:
                 request.recomputed_tokens += 1
-            ahead = guesses and request.num_guesses > 0
+            ahead = draft_tokens and request.num_draft_tokens > 0
             # As `decode_entry` makes it (their fields are checked when step.py is loaded, and
             # compared by a test): a call for every row would take a tenth of this loop's time.
             append(
@@ -361,7 +361,7 @@ class Scheduler:
         request.cached_tokens += placement.num_device_tokens
         block_ids = tuple(block.block_id for block in request.block_table)
         plan.admitted.append(
-            Admission(
+            AdmittedRequest(
                 request_id=request.request_id,
                 row=row,
                 token_ids=tuple(request.token_ids),
@@ -383,10 +383,10 @@ class Scheduler:
         )
         self._schedule_chunk(request, plan, block_ids[placement.num_ready_blocks :])
 
-    def _add_guesses(self, plan: _StepPlan, guess: Guess) -> None:
-        """Appends guesses to the entries that sample, from the budget that is left and from free
-        blocks, as long as one block is left for every running request. Each request may have the
-        same number of guesses at most.
+    def _add_draft_tokens(self, plan: _StepPlan, propose: Propose) -> None:
+        """Appends draft tokens to the entries that sample, from the budget that is left and from
+        free blocks, as long as one block is left for every running request. Each request may have
+        the same number of draft tokens at most.
         """
         most = self.config.max_batched_tokens
         share = ((self.config.max_checked_tokens or most) - (most - plan.budget)) // max(
@@ -396,48 +396,48 @@ class Scheduler:
             return
         num_drafts, state = self._num_drafts, self.config.state
         for index, request in enumerate(plan.requests):
-            if request.guess_pause:
-                request.guess_pause -= request.guess_pause > 0
+            if request.draft_pause:
+                request.draft_pause -= request.draft_pause > 0
             elif plan.scheduled[index].samples and request.pooling is None:
                 # - 1: the sampled token itself takes one place.
                 room = min(
                     plan.budget, share, request.max_total_tokens - request.num_computed_tokens - 1
                 )
-                # guesses in flight pass one chunk's end at most: the state before it is kept
+                # draft tokens in flight pass one chunk's end at most: the state before it is kept
                 if state is not None:
-                    room = min(room, state.chunk - 1 - request.num_guesses)
-                guesses = guess(request, room) if room > 0 else ()
+                    room = min(room, state.chunk - 1 - request.num_draft_tokens)
+                draft_tokens = propose(request, room) if room > 0 else ()
                 drafts = 0 if num_drafts is None else num_drafts(request)
-                if guesses or drafts:
-                    self._extend_entry(plan, index, tuple(guesses[:room]), drafts)
+                if draft_tokens or drafts:
+                    self._extend_entry(plan, index, tuple(draft_tokens[:room]), drafts)
 
     def _extend_entry(
-        self, plan: _StepPlan, index: int, guesses: tuple[int, ...], num_drafts: int
+        self, plan: _StepPlan, index: int, draft_tokens: tuple[int, ...], num_drafts: int
     ) -> None:
-        """Adds guesses, and the number of tokens to draft after them, to an entry, as far as there
-        are blocks.
+        """Adds draft tokens, and the number of tokens to draft after them, to an entry, as far as
+        there are blocks.
         """
         request, entry = plan.requests[index], plan.scheduled[index]
         computed = request.num_computed_tokens
         # drafting computes the sampled token and all drafts but the last, within max_total_tokens
         if num_drafts:
             num_drafts = max(
-                0, min(num_drafts, request.max_total_tokens - computed - len(guesses) - 2)
+                0, min(num_drafts, request.max_total_tokens - computed - len(draft_tokens) - 2)
             )
-        end, new_block_ids = computed + len(guesses) + num_drafts, entry.new_block_ids
+        end, new_block_ids = computed + len(draft_tokens) + num_drafts, entry.new_block_ids
         if end > self.blocks.num_held(request):
-            new_block_ids += self._grow_for_guesses(request, end)
+            new_block_ids += self._grow_for_draft_tokens(request, end)
             room = self.blocks.num_held(request) - computed
-            guesses = guesses[:room]
-            num_drafts = min(num_drafts, room - len(guesses))
-        count = len(guesses)
+            draft_tokens = draft_tokens[:room]
+            num_drafts = min(num_drafts, room - len(draft_tokens))
+        count = len(draft_tokens)
         if count:
             request.num_computed_tokens = computed + count
             request.num_placeholders += count
-            request.num_guesses += count
+            request.num_draft_tokens += count
             plan.budget -= count
             plan.num_decodes = min(plan.num_decodes, index)
-        plan.scheduled[index] = with_guesses(entry, new_block_ids, guesses, num_drafts)
+        plan.scheduled[index] = with_draft_tokens(entry, new_block_ids, draft_tokens, num_drafts)
 
     def _advance_states(self, plan: _StepPlan) -> None:
         """Notes which states of recurrent layers the step makes, and has those copied that are
@@ -449,7 +449,7 @@ class Scheduler:
                 request, entry.start, entry.start + entry.num_tokens, reserve
             )
 
-    def _grow_for_guesses(self, request: Request, end: int) -> tuple[int, ...]:
+    def _grow_for_draft_tokens(self, request: Request, end: int) -> tuple[int, ...]:
         """New blocks for tokens up to `end`, while one stays free for each running request."""
         blocks, needed = self.blocks, self.config.num_groups * len(self.table.running)
         new_block_ids: tuple[int, ...] = ()
@@ -461,5 +461,5 @@ class Scheduler:
             ):
                 new_block_ids += more
         except QuireError:
-            pass  # guesses need not be made
+            pass  # draft tokens need not be made
         return new_block_ids

@@ -196,8 +196,8 @@ class LiveBeams:
         """What became of one of its requests. With the last one of a step, the next beams start."""
         if self.is_done:
             return
-        if update.scores:
-            self._found[update.request_id] = update.scores[0].top
+        if update.logprobs:
+            self._found[update.request_id] = update.logprobs[0].top
         elif update.finish_reason is not None:
             self._fail(
                 QuireError(f"the beam search failed: {update.error or update.finish_reason}"), now

@@ -15,7 +15,7 @@ Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedPrompt:
+class TokenizedPrompt:
     """A prompt in token ids."""
 
     text: str | None

@@ -17,7 +17,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tool_calls.harmony import SPECIAL_MARK
 from quire.outputs import Completion, Logprob, RequestDelta, RequestOutput, TokenLogprobs
 from quire.sampling_params import SamplingParams
-from quire.step import PromptScores, RequestMetrics, RequestUpdate, TokenScore
+from quire.step import PromptLogprobs, RequestMetrics, RequestUpdate, TokenLogprob
 
 
 class AnswerText:
@@ -26,10 +26,10 @@ class AnswerText:
     __slots__ = (
         "channels",
         "detokenizer",
+        "logprobs",
         "matcher",
         "params",
         "pieces",
-        "scores",
         "seed",
         "token_ids",
     )
@@ -56,7 +56,7 @@ class AnswerText:
         self.params = params
         self.seed = seed
         self.token_ids: list[int] = []
-        self.scores: list[TokenScore] = []
+        self.logprobs: list[TokenLogprob] = []
         self.pieces: list[str] = []
 
     @property
@@ -65,7 +65,7 @@ class AnswerText:
         return self.matcher.match if self.matcher is not None else None
 
     def grow(self, token_ids: Sequence[int]) -> str:
-        """`read` for an answer without stop strings and scores that goes on: the text that is
+        """`read` for an answer without stop strings and logprobs that goes on: the text that is
         certain now.
         """
         push = self.detokenizer.push
@@ -94,7 +94,7 @@ class AnswerText:
             text += piece if self.matcher is None else self.matcher.push(piece, may_stop)
             if self.stop_string is not None:
                 break
-        self.scores += update.scores[:count]
+        self.logprobs += update.logprobs[:count]
         if update.finish_reason is not None and self.stop_string is None:
             rest = self.detokenizer.finish()
             # A character that was never completed is no place to stop.
@@ -158,11 +158,13 @@ class LiveRequest:
             for one in requests
         ]
         self._completions: list[Completion | None] = [None] * len(requests)
-        self._prompt_scores: dict[int, TokenScore] = {}
+        self._prompt_logprobs: dict[int, TokenLogprob] = {}
 
-    def take_prompt_scores(self, found: PromptScores) -> None:
-        """Scores of prompt positions, from whichever answer computed them; some may come again."""
-        self._prompt_scores.update(enumerate(found.scores, start=found.start))
+    def take_prompt_logprobs(self, found: PromptLogprobs) -> None:
+        """Logprobs of prompt positions, from whichever answer computed them; some may come
+        again.
+        """
+        self._prompt_logprobs.update(enumerate(found.logprobs, start=found.start))
 
     def advance(
         self, index: int, update: RequestUpdate, end: Callable[[], RequestMetrics]
@@ -187,7 +189,9 @@ class LiveRequest:
             self._completions[index] = self._complete(index, answer, update)
         token_ids, reason = update.new_token_ids[:count], update.finish_reason
         logprobs = (
-            () if self._params.logprobs is None else tuple(map(self._spell, update.scores[:count]))
+            ()
+            if self._params.logprobs is None
+            else tuple(map(self._spell, update.logprobs[:count]))
         )
         delta = RequestDelta(
             self.request_id, index, text, token_ids, logprobs, reason, self._output()
@@ -229,8 +233,8 @@ class LiveRequest:
             seed=answer.seed,
             error=update.error,
             metrics=update.metrics,
-            logprobs=tuple(map(self._spell, answer.scores)) if spelt else None,
-            cumulative_logprob=sum(score.logprob for score in answer.scores) if scored else None,
+            logprobs=tuple(map(self._spell, answer.logprobs)) if spelt else None,
+            cumulative_logprob=sum(score.logprob for score in answer.logprobs) if scored else None,
         )
 
     def _output(self) -> RequestOutput | None:
@@ -252,11 +256,11 @@ class LiveRequest:
         if self._params.prompt_logprobs is None:
             return None
         found = (
-            self._prompt_scores.get(position) for position in range(len(self._prompt_token_ids))
+            self._prompt_logprobs.get(position) for position in range(len(self._prompt_token_ids))
         )
         return tuple(None if score is None else self._spell(score) for score in found)
 
-    def _spell(self, score: TokenScore) -> TokenLogprobs:
+    def _spell(self, score: TokenLogprob) -> TokenLogprobs:
         top = tuple(
             Logprob(token_id, logprob, rank, self._bytes(token_id))
             for rank, (token_id, logprob) in enumerate(score.top, start=1)

@@ -18,5 +18,5 @@ def silu(x: Tensor) -> Tensor:
 
 def softplus(x: Tensor) -> Tensor:
     """log(1 + e^x), also where e^x is too large."""
-    wide = x.float()
-    return wide.clamp_min(0) + torch.log1p((-wide.abs()).exp())
+    x32 = x.float()
+    return x32.clamp_min(0) + torch.log1p((-x32.abs()).exp())

@@ -16,9 +16,9 @@ from torch import Tensor
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 # Makes the random numbers of XTC independent of the tokens' noise: any constant would do.
 _CHANCE = np.uint64(0xD1B54A32D192ED03)
-# The same for acceptance by rejection: whether a guess is accepted, and the token drawn if it is
-# not.
-ACCEPTS, REDRAWS = np.uint64(0x8CB92BA72F3D8DD7), np.uint64(0xABC98388FB8FAC03)
+# The same for acceptance by rejection: whether a draft token is accepted, and the token drawn if it
+# is not.
+ACCEPTS, RESAMPLES = np.uint64(0x8CB92BA72F3D8DD7), np.uint64(0xABC98388FB8FAC03)
 
 
 def noise_keys(

@@ -274,7 +274,7 @@ infinity.
 """
 
 
-class TokenScores(NamedTuple):
+class LogprobsTensors(NamedTuple):
     """How likely tokens are, and which are the likeliest."""
 
     logprobs: Tensor
@@ -304,7 +304,7 @@ class SampleRows(Protocol):
     ) -> Tensor: ...
 
 
-Between = Callable[[Tensor], Tensor]
+TransformActivated = Callable[[Tensor], Tensor]
 
 
 class Kernels(Protocol):
@@ -476,7 +476,7 @@ class Kernels(Protocol):
 
     def shorten_attention_work_(self, work: Mapping[str, Tensor], lag: Tensor) -> None:
         """Corrects the lists of `attention_work` for sequences that are shorter than it was told,
-        since guesses were wrong: by int32 lag [tables], for each row of the block tables.
+        since draft tokens were wrong: by int32 lag [tables], for each row of the block tables.
         """
 
     def keys_by_dimension(self, cache_dtype: dtype, block_size: int) -> bool:
@@ -538,11 +538,11 @@ class Kernels(Protocol):
         router_logits: Tensor,
         experts: ExpertWeights,
         spec: MoeSpec,
-        between: Between | None = None,
+        transform_activated: TransformActivated | None = None,
     ) -> Tensor:
         """Probabilities of router_logits [rows, experts] in float32, the top_k (lowest index first
         among equals), weights renormalised if `spec` says so, experts added in ascending order.
-        `between` is applied to the activated gate and up products [pairs of row and expert,
+        `transform_activated` is applied to the activated gate and up products [pairs of row and expert,
         intermediate], before the down products.
         """
 
@@ -570,7 +570,7 @@ class Kernels(Protocol):
         on.
         """
 
-    def score_tokens(self, logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores:
+    def gather_logprobs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobsTensors:
         """Scores of int64 token_ids [rows], and the `num_top` likeliest tokens, by float32 logits
         [rows, vocab].
         """

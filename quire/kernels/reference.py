@@ -18,13 +18,13 @@ from torch import Tensor
 from quire.kernels.elementwise import sigmoid
 from quire.kernels.filters import filter_rows_
 from quire.kernels.formats import Format
+from quire.kernels.logprobs import gather_logprobs
 from quire.kernels.noise import gumbel_noise
 from quire.kernels.ops import (
     HAS_NAN,
     NOTHING_LEFT,
     Activation,
     AttentionSpec,
-    Between,
     ExpertWeights,
     HeadNorms,
     HeadShape,
@@ -33,11 +33,11 @@ from quire.kernels.ops import (
     MoeSpec,
     PagedBatch,
     SampleRows,
+    TransformActivated,
 )
 from quire.kernels.quantize import LARGEST_FP8
 from quire.kernels.reference_recurrent import convolve, gated_norm, recur
 from quire.kernels.repeats import match_lengths
-from quire.kernels.scores import score_tokens
 from quire.kernels.weights import Weight
 
 ROW_TILE = 32
@@ -115,8 +115,8 @@ class ReferenceKernels:
         return part.format.expand(*(tensor[token_ids] for tensor in part.tensors))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        x32 = x.float()
+        normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
         return (
             (normed * (weight.float() + offset)).to(x.dtype)
             if offset
@@ -130,8 +130,8 @@ class ReferenceKernels:
         return self.rms_norm(total, weight, eps, offset), total
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        wide = x.float() - x.float().mean(-1, keepdim=True)
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+        x32 = x.float() - x.float().mean(-1, keepdim=True)
+        normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
         return (normed if bias is None else normed + bias.float()).to(x.dtype)
 
     def scale_add(self, x: Tensor, scale: float, other: Tensor | None = None) -> Tensor:
@@ -293,7 +293,7 @@ class ReferenceKernels:
         router_logits: Tensor,
         experts: ExpertWeights,
         spec: MoeSpec,
-        between: Between | None = None,
+        transform_activated: TransformActivated | None = None,
     ) -> Tensor:
         weights, chosen = route(router_logits, spec, experts.choice_bias)
         # One sort groups the rows by expert; stable, so an expert's rows stay in their order.
@@ -311,8 +311,8 @@ class ReferenceKernels:
             hidden.append(
                 self.linear_gated(x[part], experts.gate_up.experts[expert], added, spec.activation)
             )
-        if between is not None:
-            hidden = list(between(torch.cat(hidden)).split_with_sizes(sizes))
+        if transform_activated is not None:
+            hidden = list(transform_activated(torch.cat(hidden)).split_with_sizes(sizes))
         output = torch.zeros(
             x.shape[0], experts.down.shape[1], dtype=torch.float32, device=x.device
         )
@@ -341,7 +341,7 @@ class ReferenceKernels:
     gated_norm = staticmethod(gated_norm)
     filter_rows_ = filter_rows_
     match_lengths = staticmethod(match_lengths)
-    score_tokens = staticmethod(score_tokens)
+    gather_logprobs = staticmethod(gather_logprobs)
 
     def top_values(self, x: Tensor, k: int) -> Tensor:
         if k > x.shape[1]:
@@ -448,10 +448,10 @@ def _attend(
     rows, num_heads, head_dim = query.shape
     kv_heads, tiles = keys.shape[:2]
     group = num_heads // kv_heads
-    wide = F.pad(query.float(), (0, 0, 0, 0, 0, QUERY_TILE - rows))
-    wide = wide.view(QUERY_TILE, kv_heads, group, head_dim).permute(1, 0, 2, 3)
-    wide = wide.reshape(kv_heads, 1, QUERY_TILE * group, head_dim).expand(-1, tiles, -1, -1)
-    scores = (wide @ keys.transpose(-1, -2) * spec.scale).view(
+    queries = F.pad(query.float(), (0, 0, 0, 0, 0, QUERY_TILE - rows))
+    queries = queries.view(QUERY_TILE, kv_heads, group, head_dim).permute(1, 0, 2, 3)
+    queries = queries.reshape(kv_heads, 1, QUERY_TILE * group, head_dim).expand(-1, tiles, -1, -1)
+    scores = (queries @ keys.transpose(-1, -2) * spec.scale).view(
         kv_heads, tiles, QUERY_TILE, group, KEY_TILE
     )
     if spec.soft_cap:

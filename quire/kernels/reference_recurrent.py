@@ -145,17 +145,17 @@ def gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, spec: GatedNormSpec
 ) -> Tensor:
     """See `Kernels.gated_norm`."""
-    wide, gates = x.float(), silu(gate)
+    x32, gates = x.float(), silu(gate)
     if spec.gate_first:
-        wide = wide * gates
+        x32 = x32 * gates
     if spec.group_size:
-        grouped = wide.view(len(wide), -1, spec.group_size)
+        grouped = x32.view(len(x32), -1, spec.group_size)
         normed = grouped * torch.rsqrt(grouped.pow(2).mean(-1, keepdim=True) + eps)
-        wide = normed.flatten(1).to(x.dtype).float()
+        x32 = normed.flatten(1).to(x.dtype).float()
     if weight is not None:
-        repeated = weight.float().repeat(wide.shape[1] // weight.shape[0])
-        wide = wide * repeated
-    return (wide if spec.gate_first else wide * gates).to(x.dtype)
+        repeated = weight.float().repeat(x32.shape[1] // weight.shape[0])
+        x32 = x32 * repeated
+    return (x32 if spec.gate_first else x32 * gates).to(x.dtype)
 
 
 def recur(

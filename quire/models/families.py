@@ -74,7 +74,7 @@ class Family:
     alternating_gate_up: bool = False
     """Gate and up rows of stacked experts alternate (row 0 gate, row 1 up, ...)."""
     final_norm: str = "model.norm"
-    has_guessing_layers: bool = False
+    has_drafting_layers: bool = False
     """Files may hold layers for multi-token prediction, after the last one or under a name of their
     own; they are ignored.
     """
@@ -547,15 +547,15 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "qwen3_next", "Qwen3-Next", ("Qwen3NextForCausalLM",), _qwen3_next,
-        head_dim=256, partial_rotary=0.25, names=_QWEN3_NEXT_NAMES, has_guessing_layers=True,
+        head_dim=256, partial_rotary=0.25, names=_QWEN3_NEXT_NAMES, has_drafting_layers=True,
     ),
     Family(
         "qwen3_5_text", "Qwen3.5 (text)", ("Qwen3_5ForCausalLM",), _qwen_linear,
-        head_dim=256, partial_rotary=0.25, names=_QWEN3_5_NAMES, has_guessing_layers=True,
+        head_dim=256, partial_rotary=0.25, names=_QWEN3_5_NAMES, has_drafting_layers=True,
     ),
     Family(
         "qwen3_5_moe_text", "Qwen3.5 with experts (text)", ("Qwen3_5MoeForCausalLM",), _qwen3_5_moe,
-        head_dim=256, partial_rotary=0.25, names=_QWEN3_5_NAMES, has_guessing_layers=True,
+        head_dim=256, partial_rotary=0.25, names=_QWEN3_5_NAMES, has_drafting_layers=True,
     ),
     Family(
         "lfm2", "LFM2", ("Lfm2ForCausalLM",), _lfm2, tie_embeddings=True, rope_theta=1_000_000.0,
@@ -572,7 +572,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "glm4_moe", "GLM-4.5", ("Glm4MoeForCausalLM",), _glm4_moe, "glm4moe",
         head_dim=128, partial_rotary=0.5, names=_GLM4_MOE_NAMES, gguf_names={"mlp_norm": "post_attention_norm"},
-        has_guessing_layers=True,
+        has_drafting_layers=True,
     ),
     Family(
         "cohere2", "Command R7B, Command A", ("Cohere2ForCausalLM",), _cohere2, "cohere2",

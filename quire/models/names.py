@@ -240,7 +240,7 @@ def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
     unused = {name for name in present if name.endswith(".rotary_emb.inv_freq")}
     if any(layer.rope is not None and layer.rope.kind == "factors" for layer in spec.layers):
         unused |= {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
-    if family_named(spec.family).has_guessing_layers:
+    if family_named(spec.family).has_drafting_layers:
         unused |= {name for name in present if name.startswith(further)}
     if spec.tie_embeddings:
         unused.add("lm_head.weight")

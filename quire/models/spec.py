@@ -164,7 +164,7 @@ class Parameter:
     """Where several tensors of a checkpoint are stacked (query, key and value): how many rows each
     of them fills.
     """
-    wide: bool = False
+    keep_float32: bool = False
     """Kept in float32 whatever the model's dtype is."""
 
     def rows_of(self, part: int) -> slice:
@@ -267,9 +267,9 @@ class ModelSpec:
             yield "mlp.gate_up_bias", Parameter((mlp.num_experts, 2 * size, 1), (size, size))
             yield "mlp.down_bias", Parameter((mlp.num_experts, hidden, 1))
         for name, router in _linear("mlp.router", hidden, (mlp.num_experts,), mlp.bias):
-            yield name, replace(router, wide=mlp.sigmoid_scores)
+            yield name, replace(router, keep_float32=mlp.sigmoid_scores)
         if mlp.choice_bias:
-            yield "mlp.choice_bias", Parameter((mlp.num_experts,), wide=True)
+            yield "mlp.choice_bias", Parameter((mlp.num_experts,), keep_float32=True)
         if shared:
             yield from _mlp("mlp.shared", hidden, MlpSpec(shared))
         if shared and mlp.shared_gate:
@@ -301,7 +301,7 @@ class ModelSpec:
         yield from _linear("input", hidden, (*sizes, *gates), mixer.projection_bias)
         yield from _convolution(mixer.convolution)
         for name in ("log_rate", "time_bias", *(() if mixer.is_delta else ("skip",))):
-            yield name, Parameter((heads,), wide=True)
+            yield name, Parameter((heads,), keep_float32=True)
         if mixer.norm.group_size:
             size = mixer.value_dim if mixer.is_delta else mixer.value_size
             yield "norm", Parameter((size,))
@@ -318,7 +318,7 @@ class ModelSpec:
             if has_keys:
                 yield "key_norm", Parameter(sizes[1:])
         if layer.sinks:
-            yield "sinks", Parameter((heads.num_heads,), wide=True)
+            yield "sinks", Parameter((heads.num_heads,), keep_float32=True)
         rows = (query, kv, kv) if has_keys else (query,)
         rows = (*rows, query) if layer.gated_attention else rows
         yield from _linear("qkv", hidden, rows, layer.qkv_bias)
@@ -340,9 +340,9 @@ def _linear(
 
 
 def _convolution(mixer: ConvolutionSpec) -> Iterator[tuple[str, Parameter]]:
-    yield "convolution.weight", Parameter((mixer.channels, mixer.taps), wide=True)
+    yield "convolution.weight", Parameter((mixer.channels, mixer.taps), keep_float32=True)
     if mixer.bias:
-        yield "convolution.bias", Parameter((mixer.channels,), wide=True)
+        yield "convolution.bias", Parameter((mixer.channels,), keep_float32=True)
 
 
 def _mlp(name: str, hidden: int, mlp: MlpSpec) -> Iterator[tuple[str, Parameter]]:

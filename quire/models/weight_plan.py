@@ -178,7 +178,7 @@ def plan_weights(
     chosen: dict[str, dict[int, Format]] = {name: {} for name in parameters}
     for piece in files.pieces:
         parameter, stored = parameters[piece.parameter], tensors[piece.name].format
-        shape, plain = parameter.shape, PLAIN[torch.float32 if parameter.wide else dtype]
+        shape, plain = parameter.shape, PLAIN[torch.float32 if parameter.keep_float32 else dtype]
         # On a GPU quantised formats have kernels for matrix products, not for looking up rows of
         # the embedding.
         can_stay = len(shape) > 1 and (device.type == "cpu" or piece.parameter not in ENDS)

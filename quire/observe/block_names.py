@@ -67,8 +67,8 @@ class BlockNamer:
                 _powers(_UNSTEP, 2 * count),
             )
         tokens = np.frombuffer(packed, "<i4", count * size).astype(np.uint64).reshape(count, size)
-        # With own = sum of tokens x factors: name[i] = own[i] + step * name[i - 1]
-        #                                             = step**i * (step * start + sum of own[k] / step**k).
+        # With own = sum of tokens x factors: name[i] = own[i] + step * name[i - 1] = step**i *
+        # (step * start + sum of own[k] / step**k).
         sums = tokens @ self._factor_array
         sums *= self._inverse_powers[:count]
         np.cumsum(sums, out=sums)

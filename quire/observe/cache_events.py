@@ -90,7 +90,7 @@ class _Tier(HostTier):
 class _Stored:
     """A block that the device or the host tier has."""
 
-    __slots__ = ("is_told", "name", "next", "parent")
+    __slots__ = ("is_announced", "name", "next", "parent")
 
     def __init__(self, name: int, parent: bytes | None) -> None:
         self.name = name
@@ -98,7 +98,7 @@ class _Stored:
         """The digest of the block before it."""
         self.next: list[bytes] = []
         """The digests of those behind it."""
-        self.is_told = False
+        self.is_announced = False
         """Whether it counts as cached."""
 
 
@@ -117,7 +117,7 @@ class CacheEvents:
         self._cache = blocks.prefixes.cache = _Cache(blocks.block_size, self._changed)
         self._tier = blocks.prefixes.host = _Tier(blocks.host.num_slots, self._changed)
         self._namer = BlockNamer(blocks.block_size)
-        self._tells_all = window_of(blocks.config) > 0
+        self._announces_all = window_of(blocks.config) > 0
         self._stored: dict[bytes, _Stored] = {}
         """By digest."""
         self._orphans: dict[bytes, list[bytes]] = {}
@@ -151,13 +151,13 @@ class CacheEvents:
             parent.next.append(key.digest)
         elif before is not None:
             self._orphans.setdefault(before, []).append(key.digest)
-        if self._tells_all or before is None or (parent is not None and parent.is_told):
-            self._tell(block, True, come, gone)
+        if self._announces_all or before is None or (parent is not None and parent.is_announced):
+            self._announce(block, True, come, gone)
 
     def _remove(self, digest: bytes, come: dict[int, None], gone: dict[int, None]) -> None:
         block = self._stored.pop(digest)
-        if block.is_told:
-            self._tell(block, False, gone, come)
+        if block.is_announced:
+            self._announce(block, False, gone, come)
         if block.next:
             self._orphans[digest] = block.next
         if block.parent is not None:
@@ -166,19 +166,19 @@ class CacheEvents:
             if parent is None and not self._orphans[block.parent]:
                 del self._orphans[block.parent]
 
-    def _tell(
-        self, block: _Stored, is_cached: bool, told: dict[int, None], other: dict[int, None]
+    def _announce(
+        self, block: _Stored, is_cached: bool, announced: dict[int, None], other: dict[int, None]
     ) -> None:
         """This block, and with it those behind it, are cached now, or not any more."""
         left = [block]
         while left:
             one = left.pop()
-            one.is_told = is_cached
+            one.is_announced = is_cached
             if one.name in other:
                 del other[one.name]
             else:
-                told[one.name] = None
-            if not self._tells_all:
+                announced[one.name] = None
+            if not self._announces_all:
                 left += [self._stored[digest] for digest in one.next]
 
     def _name(self, key: BlockKey) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from quire.step import (
-    Admission,
+    AdmittedRequest,
     Finished,
     Preemption,
     RequestMetrics,
@@ -115,7 +115,7 @@ class EngineMetrics:
             live.preemptions += 1
             live.computed_before = max(live.computed_before, preemption.num_computed_tokens)
 
-    def _observe_admission(self, admission: Admission, now: float) -> None:
+    def _observe_admission(self, admission: AdmittedRequest, now: float) -> None:
         live = self._live.setdefault(admission.request_id, _Live(first_scheduled=now))
         live.cached_tokens += admission.num_cached_tokens
         live.host_tokens += admission.num_host_tokens
@@ -128,7 +128,7 @@ class EngineMetrics:
         live = self._live.get(scheduled.request_id)
         if live is not None and scheduled.start < live.computed_before:
             end = min(
-                scheduled.start + scheduled.num_tokens - len(scheduled.guesses),
+                scheduled.start + scheduled.num_tokens - len(scheduled.draft_tokens),
                 live.computed_before,
             )
             live.recomputed_tokens += end - scheduled.start

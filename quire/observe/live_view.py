@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from quire.engine import SchedulerConfig
 from quire.observe.block_map import BlockMap
 from quire.step import (
-    Admission,
+    AdmittedRequest,
     BlockCopy,
     Finished,
     Preemption,
@@ -49,7 +49,7 @@ class Column(NamedTuple):
     """Requests that computed one token and drew the next."""
     accepted: int
     refused: int
-    """Guesses."""
+    """Draft tokens."""
     sampled: int
     running: int
     waiting: int
@@ -70,7 +70,7 @@ _ADDED = (
 
 
 @dataclass(slots=True)
-class LiveRequest:
+class WatchedRequest:
     """What steps have said of an answer that has not ended."""
 
     index: int
@@ -111,7 +111,7 @@ class LiveView:
         """`is_complete`: the first entry will be the engine's first."""
         self._config = config
         self.blocks = BlockMap(config.num_blocks, is_complete)
-        self.requests: dict[str, LiveRequest] = {}
+        self.requests: dict[str, WatchedRequest] = {}
         """By name: running ones, and preempted ones that wait."""
         self._names: dict[int, str] = {}
         """Of all whose tokens may be in a block."""
@@ -119,7 +119,7 @@ class LiveView:
         """By slot of the host tier: who computed what it holds."""
         self._num_requests = 0
         self._columns: list[Column] = []
-        self._changed: dict[str, LiveRequest] = {}
+        self._changed: dict[str, WatchedRequest] = {}
         self._ended: list[list[Any]] = []
         self._last: StepLogEntry | None = None
         self._frame_time: float | None = None
@@ -159,10 +159,10 @@ class LiveView:
                 decodes += 1
             else:
                 prompt_tokens += real
-            if one.guesses and entry.result is not None:
+            if one.draft_tokens and entry.result is not None:
                 right = max(0, len(entry.result.tokens.get(one.request_id, ())) - 1)
                 accepted += right
-                refused += len(one.guesses) - right
+                refused += len(one.draft_tokens) - right
         if self._config.leaving_groups and entry.result is not None:
             for one in step.scheduled:
                 self._leave_blocks(one, len(entry.result.tokens.get(one.request_id, ())))
@@ -208,17 +208,17 @@ class LiveView:
 
     # What steps tell
 
-    def _request(self, name: str) -> LiveRequest:
+    def _request(self, name: str) -> WatchedRequest:
         """A live request; one that was admitted before the log begins is met here."""
         request = self.requests.get(name)
         if request is None:
             self._num_requests += 1
-            request = self.requests[name] = LiveRequest(self._num_requests, name)
+            request = self.requests[name] = WatchedRequest(self._num_requests, name)
             self._names[request.index] = name
             self._changed[name] = request
         return request
 
-    def _admit(self, admission: Admission) -> None:
+    def _admit(self, admission: AdmittedRequest) -> None:
         request = self._request(admission.request_id)
         request.arrival = admission.arrival
         request.prompt_tokens = admission.num_prompt_tokens
@@ -249,7 +249,7 @@ class LiveView:
         else:
             self.blocks.fill(copy.target, self.blocks.owner(copy.source))
 
-    def _gain(self, request: LiveRequest, blocks: Sequence[int]) -> None:
+    def _gain(self, request: WatchedRequest, blocks: Sequence[int]) -> None:
         for block in blocks:
             self.blocks.take(block, request.index)
         request.table.extend(blocks)
@@ -259,7 +259,7 @@ class LiveView:
         request = self._request(one.request_id)
         if one.new_block_ids:
             self._gain(request, one.new_block_ids)
-        real = one.num_tokens - len(one.guesses)
+        real = one.num_tokens - len(one.draft_tokens)
         request.computed = one.start + real
         return real
 
@@ -293,7 +293,7 @@ class LiveView:
         ]
         self._ended.append([*about, *counts])
 
-    def _give_up(self, request: LiveRequest, num_computed: int) -> None:
+    def _give_up(self, request: WatchedRequest, num_computed: int) -> None:
         num_full = num_computed // self._config.block_size if self._config.prefix_caching else 0
         for place in range(len(request.table) - 1, -1, -1):
             if request.table[place]:
@@ -305,14 +305,14 @@ class LiveView:
         request.table, request.states = [], []
         request.num_published, request.num_left = 0, {}
 
-    def _leave_blocks(self, one: ScheduledRequest, num_drawn: int) -> None:
+    def _leave_blocks(self, one: ScheduledRequest, num_sampled: int) -> None:
         """When blocks have been filled, layers that don't look at all tokens give up those they
         will not see again.
         """
         request, config = self.requests.get(one.request_id), self._config
         if request is None or not request.table:
             return
-        computed = one.start + one.num_tokens - len(one.guesses) + max(0, num_drawn - 1)
+        computed = one.start + one.num_tokens - len(one.draft_tokens) + max(0, num_sampled - 1)
         if computed // config.block_size <= request.num_published:
             return
         request.num_published = computed // config.block_size
@@ -339,7 +339,7 @@ class LiveView:
             request = self.requests.get(one.request_id)
             if request is None:
                 continue
-            request.computed = one.start + one.num_tokens - len(one.guesses)
+            request.computed = one.start + one.num_tokens - len(one.draft_tokens)
             if one.samples and request.prompt_tokens is not None:
                 request.output = max(request.output, request.computed + 1 - request.prompt_tokens)
             flat += (request.index, request.computed, request.output, len(request.table))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.step import (
-    Admission,
+    AdmittedRequest,
     BlockCopy,
     Finished,
     Preemption,
@@ -31,7 +31,9 @@ from quire.step import (
 _T = TypeVar("_T")
 _OBJECTS = ("params", "resolved")
 """What an admission holds that is no plain value."""
-_PLAIN = [field.name for field in fields(Admission) if field.name not in (*_OBJECTS, "token_ids")]
+_PLAIN = [
+    field.name for field in fields(AdmittedRequest) if field.name not in (*_OBJECTS, "token_ids")
+]
 _NAME, _NEW_BLOCKS = (
     ScheduledRequest._fields.index(name) for name in ("request_id", "new_block_ids")
 )
@@ -183,10 +185,10 @@ def unpack(packed: PackedEntry) -> StepLogEntry:
 
 def _admission(
     packed: tuple[Sequence[Any], bytes], objects: tuple[SamplingParams, ResolvedTokens]
-) -> Admission:
+) -> AdmittedRequest:
     plain, token_ids = packed
     known: dict[str, Any] = dict(zip((*_PLAIN, *_OBJECTS), (*plain, *objects), strict=True))
-    return Admission(token_ids=tuple(array("i", token_ids)), **known)
+    return AdmittedRequest(token_ids=tuple(array("i", token_ids)), **known)
 
 
 def _shared(value: _T) -> _T:

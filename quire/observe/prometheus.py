@@ -77,9 +77,9 @@ _COUNTERS = {
     "vllm:prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "vllm:prompt_tokens": "Prompt tokens of requests that began to run.",
     "vllm:generation_tokens": "Tokens generated.",
-    "vllm:spec_decode_num_drafts": "Times guesses of a request were checked.",
-    "vllm:spec_decode_num_draft_tokens": "Guesses that were checked.",
-    "vllm:spec_decode_num_accepted_tokens": "Guesses that were right.",
+    "vllm:spec_decode_num_drafts": "Times draft tokens of a request were checked.",
+    "vllm:spec_decode_num_draft_tokens": "Draft tokens that were checked.",
+    "vllm:spec_decode_num_accepted_tokens": "Draft tokens that were right.",
     "quire_failed_steps": "Steps that could not be computed.",
     "quire_engine_restarts": "Times the engine process was replaced.",
     "quire_http_worker_restarts": "Times an HTTP worker was replaced.",
@@ -162,7 +162,7 @@ class ServerMetrics:
         self._finished = Counter(
             "vllm:request_success", text, [*names, "finished_reason"], registry=registry
         )
-        text = "Guesses that were right, by their place among a request's guesses."
+        text = "Draft tokens that were right, by their place among a request's draft tokens."
         per_place = "vllm:spec_decode_num_accepted_tokens_per_pos"
         self._accepted = Counter(per_place, text, [*names, "position"], registry=registry)
         text = "Requests that wait, by what for: room in the batch or in the cache is all there is to wait for."
@@ -242,9 +242,9 @@ class ServerMetrics:
             if step.num_scheduled:
                 self._observe("vllm:iteration_tokens_total", step.num_tokens)
                 self._observe("quire_step_seconds", step.seconds)
-            if step.num_guessed:
-                self._counters["vllm:spec_decode_num_drafts"].inc(step.num_guessed)
-                self._counters["vllm:spec_decode_num_draft_tokens"].inc(step.num_guesses)
+            if step.num_drafts_checked:
+                self._counters["vllm:spec_decode_num_drafts"].inc(step.num_drafts_checked)
+                self._counters["vllm:spec_decode_num_draft_tokens"].inc(step.num_draft_tokens)
                 self._counters["vllm:spec_decode_num_accepted_tokens"].inc(sum(step.accepted))
                 for place, count in enumerate(step.accepted):
                     self._accepted.labels(**self._labels, position=str(place)).inc(count)

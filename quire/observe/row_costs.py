@@ -26,15 +26,17 @@ class RowCosts:
     head: tuple[float, ...] = ()
     """Seconds of the scores of so many; perhaps of fewer numbers."""
 
-    def work(self, tokens: int, drawn: int) -> float:
+    def work(self, tokens: int, sampled_rows: int) -> float:
         """The products of a step's tokens, and of the scores of those behind which one is drawn,
         beyond those of one row in the layers: in rows, as they are in a large step.
         """
         if len(self.rows) < 2:
-            return tokens - 1 + self.head_share * drawn
+            return tokens - 1 + self.head_share * sampled_rows
         row = max((self.layers[-1] - self.layers[0]) / (self.rows[-1] - self.rows[0]), 1e-9)
         return (
-            self._seconds(self.layers, tokens) - self.layers[0] + self._seconds(self.head, drawn)
+            self._seconds(self.layers, tokens)
+            - self.layers[0]
+            + self._seconds(self.head, sampled_rows)
         ) / row
 
     def _seconds(self, measured: Sequence[float], count: int) -> float:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
 from quire.step import (
-    Admission,
+    AdmittedRequest,
     BlockCopy,
     Finished,
     Preemption,
@@ -28,13 +28,15 @@ _USUAL: dict[str, Any] = {
     "num_tokens": 1,
     "samples": True,
     "new_block_ids": (),
-    "guesses": (),
+    "draft_tokens": (),
     "runs_ahead": False,
     "num_drafts": 0,
 }
 """What a decode has; columns hold what differs from it, by place."""
+_WRITTEN = {"draft_tokens": "guesses"}
+"""Names in the log that differ from those in the code."""
 _RECORDS: Mapping[str, Callable[..., Any]] = {
-    "admitted": Admission,
+    "admitted": AdmittedRequest,
     "preempted": Preemption,
     "finished": Finished,
     "copies": BlockCopy,
@@ -107,7 +109,7 @@ class LineWriter:
             values = [getattr(one, name) for one in scheduled]
             unusual = {place: value for place, value in enumerate(values) if value != usual}
             if unusual:
-                columns[name] = unusual
+                columns[_WRITTEN.get(name, name)] = unusual
         return columns
 
 
@@ -139,7 +141,7 @@ class LineReader:
             step[name] = tuple(build_record(kind, item) for item in step[name])
         if version == 5:
             step["scheduled"] = tuple(
-                build_record(ScheduledRequest, item) for item in step["scheduled"]
+                build_record(ScheduledRequest, _renamed(item)) for item in step["scheduled"]
             )
         else:
             step["scheduled"] = self._scheduled(_mapping(step["scheduled"]))
@@ -162,7 +164,7 @@ class LineReader:
         given = []
         for name, usual in _USUAL.items():
             values = [usual] * len(rows)
-            for place, value in columns.get(name, {}).items():
+            for place, value in columns.get(_WRITTEN.get(name, name), {}).items():
                 values[int(place)] = tuple(value) if isinstance(value, list) else value
             given.append(values)
         return tuple(
@@ -225,6 +227,11 @@ def decode_params(fields: Mapping[str, Any]) -> SamplingParams:
     if "structured" in given:
         given["structured"] = build_record(StructuredOutput, given["structured"])
     return build_record(SamplingParams, given)
+
+
+def _renamed(item: dict[str, Any]) -> dict[str, Any]:
+    read = {written: name for name, written in _WRITTEN.items()}
+    return {read.get(name, name): value for name, value in item.items()}
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from quire.observe.packed_entry import PackedEntry, UnpackedEntries, pack, unpac
 from quire.observe.request_records import belongs_to
 from quire.observe.row_costs import RowCosts
 from quire.observe.step_lines import LineReader, LineWriter, build_record
-from quire.step import Admission, Finished, StepLogEntry
+from quire.step import AdmittedRequest, Finished, StepLogEntry
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +103,8 @@ class StepLog:
         named = [index for index, one in enumerate(packed) if one.mentions(request_id)]
         for first in named:
             step = unpack(packed[first]).step
-            told: tuple[Admission | Finished, ...] = (*step.admitted, *step.finished)
-            arrivals = [one.arrival for one in told if belongs_to(one.request_id, request_id)]
+            records: tuple[AdmittedRequest | Finished, ...] = (*step.admitted, *step.finished)
+            arrivals = [one.arrival for one in records if belongs_to(one.request_id, request_id)]
             if arrivals:
                 break
         else:
@@ -254,18 +254,18 @@ class StepSummary(NamedTuple):
     seconds: float
     """From its being scheduled to its results' arrival."""
     error: str | None = None
-    num_guessed: int = 0
-    """Requests that had guesses checked."""
-    num_guesses: int = 0
+    num_drafts_checked: int = 0
+    """Requests that had draft tokens checked."""
+    num_draft_tokens: int = 0
     accepted: tuple[int, ...] = ()
-    """How many of the first guesses were right, of the second ones, and so on."""
+    """How many of the first draft tokens were right, of the second ones, and so on."""
 
 
 def summarize(entry: StepLogEntry) -> StepSummary:
     step = entry.step
-    guessed = [one for one in step.scheduled if one.guesses]
+    drafted = [one for one in step.scheduled if one.draft_tokens]
     tokens = entry.result.tokens if entry.result is not None else {}
-    lengths = [len(tokens.get(one.request_id, ())) - 1 for one in guessed]
+    lengths = [len(tokens.get(one.request_id, ())) - 1 for one in drafted]
     return StepSummary(
         step_id=step.step_id,
         now=step.now,
@@ -277,8 +277,8 @@ def summarize(entry: StepLogEntry) -> StepSummary:
         num_preempted=len(step.preempted),
         seconds=entry.committed - step.now,
         error=entry.error,
-        num_guessed=len(guessed),
-        num_guesses=sum(len(one.guesses) for one in guessed),
+        num_drafts_checked=len(drafted),
+        num_draft_tokens=sum(len(one.draft_tokens) for one in drafted),
         accepted=tuple(
             sum(length > place for length in lengths) for place in range(max(lengths, default=0))
         ),

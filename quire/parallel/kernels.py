@@ -18,7 +18,6 @@ from quire.errors import UnsupportedModelError
 from quire.kernels.ops import (
     Activation,
     AttentionSpec,
-    Between,
     ExpertWeights,
     HeadNorms,
     HeadShape,
@@ -26,6 +25,7 @@ from quire.kernels.ops import (
     LayerCache,
     MoeSpec,
     PagedBatch,
+    TransformActivated,
 )
 from quire.kernels.weights import Weight
 from quire.models.parameters import WeightSource
@@ -106,7 +106,7 @@ class ParallelKernels:
         self.sample_rows = kernels.sample_rows
         self.filter_rows_ = kernels.filter_rows_
         self.match_lengths = kernels.match_lengths
-        self.score_tokens = kernels.score_tokens
+        self.gather_logprobs = kernels.gather_logprobs
         self.top_values = kernels.top_values
         self.keep_between_ = kernels.keep_between_
         # Lists for the rank's own heads, whose shape the caller gives.
@@ -216,7 +216,7 @@ class ParallelKernels:
         router_logits: Tensor,
         experts: ExpertWeights,
         spec: MoeSpec,
-        between: Between | None = None,
+        transform_activated: TransformActivated | None = None,
     ) -> Tensor:
         gate_up, down = experts.gate_up, experts.down
         assert isinstance(gate_up, DividedWeight)
@@ -224,7 +224,7 @@ class ParallelKernels:
 
         def gathered(hidden: Tensor) -> Tensor:
             whole = self._gather(hidden, gate_up.widths)
-            return whole if between is None else between(whole)
+            return whole if transform_activated is None else transform_activated(whole)
 
         own = self._own.moe(
             x, router_logits, experts._replace(gate_up=gate_up.own, down=down.own), spec, gathered

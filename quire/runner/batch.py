@@ -21,71 +21,73 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class StepShape:
-    """What the host knows of a step's scheduled requests, one entry each, in their order. A "draw"
-    is a token that will be sampled: one after a request's last known token, and one after each of
-    its guesses.
+class BatchShape:
+    """What the host knows of a step's scheduled requests, one entry each, in their order. A
+    "sample" is a token that will be sampled: one after a request's last known token, and one after
+    each of its draft tokens.
     """
 
     request_rows: Int32Array
     starts: Int32Array
-    """The first position that is computed; for a request that runs ahead, if all its guesses in
-    flight are right.
+    """The first position that is computed; for a request that runs ahead, if all its draft tokens
+    in flight are right.
     """
     counts: Int32Array
     samples: npt.NDArray[np.bool_]
-    guesses: tuple[tuple[int, ...], ...]
+    draft_tokens: tuple[tuple[int, ...], ...]
     runs_ahead: tuple[bool, ...]
     is_decode: bool
     """Whether every request computes one token and samples the next."""
 
     @classmethod
-    def of(cls, step: Step) -> StepShape:
+    def of(cls, step: Step) -> BatchShape:
         columns = ScheduledColumns.of(step.scheduled)
         return cls(
             request_rows=np.array(columns.row, np.int32),
             starts=np.array(columns.start, np.int32),
             counts=np.array(columns.num_tokens, np.int32),
             samples=np.array(columns.samples, np.bool_),
-            guesses=columns.guesses,
+            draft_tokens=columns.draft_tokens,
             runs_ahead=columns.runs_ahead,
             is_decode=step.num_decodes == len(step.scheduled),
         )
 
     @cached_property
-    def has_guesses(self) -> bool:
-        return any(self.guesses)
+    def has_draft_tokens(self) -> bool:
+        return any(self.draft_tokens)
 
     @cached_property
     def is_ahead(self) -> bool:
-        """Whether some request's position depends on guesses whose check the host has not seen yet."""
+        """Whether some request's position depends on draft tokens whose check the host has not
+        seen yet.
+        """
         return any(self.runs_ahead)
 
     @property
-    def is_drawn_everywhere(self) -> bool:
+    def is_sampled_everywhere(self) -> bool:
         """Whether a token is sampled after every computed one: each request decodes or checks
-        guesses, no prompts.
+        draft tokens, no prompts.
         """
         return self.is_decode or bool(
-            self.samples.all() and (self.counts == 1 + self.num_guesses).all()
+            self.samples.all() and (self.counts == 1 + self.num_draft_tokens).all()
         )
 
-    def drawn_for(self, scheduled: Sequence[ScheduledRequest]) -> Sequence[ScheduledRequest]:
-        """The scheduled request of each draw."""
+    def sampled_for(self, scheduled: Sequence[ScheduledRequest]) -> Sequence[ScheduledRequest]:
+        """The scheduled request of each sample."""
         return (
             scheduled
             if self.is_decode
-            else [scheduled[owner] for owner in self.draw_owners.tolist()]
+            else [scheduled[owner] for owner in self.sample_owners.tolist()]
         )
 
-    def by_token(self) -> StepShape:
+    def by_token(self) -> BatchShape:
         """The same step with every token as a decode of its own, as graphs want it. A layer writes
         the keys of all tokens before any of them attends, so each still sees the ones before it.
         """
         owners, samples = self.token_owners, np.zeros(len(self.token_owners), np.bool_)
-        samples[self.draw_indices] = True
+        samples[self.logits_indices] = True
         ones, none = np.ones(len(owners), np.int32), ((),) * len(owners)
-        return StepShape(
+        return BatchShape(
             self.request_rows[owners], self.token_positions, ones, samples, none, (), is_decode=True
         )
 
@@ -103,66 +105,72 @@ class StepShape:
 
     @property
     def token_positions(self) -> Int32Array:
-        """[tokens]: each token's position in its sequence, if all guesses in flight are right."""
+        """[tokens]: each token's position in its sequence, if all draft tokens in flight are
+        right.
+        """
         first = (self.starts - self.query_start[:-1])[self.token_owners]
         return first + np.arange(self.query_start[-1], dtype=np.int32)
 
     @cached_property
-    def num_guesses(self) -> Int32Array:
-        if not self.has_guesses:
+    def num_draft_tokens(self) -> Int32Array:
+        if not self.has_draft_tokens:
             return np.zeros_like(self.counts)
-        return np.array([len(guesses) for guesses in self.guesses], np.int32)
+        return np.array([len(draft_tokens) for draft_tokens in self.draft_tokens], np.int32)
 
     @cached_property
-    def draw_owners(self) -> npt.NDArray[np.int64]:
-        """[draws]: the index of the scheduled request that each draw is for."""
+    def sample_owners(self) -> npt.NDArray[np.int64]:
+        """[samples]: the index of the scheduled request that each sample is for."""
         owners = np.flatnonzero(self.samples)
-        return owners.repeat(1 + self.num_guesses[owners]) if self.has_guesses else owners
+        return owners.repeat(1 + self.num_draft_tokens[owners]) if self.has_draft_tokens else owners
 
     @cached_property
-    def draw_offsets(self) -> Int32Array:
-        """[draws]: 0 for the draw after a request's last known token, then 1, 2 ... after its
-        guesses.
+    def sample_offsets(self) -> Int32Array:
+        """[samples]: 0 for the sample after a request's last known token, then 1, 2 ... after its
+        draft tokens.
         """
-        if not self.has_guesses:
-            return np.zeros(len(self.draw_owners), np.int32)
+        if not self.has_draft_tokens:
+            return np.zeros(len(self.sample_owners), np.int32)
         return np.concatenate(
-            [np.arange(1 + n, dtype=np.int32) for n in self.num_guesses[self.samples]]
+            [np.arange(1 + n, dtype=np.int32) for n in self.num_draft_tokens[self.samples]]
         )
 
     @property
-    def draw_indices(self) -> npt.NDArray[np.int64]:
-        """[draws]: the index, among the step's tokens, of the token that each draw follows."""
-        return (self.query_start[1:] - 1 - self.num_guesses)[
-            self.draw_owners
-        ] + self.draw_offsets.astype(np.int64)
+    def logits_indices(self) -> npt.NDArray[np.int64]:
+        """[samples]: the index, among the step's tokens, of the token that each sample follows."""
+        return (self.query_start[1:] - 1 - self.num_draft_tokens)[
+            self.sample_owners
+        ] + self.sample_offsets.astype(np.int64)
 
     @property
-    def draw_follows(self) -> npt.NDArray[np.int64]:
-        """[draws]: the guess that each draw follows; -1 where it follows a known token."""
+    def sample_follows(self) -> npt.NDArray[np.int64]:
+        """[samples]: the draft token that each sample follows; -1 where it follows a known
+        token.
+        """
         # each request's last entry is -1, which becomes the next one's first
-        return np.roll(self.draw_guesses, 1)
+        return np.roll(self.compared_draft_tokens, 1)
 
     @property
-    def draw_guesses(self) -> npt.NDArray[np.int64]:
-        """[draws]: the guess that the drawn token is compared with; -1 for a request's last draw,
-        which has none.
+    def compared_draft_tokens(self) -> npt.NDArray[np.int64]:
+        """[samples]: the draft token that the sampled token is compared with; -1 for a request's
+        last sample, which has none.
         """
         owners = np.flatnonzero(self.samples).tolist()
         return np.array(
-            [token for owner in owners for token in (*self.guesses[owner], -1)], np.int64
+            [token for owner in owners for token in (*self.draft_tokens[owner], -1)], np.int64
         )
 
     @property
-    def draw_request_rows(self) -> npt.NDArray[np.int64]:
-        """[draws]: the request row of each draw."""
-        return self.request_rows[self.draw_owners].astype(np.int64)
+    def sample_request_rows(self) -> npt.NDArray[np.int64]:
+        """[samples]: the request row of each sample."""
+        return self.request_rows[self.sample_owners].astype(np.int64)
 
     @property
-    def draw_positions(self) -> npt.NDArray[np.int64]:
-        """[draws]: the position that the drawn token will have, if all guesses in flight are right."""
-        ends = self.starts + self.counts - self.num_guesses
-        return (ends[self.draw_owners] + self.draw_offsets).astype(np.int64)
+    def sample_positions(self) -> npt.NDArray[np.int64]:
+        """[samples]: the position that the sampled token will have, if all draft tokens in flight
+        are right.
+        """
+        ends = self.starts + self.counts - self.num_draft_tokens
+        return (ends[self.sample_owners] + self.sample_offsets).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +180,12 @@ class InputBatch:
     token_ids: Tensor
     positions: Tensor
     paged: Batches
-    draw_indices: Tensor
-    """int64 [draws]: the step's tokens after which a token is sampled."""
-    draw_request_rows: Tensor
-    """int32 [draws]: the request row of each draw."""
-    draw_positions: Tensor
-    """int32 [draws]: the position that the sampled token will have."""
+    logits_indices: Tensor
+    """int64 [samples]: the step's tokens after which a token is sampled."""
+    sample_request_rows: Tensor
+    """int32 [samples]: the request row of each sample."""
+    sample_positions: Tensor
+    """int32 [samples]: the position that the sampled token will have."""
 
 
 class _SentTogether(NamedTuple, Generic[T]):
@@ -190,14 +198,14 @@ class _SentTogether(NamedTuple, Generic[T]):
     query_start: T
     context_lens: T
     table_rows: T
-    draw_indices: T
-    draw_request_rows: T
-    draw_positions: T
+    logits_indices: T
+    sample_request_rows: T
+    sample_positions: T
 
 
-def lag_of(shape: StepShape, request_rows: RequestRows) -> Tensor | None:
+def lag_of(shape: BatchShape, request_rows: RequestRows) -> Tensor | None:
     """int32 [requests], on the device: how much earlier than `shape.starts` each request begins,
-    because guesses in flight were wrong. None where no request runs ahead.
+    because draft tokens in flight were wrong. None where no request runs ahead.
     """
     if not shape.is_ahead:
         return None
@@ -208,11 +216,11 @@ def lag_of(shape: StepShape, request_rows: RequestRows) -> Tensor | None:
 
 
 def build_batch(
-    shape: StepShape, request_rows: RequestRows, decoder: Decoder, lag: Tensor | None
+    shape: BatchShape, request_rows: RequestRows, decoder: Decoder, lag: Tensor | None
 ) -> InputBatch:
     """The tensors of a step: the scheduled requests' tokens one after the other."""
     kernels, upload = decoder.kernels, request_rows.uploader.upload
-    ends, draw_owners = shape.starts + shape.counts, shape.draw_owners
+    ends, sample_owners = shape.starts + shape.counts, shape.sample_owners
     work = {
         heads: kernels.attention_work(shape.counts, ends, shape.request_rows, heads)
         for heads in decoder.spec.head_shapes
@@ -223,20 +231,20 @@ def build_batch(
         query_start=shape.query_start,
         context_lens=ends,
         table_rows=shape.request_rows,
-        draw_indices=shape.draw_indices,
-        draw_request_rows=shape.request_rows[draw_owners],
-        draw_positions=shape.draw_positions.astype(np.int32),
+        logits_indices=shape.logits_indices,
+        sample_request_rows=shape.request_rows[sample_owners],
+        sample_positions=shape.sample_positions.astype(np.int32),
     )
     tensors = upload(*arrays, *(values for made in work.values() for values in made.values()))
     sent: _SentTogether[Tensor] = _SentTogether._make(tensors[: len(arrays)])
     received = iter(tensors[len(arrays) :])
     lists = {heads: dict(zip(made, received, strict=False)) for heads, made in work.items()}
     if lag is not None:
-        owners, drawn_by = upload(shape.token_owners, draw_owners)
+        owners, sampled_by = upload(shape.token_owners, sample_owners)
         sent = sent._replace(
             token_positions=sent.token_positions - lag[owners],
             context_lens=sent.context_lens - lag,
-            draw_positions=sent.draw_positions - lag[drawn_by],
+            sample_positions=sent.sample_positions - lag[sampled_by],
         )
         by_row = torch.zeros_like(request_rows.num_computed_tokens)
         by_row[sent.table_rows.long()] = lag
@@ -256,47 +264,57 @@ def build_batch(
         token_ids=token_ids,
         positions=positions,
         paged=paged,
-        draw_indices=sent.draw_indices,
-        draw_request_rows=sent.draw_request_rows,
-        draw_positions=sent.draw_positions,
+        logits_indices=sent.logits_indices,
+        sample_request_rows=sent.sample_request_rows,
+        sample_positions=sent.sample_positions,
     )
 
 
-def write_guesses(shape: StepShape, request_rows: RequestRows, lag: Tensor | None) -> None:
-    """Writes the guesses into the request rows, after the known tokens, where decoder and penalties
-    read them.
+def write_draft_tokens(shape: BatchShape, request_rows: RequestRows, lag: Tensor | None) -> None:
+    """Writes the draft tokens into the request rows, after the known tokens, where decoder and
+    penalties read them.
     """
-    owners = np.arange(len(shape.counts)).repeat(shape.num_guesses)
-    first = (shape.starts + shape.counts - shape.num_guesses).astype(np.int64)
-    offsets = np.concatenate([np.arange(count) for count in shape.num_guesses])
+    owners = np.arange(len(shape.counts)).repeat(shape.num_draft_tokens)
+    first = (shape.starts + shape.counts - shape.num_draft_tokens).astype(np.int64)
+    offsets = np.concatenate([np.arange(count) for count in shape.num_draft_tokens])
     rows, places, values, owner = request_rows.uploader.upload(
         shape.request_rows[owners].astype(np.int64),
         first[owners] + offsets,
-        np.array([token for tokens in shape.guesses for token in tokens], np.int64),
+        np.array([token for tokens in shape.draft_tokens for token in tokens], np.int64),
         owners,
     )
     request_rows.token_ids[rows, places if lag is None else places - lag[owner]] = values
 
 
 def note_accepted(
-    shape: StepShape, request_rows: RequestRows, drawn: Tensor, lag: Tensor | None
+    shape: BatchShape, request_rows: RequestRows, sampled: Tensor, lag: Tensor | None
 ) -> None:
-    """Sets `num_computed_tokens` of request rows that sample to their known tokens plus the guesses
-    that were right. A guess is right if it equals the token drawn in its place, all guesses before
-    it are right, and a token could be drawn after it. `drawn` int64 [2, draws]: tokens and flags.
+    """Sets `num_computed_tokens` of request rows that sample to their known tokens plus the draft
+    tokens that were right. A draft token is right if it equals the token sampled in its place, all
+    draft tokens before it are right, and a token could be sampled after it. `sampled` int64 [2,
+    samples]: tokens and flags.
     """
     owners = np.flatnonzero(shape.samples)
-    counts = 1 + shape.num_guesses[owners]
+    counts = 1 + shape.num_draft_tokens[owners]
     first = np.cumsum(counts) - counts
-    # [requests, draws]: the guess that the drawn token must equal; -1 after a request's last guess.
-    guesses = np.full((len(counts), int(counts.max())), -1, np.int64)
+    # [requests, samples]: the draft token that the sampled token must equal; -1 after a request's
+    # last draft token.
+    draft_tokens = np.full((len(counts), int(counts.max())), -1, np.int64)
     for row, owner in enumerate(owners.tolist()):
-        guesses[row, : counts[row] - 1] = shape.guesses[owner]
-    draws = np.minimum(first[:, None] + np.arange(1 + guesses.shape[1]), drawn.shape[1] - 1)
-    ends = (shape.starts + shape.counts - shape.num_guesses)[owners]
-    sent: Sequence[Any] = guesses, draws, shape.request_rows[owners].astype(np.int64), ends, owners
-    state: Sequence[Any] = request_rows.num_computed_tokens, drawn, lag
-    if drawn.device.type == "cpu":  # there it takes half the time without torch
+        draft_tokens[row, : counts[row] - 1] = shape.draft_tokens[owner]
+    sample_places = np.minimum(
+        first[:, None] + np.arange(1 + draft_tokens.shape[1]), sampled.shape[1] - 1
+    )
+    ends = (shape.starts + shape.counts - shape.num_draft_tokens)[owners]
+    sent: Sequence[Any] = (
+        draft_tokens,
+        sample_places,
+        shape.request_rows[owners].astype(np.int64),
+        ends,
+        owners,
+    )
+    state: Sequence[Any] = request_rows.num_computed_tokens, sampled, lag
+    if sampled.device.type == "cpu":  # there it takes half the time without torch
         state = [None if one is None else one.numpy() for one in state]
     else:
         sent = request_rows.uploader.upload(*sent)

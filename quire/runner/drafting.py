@@ -1,4 +1,4 @@
-"""A draft model: a second decoder whose tokens are guesses for the main one.
+"""A draft model: a second decoder whose tokens are draft tokens for the main one.
 
 It runs after a step, one token at a time for all requests that want drafts. It samples as the main
 decoder does, with the same parameters and the same noise (seed and position), so both choose the
@@ -9,7 +9,8 @@ of its own, with the same block ids, and every block copy is made in both. The s
 bits (`speculation="self"`) has none: it reads the main decoder's keys and values, and what it
 writes there is overwritten when its drafts are checked.
 
-Nothing here can change an answer: a draft computed from missing or wrong keys is only a bad guess.
+Nothing here can change an answer: a draft computed from missing or wrong keys is only a bad draft
+token.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ import numpy as np
 from torch import Tensor
 
 from quire.models.decoder import Decoder
-from quire.runner.batch import InputBatch, StepShape, build_batch
+from quire.runner.batch import BatchShape, InputBatch, build_batch
 from quire.runner.graphs import DecodeGraphs
 from quire.runner.kv_cache import KVCache
 from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
-from quire.sampling.draws import Indices
+from quire.sampling.metadata import Indices
 from quire.sampling.sampler import Sampler
 from quire.step import ScheduledRequest, Step
 
@@ -63,13 +64,13 @@ class ModelDrafter:
                     admission.num_cached_tokens + admission.num_host_tokens
                 )
 
-    def follow(self, shape: StepShape, batch: InputBatch) -> None:
+    def follow(self, shape: BatchShape, batch: InputBatch) -> None:
         """Fills the drafter's own cache from a step's batch, if that has prompt chunks. Single
         tokens are computed by `_catch_up` when drafts are wanted after them.
         """
-        if self._num_computed is not None and (shape.counts > 1 + shape.num_guesses).any():
+        if self._num_computed is not None and (shape.counts > 1 + shape.num_draft_tokens).any():
             self._decoder(batch.token_ids, batch.positions, batch.paged, self._cache.layers)
-            known = shape.starts + shape.counts - shape.num_guesses
+            known = shape.starts + shape.counts - shape.num_draft_tokens
             before = self._num_computed[shape.request_rows]
             self._num_computed[shape.request_rows] = np.where(shape.starts <= before, known, before)
 
@@ -89,21 +90,22 @@ class ModelDrafter:
         counts = np.array([entry.num_drafts for entry in wanted])
         # The position of each request's last sampled token, which has no keys and values yet.
         ends = [
-            e.start + e.num_tokens - len(e.guesses) + len(tokens[e.request_id]) - 1 for e in wanted
+            e.start + e.num_tokens - len(e.draft_tokens) + len(tokens[e.request_id]) - 1
+            for e in wanted
         ]
         positions = np.array(ends, np.int64)
         self._catch_up(rows, positions)
         is_plain = sampler.asks_nothing(rows.tolist())
         for number in range(int(counts.max())):
             active = np.flatnonzero(counts > number)
-            logits, is_drawn = self._decode(_decodes(rows[active], positions[active] + number))
-            if is_drawn and is_plain:
+            logits, is_sampled = self._decode(_decodes(rows[active], positions[active] + number))
+            if is_sampled and is_plain:
                 continue
-            draws = sampler.draws(
+            metadata = sampler.metadata(
                 rows[active], positions[active] + number + 1, self._request_rows.token_ids
             )
-            drawn = sampler.sample(logits.float(), draws).token_ids
-            self._request_rows.write_tokens(draws.request_rows, draws.positions, drawn)
+            sampled_rows = sampler.sample(logits.float(), metadata).token_ids
+            self._request_rows.write_tokens(metadata.request_rows, metadata.positions, sampled_rows)
         if self._num_computed is not None:
             self._num_computed[rows] = positions + counts
         if self._graphs is not None:
@@ -161,7 +163,7 @@ class ModelDrafter:
         # a graph samples, and has overwritten these tokens
         self._request_rows.token_ids[at, following] = known
 
-    def _decode(self, shape: StepShape) -> tuple[Tensor, bool]:
+    def _decode(self, shape: BatchShape) -> tuple[Tensor, bool]:
         """Logits, and whether tokens were already sampled from them, by temperature and seed, into
         the request rows.
         """
@@ -175,10 +177,10 @@ class ModelDrafter:
         ), False
 
 
-def _decodes(rows: Indices, positions: Indices) -> StepShape:
+def _decodes(rows: Indices, positions: Indices) -> BatchShape:
     """A step in which each row computes one token."""
     every = np.ones(len(rows), np.bool_)
     numbers = [values.astype(np.int32) for values in (rows, positions, every)]
-    return StepShape(
+    return BatchShape(
         numbers[0], numbers[1], numbers[2], every, ((),) * len(rows), (), is_decode=True
     )

@@ -1,12 +1,12 @@
 """Steps of few tokens as graphs: one launch for a whole step, from the request rows to the sampled
 tokens.
 
-A graph treats every token as a decode of its own, also a guess or a token of a prompt. It has fixed
-memory and a fixed number of rows. So there are graphs of a series of sizes; a step takes the
-smallest one that is large enough, and the rows it does not need are padding, whose results are not
-stored. A backend with several attention kernels picks one by the kind of work list it made for the
-step (`Kernels.attention_work`), so there is a graph for each size and kind of list. All share one
-memory pool. The largest is captured first, so that the others fit into its memory; then the one
+A graph treats every token as a decode of its own, also a draft token or a token of a prompt. It
+has fixed memory and a fixed number of rows. So there are graphs of a series of sizes; a step takes
+the smallest one that is large enough, and the rows it does not need are padding, whose results are
+not stored. A backend with several attention kernels picks one by the kind of work list it made for
+the step (`Kernels.attention_work`), so there is a graph for each size and kind of list. All share
+one memory pool. The largest is captured first, so that the others fit into its memory; then the one
 that the last step lacked; then the rest. A capture takes tens of milliseconds, so only one is made
 after each step.
 """
@@ -28,7 +28,7 @@ from quire.kernels.ops import MixerCache
 from quire.kernels.tensor_memory import TensorMemory
 from quire.models.decoder import Decoder
 from quire.process.life import sign_of_life
-from quire.runner.batch import StepShape
+from quire.runner.batch import BatchShape
 from quire.runner.request_rows import RequestRows
 from quire.sampling.upload import Uploader
 
@@ -114,12 +114,12 @@ class DecodeGraphs:
         """Takes the memory again."""
         self._buffers.wake()
 
-    def run(self, shape: StepShape, lag: Tensor | None = None) -> DecodeOutput | None:
+    def run(self, shape: BatchShape, lag: Tensor | None = None) -> DecodeOutput | None:
         """Computes a step of decodes, whose positions are `lag` less than `shape` says, if there is
         a graph for it. The tokens in the output for rows that don't sample mean nothing.
         """
-        count, are_drawn = len(shape.request_rows), shape.samples
-        if count > self._sizes[-1] or shape.starts[~are_drawn].sum() > _MAX_PROMPT_KEYS:
+        count, are_sampled = len(shape.request_rows), shape.samples
+        if count > self._sizes[-1] or shape.starts[~are_sampled].sum() > _MAX_PROMPT_KEYS:
             return None
         lists = self._kernels.attention_work(
             shape.counts, shape.starts + 1, shape.request_rows, self._heads
@@ -136,7 +136,7 @@ class DecodeGraphs:
             self._padded(shape.starts, 0),
             # Rows that don't sample write their token to the last column of the request rows, which
             # is never read.
-            self._padded(np.where(are_drawn, shape.starts + 1, self._max_context_len), 0),
+            self._padded(np.where(are_sampled, shape.starts + 1, self._max_context_len), 0),
             work,
         )
         if lag is not None:
@@ -194,7 +194,7 @@ class DecodeGraphs:
             token_ids, places = torch.zeros_like(token_ids), torch.zeros_like(places)
         hidden = self._decoder(token_ids, places, paged, self._caches)
         logits = self._decoder.logits(hidden, out=self._logits[:size])
-        self._rows.draw(self._kernels, logits, rows, next_positions, self._sampled[:, :size])
+        self._rows.sample(self._kernels, logits, rows, next_positions, self._sampled[:, :size])
 
     def _padded(self, values: npt.NDArray[np.int32], filler: int) -> npt.NDArray[np.int32]:
         result = np.full(self._largest, filler, np.int32)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.backends.select import device_of
-from quire.config import EngineConfig, Limits, format_bytes, parse_bytes
+from quire.config import EngineConfig, EngineLimits, format_bytes, parse_bytes
 from quire.errors import CapacityError, InvalidRequestError
 from quire.kernels.ops import PagedBatch
 from quire.models.decoder import Decoder
@@ -128,7 +128,7 @@ class Needs:
 
 @torch.inference_mode()
 def measure_needs(
-    decoder: Decoder, limits: Limits, block_size: int, cache_dtype: torch.dtype
+    decoder: Decoder, limits: EngineLimits, block_size: int, cache_dtype: torch.dtype
 ) -> Needs:
     """Computes the largest possible step on a GPU and reads the peak of memory; this also compiles
     the kernels, with keys and values of `cache_dtype`.
@@ -191,7 +191,7 @@ def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, cache: KVC
 def plan_cache(
     spec: ModelSpec,
     config: EngineConfig,
-    limits: Limits,
+    limits: EngineLimits,
     dtype: torch.dtype,
     free: int,
     needs: Needs,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.runner.step_outputs import StepOutputs
-from quire.step import Admission, Pooling, ScheduledRequest
+from quire.step import AdmittedRequest, Pooling, ScheduledRequest
 
 _SCALE = 2.0**28
 """Fixed-point steps per unit: finer than float32 near 1, which is the size of hidden states after a
@@ -56,7 +56,7 @@ class PoolingRows:
         self._device = device
         self._pools: dict[int, _Pool] = {}
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, admission: AdmittedRequest) -> None:
         """A request row gets a new request, or one that was preempted and is computed again from
         its beginning.
         """

@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.kernels.ops import Int32Array, MixerCache
 from quire.models.decoder import Decoder
 from quire.models.spec import MlpSpec
-from quire.runner.batch import StepShape
+from quire.runner.batch import BatchShape
 from quire.runner.graphs import DecodeOutput
 from quire.runner.request_rows import RequestRows
 
@@ -69,7 +69,7 @@ class RecordedSteps:
         keeps_dtype = decoder.dtype in (torch.float32, stored)
         return decoder.kernels.record is not None and is_plain and keeps_dtype
 
-    def run(self, shape: StepShape, lag: Tensor | None = None) -> DecodeOutput | None:
+    def run(self, shape: BatchShape, lag: Tensor | None = None) -> DecodeOutput | None:
         """Computes a step of decodes, whose positions are `lag` less than in `shape`; None if it is
         too large.
         """
@@ -98,7 +98,7 @@ class RecordedSteps:
     def wake(self) -> None:
         """There is nothing to take."""
 
-    def _fill(self, inputs: Int32Array, shape: StepShape, lag: Tensor | None) -> None:
+    def _fill(self, inputs: Int32Array, shape: BatchShape, lag: Tensor | None) -> None:
         starts = shape.starts if lag is None else shape.starts - lag.numpy()
         inputs[0, :-1] = rows = shape.request_rows
         inputs[1, :-1] = starts
@@ -106,9 +106,9 @@ class RecordedSteps:
         if len(rows) == 1:
             inputs[4:, 0] = inputs[2, 0], rows[0]
             return
-        # Consecutive tokens of a request (guesses) attend as one run, so that their keys are read
-        # once. If there are only a few runs, each is divided into an even number of parts, so that
-        # there is work for all threads.
+        # Consecutive tokens of a request (draft tokens) attend as one run, so that their keys are
+        # read once. If there are only a few runs, each is divided into an even number of parts, so
+        # that there is work for all threads.
         is_last = np.append((rows[1:] != rows[:-1]) | (starts[1:] != starts[:-1] + 1), True)
         num_runs = int(np.count_nonzero(is_last))
         size = (
@@ -124,8 +124,8 @@ class RecordedSteps:
         """Records a step while computing it; None where that takes too much memory."""
         rows, positions, lengths, _, run_lengths, run_rows = inputs[:, :count].unbind()
         found: list[DecodeOutput] = []
-        request_rows, drawn = self._rows, (rows.long(), lengths.long())
-        guesses = request_rows.token_ids[drawn]
+        request_rows, places = self._rows, (rows.long(), lengths.long())
+        draft_tokens = request_rows.token_ids[places]
 
         def compute() -> None:
             token_ids, places, paged = request_rows.inputs(
@@ -139,12 +139,12 @@ class RecordedSteps:
             )
             hidden = self._decoder(token_ids, places, paged, self._caches)
             logits = self._decoder.logits(hidden)
-            sampled = request_rows.draw(self._decoder.kernels, logits, rows, lengths)
+            sampled = request_rows.sample(self._decoder.kernels, logits, rows, lengths)
             found.append(DecodeOutput(sampled, logits))
 
         replay = self._record(compute)
         if replay is None:
             # sampling has overwritten them; the step is computed again
-            request_rows.token_ids[drawn] = guesses
+            request_rows.token_ids[places] = draft_tokens
             return None
         return _Recording(inputs.numpy(), found[-1], replay)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.ops import Batches, HeadShape, Kernels, PagedBatch
-from quire.sampling.draws import Indices, effective_temperature
+from quire.sampling.metadata import Indices, effective_temperature
 from quire.sampling.upload import Uploader
-from quire.step import Admission, Step
+from quire.step import AdmittedRequest, Step
 
 
 class RequestRows:
@@ -56,8 +56,8 @@ class RequestRows:
         self.seeds = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(max_num_seqs, dtype=torch.float32, device=device)
         self.num_computed_tokens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        """How many tokens a request has computed, wrong guesses not counted; set by steps that
-        check guesses only.
+        """How many tokens a request has computed, wrong draft tokens not counted; set by steps that
+        check draft tokens only.
         """
         self.uploader = Uploader(device)
         self._num_blocks = [0] * max_num_seqs
@@ -121,7 +121,7 @@ class RequestRows:
         )
         return *found[0][:2], tuple(paged)
 
-    def draw(
+    def sample(
         self,
         kernels: Kernels,
         logits: Tensor,
@@ -137,7 +137,7 @@ class RequestRows:
             logits, request_rows, self.seeds, self.temperatures, positions, self.token_ids, out
         )
 
-    def _write_admitted(self, admitted: tuple[Admission, ...]) -> None:
+    def _write_admitted(self, admitted: tuple[AdmittedRequest, ...]) -> None:
         lengths = [len(admission.token_ids) for admission in admitted]
         rows = np.array([admission.row for admission in admitted])
         owner, place, tokens, index, temperatures, seeds = self.uploader.upload(

@@ -22,7 +22,7 @@ from quire.errors import CapacityError, EngineError
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.parameters import SleepLevel
-from quire.runner.batch import StepShape, build_batch, lag_of, note_accepted, write_guesses
+from quire.runner.batch import BatchShape, build_batch, lag_of, note_accepted, write_draft_tokens
 from quire.runner.drafting import ModelDrafter
 from quire.runner.graphs import DecodeGraphs, DecodeOutput
 from quire.runner.kv_cache import KVCache
@@ -30,8 +30,8 @@ from quire.runner.pooling import PoolingRows
 from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
 from quire.runner.step_outputs import PendingStep, StepOutputs
-from quire.sampling.draws import Draws, Indices
 from quire.sampling.logprobs import Logprobs
+from quire.sampling.metadata import Indices, SamplingMetadata
 from quire.sampling.sampler import UNDEFINED, SampledTokens, Sampler
 from quire.step import ScheduledRequest, Step
 
@@ -62,8 +62,8 @@ class Runner:
     ) -> None:
         """The `constrainer` is needed for structured output only. `graphs` compute small steps in
         one launch. With a `drafter`, `submit` waits for the step's tokens, to draft after them.
-        `rejects`: guesses are accepted by rejection sampling, which keeps the tokens' probabilities
-        but not the same answers.
+        `rejects`: draft tokens are accepted by rejection sampling, which keeps the tokens'
+        probabilities but not the same answers.
         """
         spec, kernels = decoder.spec, decoder.kernels
         max_num_seqs, device = len(request_rows.token_ids), request_rows.token_ids.device
@@ -187,59 +187,60 @@ class Runner:
         """Runs the model and samples; also scores prompts and pools hidden states for the requests
         that ask for it.
         """
-        shape = StepShape.of(step)
+        shape = BatchShape.of(step)
         lag = lag_of(shape, self._request_rows)
-        if shape.has_guesses:
-            write_guesses(shape, self._request_rows, lag)
+        if shape.has_draft_tokens:
+            write_draft_tokens(shape, self._request_rows, lag)
         decoded = self._run_graph(shape, lag)
-        kernels, drawn_for = self._decoder.kernels, shape.drawn_for(step.scheduled)
-        draws = self._special_draws(shape, drawn_for, lag)
-        if draws is not None:
-            self._grammars.start(draws.request_rows)  # masks are computed while the model runs
+        kernels, sampled_for = self._decoder.kernels, shape.sampled_for(step.scheduled)
+        metadata = self._special_metadata(shape, sampled_for, lag)
+        if metadata is not None:
+            self._grammars.start(metadata.request_rows)  # masks are computed while the model runs
         sampled: SampledTokens | None = None
-        if decoded is not None and draws is None:  # a graph has computed the step and sampled
-            if drawn_for:
+        if decoded is not None and metadata is None:  # a graph has computed the step and sampled
+            if sampled_for:
                 sampled = SampledTokens(decoded.sampled)
-                outputs.add_tokens(drawn_for, sampled)
-        elif decoded is not None and draws is not None:  # its logits are used, its tokens are not
-            if shape.has_guesses:
-                # The graph has sampled plain tokens over the guesses, which are the history of the
-                # draws after them.
-                write_guesses(shape, self._request_rows, lag)
-            sampled = self._sample(outputs, drawn_for, shape, draws, decoded.logits.float())
+                outputs.add_tokens(sampled_for, sampled)
+        elif decoded is not None and metadata is not None:
+            # its logits are used, its tokens are not
+            if shape.has_draft_tokens:
+                # The graph has sampled plain tokens over the draft tokens, which are the history of
+                # the samples after them.
+                write_draft_tokens(shape, self._request_rows, lag)
+            sampled = self._sample(outputs, sampled_for, shape, metadata, decoded.logits.float())
         else:  # there is no graph for this step
             batch = build_batch(shape, self._request_rows, self._decoder, lag)
             hidden = self._decoder(
                 batch.token_ids, batch.positions, batch.paged, self._kv_cache.layers
             )
-            if drawn_for:
-                logits = self._decoder.logits(hidden[batch.draw_indices])
-                if draws is None:
-                    places = batch.draw_request_rows, batch.draw_positions
-                    sampled = SampledTokens(self._request_rows.draw(kernels, logits, *places))
-                    outputs.add_tokens(drawn_for, sampled)
+            if sampled_for:
+                logits = self._decoder.logits(hidden[batch.logits_indices])
+                if metadata is None:
+                    places = batch.sample_request_rows, batch.sample_positions
+                    sampled = SampledTokens(self._request_rows.sample(kernels, logits, *places))
+                    outputs.add_tokens(sampled_for, sampled)
                 else:
-                    sampled = self._sample(outputs, drawn_for, shape, draws, logits.float())
+                    sampled = self._sample(outputs, sampled_for, shape, metadata, logits.float())
             if self._drafter is not None:
                 self._drafter.follow(shape, batch)
             for part in self._logprobs.prompt_parts(step.scheduled):
                 tokens = self._request_rows.token_ids
-                outputs.add_prompt_scores(
+                outputs.add_prompt_logprobs(
                     part, part.score(hidden, self._decoder.logits, tokens, kernels)
                 )
             self._pooling.add(outputs, step.scheduled, hidden)
-        if sampled is not None and (shape.has_guesses or shape.is_ahead):
+        if sampled is not None and (shape.has_draft_tokens or shape.is_ahead):
             note_accepted(shape, self._request_rows, sampled.tensor, lag)
 
-    def _special_draws(
-        self, shape: StepShape, drawn_for: Sequence[ScheduledRequest], lag: Tensor | None
-    ) -> Draws | None:
-        """The step's draws for the `Sampler`; None if `Kernels.sample_rows` (temperature and seed
+    def _special_metadata(
+        self, shape: BatchShape, sampled_for: Sequence[ScheduledRequest], lag: Tensor | None
+    ) -> SamplingMetadata | None:
+        """The step's samples for the `Sampler`; None if `Kernels.sample_rows` (temperature and seed
         only) is enough.
         """
-        is_watched = self.observe_logits is not None or (self._rejects and shape.has_guesses)
+        is_watched = self.observe_logits is not None or (self._rejects and shape.has_draft_tokens)
         may_be_plain = not is_watched and self._decoder.kernels.sample_rows is not None
-        rows = [entry.row for entry in drawn_for]
+        rows = [entry.row for entry in sampled_for]
         if (
             may_be_plain
             and self._sampler.asks_nothing(rows)
@@ -247,71 +248,77 @@ class Runner:
         ):
             # whatever the positions are, which for requests that run ahead are not known here
             return None
-        draws = self._sampler.draws(
-            shape.draw_request_rows, shape.draw_positions, self._request_rows.token_ids
+        metadata = self._sampler.metadata(
+            shape.sample_request_rows, shape.sample_positions, self._request_rows.token_ids
         )
-        if self._rejects and shape.has_guesses:
-            draws = replace(draws, guesses=shape.draw_guesses)
+        if self._rejects and shape.has_draft_tokens:
+            metadata = replace(metadata, draft_tokens=shape.compared_draft_tokens)
         if lag is not None:
             # The sampler needs the positions on the host: here, and only here, a GPU's step before
             # is waited for.
-            draws = replace(draws, positions=draws.positions - lag.cpu().numpy()[shape.draw_owners])
+            metadata = replace(
+                metadata, positions=metadata.positions - lag.cpu().numpy()[shape.sample_owners]
+            )
         is_plain = (
-            may_be_plain and self._sampler.is_plain(draws) and not self._logprobs.are_wanted(rows)
+            may_be_plain
+            and self._sampler.is_plain(metadata)
+            and not self._logprobs.are_wanted(rows)
         )
-        return None if is_plain else draws
+        return None if is_plain else metadata
 
-    def _run_graph(self, shape: StepShape, lag: Tensor | None) -> DecodeOutput | None:
+    def _run_graph(self, shape: BatchShape, lag: Tensor | None) -> DecodeOutput | None:
         """Computes a small step with a graph, if there is one for it. Not where hidden states are
         needed, which graphs don't return, nor for prompts beside a draft model, which needs their
         batch.
         """
-        graphs, is_drawn = self._graphs, shape.is_drawn_everywhere
+        graphs, is_sampled = self._graphs, shape.is_sampled_everywhere
         needs_hidden = self._logprobs.scores_prompts or self._pooling.has_rows
         if (
             graphs is None
             or needs_hidden
-            or not (is_drawn or (graphs.takes_prompts and self._drafter is None))
+            or not (is_sampled or (graphs.takes_prompts and self._drafter is None))
         ):
             return None
         if lag is not None and not shape.is_decode:
             lag = lag[self._upload(shape.token_owners)[0]]
         decoded = graphs.run(shape if shape.is_decode else shape.by_token(), lag)
-        if decoded is None or is_drawn:
+        if decoded is None or is_sampled:
             return decoded
-        (drawn,) = self._upload(shape.draw_indices)
-        return DecodeOutput(decoded.sampled[:, drawn], decoded.logits[drawn])
+        (sampled_rows,) = self._upload(shape.logits_indices)
+        return DecodeOutput(decoded.sampled[:, sampled_rows], decoded.logits[sampled_rows])
 
     def _sample(
         self,
         outputs: StepOutputs,
-        drawn_for: Sequence[ScheduledRequest],
-        shape: StepShape,
-        draws: Draws,
+        sampled_for: Sequence[ScheduledRequest],
+        shape: BatchShape,
+        metadata: SamplingMetadata,
         logits: Tensor,
     ) -> SampledTokens:
         """Samples from float32 logits with all the requests' parameters, and computes the logprobs
         they ask for.
         """
         if self.observe_logits is not None:
-            self.observe_logits(drawn_for, draws.positions, logits)
-        scored = self._logprobs.keep(logits, draws)
+            self.observe_logits(sampled_for, metadata.positions, logits)
+        scored = self._logprobs.keep(logits, metadata)
         masks = self._grammars.masks(
-            draws.request_rows, shape.draw_follows if shape.has_guesses else None
+            metadata.request_rows, shape.sample_follows if shape.has_draft_tokens else None
         )
         undefined: list[int] = []
         if masks is not None:
             undefined = np.flatnonzero(masks.undefined).tolist()
-            draws = replace(draws, masks=masks.words, only_ends=masks.only_ends)
-        sampled = self._sampler.sample(logits, draws)
-        self._request_rows.write_tokens(draws.request_rows, draws.positions, sampled.token_ids)
-        if undefined:  # for `note_accepted`: the guess before such a draw counts as wrong
+            metadata = replace(metadata, masks=masks.words, only_ends=masks.only_ends)
+        sampled = self._sampler.sample(logits, metadata)
+        self._request_rows.write_tokens(
+            metadata.request_rows, metadata.positions, sampled.token_ids
+        )
+        if undefined:  # for `note_accepted`: the draft token before such a sample counts as wrong
             (index,) = self._upload(np.array(undefined))
             sampled.tensor[1].index_fill_(0, index, UNDEFINED)
         advance = None if masks is None else partial(self._grammars.advance, masks)
-        outputs.add_tokens(drawn_for, sampled, undefined, advance)
+        outputs.add_tokens(sampled_for, sampled, undefined, advance)
         if scored is not None:
-            outputs.add_scores(
-                drawn_for, scored, scored.score(sampled.token_ids, self._decoder.kernels)
+            outputs.add_logprobs(
+                sampled_for, scored, scored.score(sampled.token_ids, self._decoder.kernels)
             )
         return sampled

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from quire.constrain.masks import Advanced
 from quire.kernels.device import CopyStream, Event
-from quire.sampling.logprobs import PromptPart, ScoredDraws, read_scores
+from quire.sampling.logprobs import LogprobsMetadata, PromptPart, read_logprobs
 from quire.sampling.sampler import NOT_NUMBERS, SampledTokens
-from quire.step import PromptScores, ScheduledRequest, StepResult, TokenScore
+from quire.step import PromptLogprobs, ScheduledRequest, StepResult, TokenLogprob
 
 Reader = Callable[[Sequence[Tensor]], None]
 GrammarAdvance = Callable[[Sequence[int], Sequence[int], Sequence[bool]], Advanced]
-"""Takes the indices of the draws that count, their tokens, and for each whether forced tokens after
-it are wanted.
+"""Takes the indices of the samples that count, their tokens, and for each whether forced tokens
+after it are wanted.
 """
 
 
@@ -35,8 +35,8 @@ class StepOutputs:
         self.tensors: list[Tensor] = []
         self.tokens: dict[str, tuple[int, ...]] = {}
         self.errors: dict[str, str] = {}
-        self.scores: dict[str, tuple[TokenScore, ...]] = {}
-        self.prompt_scores: dict[str, PromptScores] = {}
+        self.logprobs: dict[str, tuple[TokenLogprob, ...]] = {}
+        self.prompt_logprobs: dict[str, PromptLogprobs] = {}
         self.ended: set[str] = set()
         self.pooled: dict[str, bytes] = {}
         self.drafts: dict[str, tuple[int, ...]] = {}
@@ -47,14 +47,14 @@ class StepOutputs:
 
     def add_tokens(
         self,
-        drawn_for: Sequence[ScheduledRequest],
+        sampled_for: Sequence[ScheduledRequest],
         sampled: SampledTokens,
         undefined: Collection[int] = (),
         advance_grammars: GrammarAdvance | None = None,
     ) -> None:
-        """The sampled tokens; `drawn_for` has each draw's request. A draw after guesses counts if
-        all of them are right. If it is `undefined` (its grammar allows nothing after the guess) or
-        fails, it is dropped: the next step draws it again, as its first draw.
+        """The sampled tokens; `sampled_for` has each sample's request. A sample after draft tokens
+        counts if all of them are right. If it is `undefined` (its grammar allows nothing after the
+        draft token) or fails, it is dropped: the next step samples it again, as its first sample.
         """
 
         def read(tensors: Sequence[Tensor]) -> None:
@@ -62,12 +62,12 @@ class StepOutputs:
             failures = sampled.failures(flags)
             taken: list[int] = []
             offset = 0
-            for index, (entry, token) in enumerate(zip(drawn_for, tokens, strict=True)):
-                offset = offset + 1 if index and drawn_for[index - 1] is entry else 0
+            for index, (entry, token) in enumerate(zip(sampled_for, tokens, strict=True)):
+                offset = offset + 1 if index and sampled_for[index - 1] is entry else 0
                 if offset:
                     before = self.tokens[entry.request_id]
-                    if len(before) < offset or before[-1] != entry.guesses[offset - 1]:
-                        continue  # it was drawn after a wrong guess
+                    if len(before) < offset or before[-1] != entry.draft_tokens[offset - 1]:
+                        continue  # it was sampled after a wrong draft token
                     if index in undefined or index in failures:
                         continue
                     self.tokens[entry.request_id] = (*before, token)
@@ -77,13 +77,13 @@ class StepOutputs:
                         self.errors[entry.request_id] = failures[index]
                 taken.append(index)
             if advance_grammars is not None:
-                self._advance(drawn_for, tokens, taken, advance_grammars)
+                self._advance(sampled_for, tokens, taken, advance_grammars)
 
         self.add((sampled.tensor,), read)
 
     def _advance(
         self,
-        drawn_for: Sequence[ScheduledRequest],
+        sampled_for: Sequence[ScheduledRequest],
         tokens: Sequence[int],
         taken: Sequence[int],
         advance_grammars: GrammarAdvance,
@@ -93,15 +93,16 @@ class StepOutputs:
         """
         # Forced tokens are wanted after a request's last token only.
         is_last = [
-            i + 1 == len(taken) or drawn_for[taken[i + 1]] is not drawn_for[one]
+            i + 1 == len(taken) or sampled_for[taken[i + 1]] is not sampled_for[one]
             for i, one in enumerate(taken)
         ]
         asks = [
-            last and drawn_for[one].num_drafts > 0 for last, one in zip(is_last, taken, strict=True)
+            last and sampled_for[one].num_drafts > 0
+            for last, one in zip(is_last, taken, strict=True)
         ]
         advanced = advance_grammars(taken, [tokens[one] for one in taken], asks)
         for one in taken:
-            entry = drawn_for[one]
+            entry = sampled_for[one]
             if entry.row in advanced.errors:
                 self.errors[entry.request_id] = advanced.errors[entry.row]
             if entry.row in advanced.ended:
@@ -111,27 +112,30 @@ class StepOutputs:
                     advanced.forced[entry.row][: entry.num_drafts]
                 )
 
-    def add_scores(
-        self, drawn_for: Sequence[ScheduledRequest], draws: ScoredDraws, scores: list[Tensor]
+    def add_logprobs(
+        self,
+        sampled_for: Sequence[ScheduledRequest],
+        wanted: LogprobsMetadata,
+        logprobs: list[Tensor],
     ) -> None:
-        """The logprobs of some of the sampled tokens, in the order of the draws."""
-        request_ids = [drawn_for[index].request_id for index in draws.which]
+        """The logprobs of some of the sampled tokens, in the order of the samples."""
+        request_ids = [sampled_for[index].request_id for index in wanted.which]
 
         def read(tensors: Sequence[Tensor]) -> None:
-            for request_id, score in zip(request_ids, draws.read(tensors), strict=True):
-                self.scores[request_id] = (*self.scores.get(request_id, ()), score)
+            for request_id, score in zip(request_ids, wanted.read(tensors), strict=True):
+                self.logprobs[request_id] = (*self.logprobs.get(request_id, ()), score)
 
-        self.add(scores, read)
+        self.add(logprobs, read)
 
-    def add_prompt_scores(self, part: PromptPart, scores: list[Tensor]) -> None:
+    def add_prompt_logprobs(self, part: PromptPart, logprobs: list[Tensor]) -> None:
         def read(tensors: Sequence[Tensor]) -> None:
-            found = read_scores(tensors, [part.num_top] * len(tensors[0]))
+            found = read_logprobs(tensors, [part.num_top] * len(tensors[0]))
             if any(math.isnan(score.logprob) for score in found):
                 self.errors[part.request_id] = NOT_NUMBERS
             else:
-                self.prompt_scores[part.request_id] = PromptScores(part.start, tuple(found))
+                self.prompt_logprobs[part.request_id] = PromptLogprobs(part.start, tuple(found))
 
-        self.add(scores, read)
+        self.add(logprobs, read)
 
     def read(self, tensors: Sequence[Tensor]) -> StepResult:
         """The result, from `self.tensors` copied to the host."""
@@ -141,12 +145,12 @@ class StepOutputs:
             begin += count
         # they refer to this object: without this cycle its tensors are freed at once
         self._readers.clear()
-        for request_id, scores in self.scores.items():
-            self.scores[request_id] = scores[: len(self.tokens.get(request_id, ()))]
+        for request_id, logprobs in self.logprobs.items():
+            self.logprobs[request_id] = logprobs[: len(self.tokens.get(request_id, ()))]
         for request_id in self.errors:
             self.tokens.pop(request_id, None)
             self.pooled.pop(request_id, None)
-        found = self.tokens, self.errors, self.scores, self.prompt_scores
+        found = self.tokens, self.errors, self.logprobs, self.prompt_logprobs
         return StepResult(self._step_id, *found, frozenset(self.ended), self.pooled, self.drafts)
 
 

@@ -44,7 +44,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A second decoder that makes guesses for the main one."""
+    """A second decoder that makes draft tokens for the main one."""
 
     decoder: Decoder
     has_own_cache: bool

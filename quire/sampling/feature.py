@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 
 from quire.kernels.ops import Kernels
-from quire.sampling.draws import Draws, Indices
+from quire.sampling.metadata import Indices, SamplingMetadata
 from quire.sampling.upload import Uploader
 from quire.sampling_params import SamplingParams
-from quire.step import Admission
+from quire.step import AdmittedRequest
 
 NEUTRAL = SamplingParams()
 """Every field has its neutral value, with which no feature changes anything."""
 
 Failures = Mapping[int, str | Tensor]
-"""By draw, what went wrong: a message, or a bool on the device that says whether something did."""
+"""By sample, what went wrong: a message, or a bool on the device that says whether something
+did.
+"""
 
 _DTYPES = {int: np.int64, float: np.float32}
 
@@ -30,7 +32,7 @@ class Feature:
     row.
 
     A subclass names the fields of SamplingParams it uses and changes logits in `apply_`. It must
-    not wait for the device, and a draw's logits may depend on its own request only.
+    not wait for the device, and a sample's logits may depend on its own request only.
     """
 
     switches: ClassVar[tuple[str, ...]]
@@ -59,7 +61,7 @@ class Feature:
         self.prepared: dict[int, Any] = {}
         """By request row, what `prepare` returned."""
 
-    def admit(self, admission: Admission) -> bool:
+    def admit(self, admission: AdmittedRequest) -> bool:
         """Takes over a new request's parameters; returns whether it asks for this feature."""
         row = admission.row
         for name, values in self.numbers.items():
@@ -70,31 +72,31 @@ class Feature:
             self.prepared[row] = self.prepare(admission)
         return is_asked
 
-    def is_asked(self, admission: Admission) -> bool:
+    def is_asked(self, admission: AdmittedRequest) -> bool:
         return any(
             getattr(admission.params, name) != getattr(NEUTRAL, name) for name in self.switches
         )
 
-    def prepare(self, admission: Admission) -> Any:
+    def prepare(self, admission: AdmittedRequest) -> Any:
         """What to keep of a request that asks, besides numbers: token ids as tensors, for example."""
 
-    def active(self, draws: Draws, which: Indices) -> Indices:
-        """Of the draws `which`, whose requests ask for this feature, the ones where it changes
+    def active(self, metadata: SamplingMetadata, which: Indices) -> Indices:
+        """Of the samples `which`, whose requests ask for this feature, the ones where it changes
         something.
         """
         return which
 
-    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> Failures | None:
-        """Changes the rows `which` of contiguous float32 logits [draws, vocab]."""
+    def apply_(self, logits: Tensor, metadata: SamplingMetadata, which: Indices) -> Failures | None:
+        """Changes the rows `which` of contiguous float32 logits [samples, vocab]."""
         raise NotImplementedError
 
-    def of(self, name: str, draws: Draws, which: Indices) -> npt.NDArray[Any]:
-        """The value of a numeric field for each of the draws `which`."""
-        return self.numbers[name][draws.request_rows[which]]
+    def of(self, name: str, metadata: SamplingMetadata, which: Indices) -> npt.NDArray[Any]:
+        """The value of a numeric field for each of the samples `which`."""
+        return self.numbers[name][metadata.request_rows[which]]
 
-    def prepared_of(self, draws: Draws, which: Indices) -> list[Any]:
-        """What `prepare` returned, for each of the draws `which`."""
-        return [self.prepared[row] for row in draws.request_rows[which].tolist()]
+    def prepared_of(self, metadata: SamplingMetadata, which: Indices) -> list[Any]:
+        """What `prepare` returned, for each of the samples `which`."""
+        return [self.prepared[row] for row in metadata.request_rows[which].tolist()]
 
     def flat_places(self, which: Indices, ids: list[Tensor]) -> Tensor:
         """Indices into the flattened logits: of the tokens `ids[i]` of row `which[i]`, row after

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from quire.kernels.noise import chances
 from quire.kernels.ops import FILTERS
-from quire.sampling.draws import Draws, Indices, effective_temperature
 from quire.sampling.feature import NEUTRAL, Feature
-from quire.step import Admission
+from quire.sampling.metadata import Indices, SamplingMetadata, effective_temperature
+from quire.step import AdmittedRequest
 
 
 class Filters(Feature):
@@ -23,20 +23,20 @@ class Filters(Feature):
     in_float64 = ("xtc_probability",)
     divides = True
 
-    def is_asked(self, admission: Admission) -> bool:
+    def is_asked(self, admission: AdmittedRequest) -> bool:
         row, top_k = admission.row, self.numbers["top_k"]
         if top_k[row] >= self.vocab_size:
             top_k[row] = 0
         filters = any(self.numbers[name][row] != getattr(NEUTRAL, name) for name in self.switches)
         return filters and effective_temperature(admission.params) > 0
 
-    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
-        own = {name: values[draws.request_rows[which]] for name, values in self.numbers.items()}
-        strikes = chances(draws.seeds[which], draws.positions[which]) < own["xtc_probability"]
+    def apply_(self, logits: Tensor, metadata: SamplingMetadata, which: Indices) -> None:
+        own = {name: values[metadata.request_rows[which]] for name, values in self.numbers.items()}
+        strikes = chances(metadata.seeds[which], metadata.positions[which]) < own["xtc_probability"]
         own["xtc_threshold"] = np.where(strikes, own["xtc_threshold"], np.inf)
         with np.errstate(divide="ignore"):
             own["log_min_p"] = np.log(own["min_p"].astype(np.float64))
-        own["temperature"] = draws.temperatures[which]
+        own["temperature"] = metadata.temperatures[which]
         limits = np.empty((len(which), len(FILTERS)), np.float32)
         for column, name in enumerate(FILTERS):
             limits[:, column] = own[name]

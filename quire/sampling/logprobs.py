@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from quire.kernels.ops import Kernels
-from quire.sampling.draws import Draws
+from quire.sampling.metadata import SamplingMetadata
 from quire.sampling.upload import Uploader
-from quire.step import Admission, ScheduledRequest, TokenScore
+from quire.step import AdmittedRequest, ScheduledRequest, TokenLogprob
 
 ROWS_AT_ONCE = 64
-_NUM_SCORES = 5
-"""Tensors that `score_rows` returns."""
+_NUM_LOGPROBS = 5
+"""Tensors that `logprobs_of_rows` returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class PromptPart:
     def score(
         self, hidden: Tensor, head: Callable[[Tensor], Tensor], token_ids: Tensor, kernels: Kernels
     ) -> list[Tensor]:
-        """The scores of these positions, as `score_rows` returns them. `hidden` are the states of
-        the step's tokens, `head` makes logits of them, `token_ids` [request rows, length] are all
-        requests' tokens.
+        """The logprobs of these positions, as `logprobs_of_rows` returns them. `hidden` are the
+        states of the step's tokens, `head` makes logits of them, `token_ids` [request rows,
+        length] are all requests' tokens.
         """
         rows = hidden[self.indices]
         targets = token_ids[self.request_row, self.start : self.start + len(rows)]
-        return score_rows(rows, head, targets, self.num_top, kernels)
+        return logprobs_of_rows(rows, head, targets, self.num_top, kernels)
 
 
 class Logprobs:
@@ -58,10 +58,10 @@ class Logprobs:
         self._named: dict[int, tuple[int, ...]] = {}
         """By request row that asks for tokens by id: which."""
         self._uploader = Uploader(device)
-        self._prompts: dict[int, Admission] = {}
+        self._prompts: dict[int, AdmittedRequest] = {}
         """By request row that wants logprobs of its prompt, until all of it is scored."""
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, admission: AdmittedRequest) -> None:
         self._num_top.pop(admission.row, None)
         self._named.pop(admission.row, None)
         self._prompts.pop(admission.row, None)
@@ -81,24 +81,24 @@ class Logprobs:
         """Whether one of these rows wants logprobs of the tokens it samples."""
         return not self._num_top.keys().isdisjoint(request_rows)
 
-    def keep(self, logits: Tensor, draws: Draws) -> ScoredDraws | None:
-        """Keeps the logits of the draws that want logprobs, before sampling changes them; None if
+    def keep(self, logits: Tensor, metadata: SamplingMetadata) -> LogprobsMetadata | None:
+        """Keeps the logits of the samples that want logprobs, before sampling changes them; None if
         there are none.
         """
-        rows = draws.request_rows.tolist()
+        rows = metadata.request_rows.tolist()
         which = [index for index, row in enumerate(rows) if row in self._num_top]
         if not which:
             return None
         num_top = [self._num_top[rows[one]] for one in which]
         if self._named.keys().isdisjoint(rows):
             (index,) = self._uploader.upload(np.array(which))
-            return ScoredDraws(which, num_top, index, logits[index])
+            return LogprobsMetadata(which, num_top, index, logits[index])
         named = [self._named.get(rows[one], ()) for one in which]
         places = np.repeat(np.arange(len(which)), [len(ids) for ids in named])
         index, named_rows, named_ids = self._uploader.upload(
             np.array(which), places, np.array([one for ids in named for one in ids])
         )
-        return ScoredDraws(which, num_top, index, logits[index], named, named_rows, named_ids)
+        return LogprobsMetadata(which, num_top, index, logits[index], named, named_rows, named_ids)
 
     def prompt_parts(self, scheduled: Sequence[ScheduledRequest]) -> Iterator[PromptPart]:
         """The step's tokens that score prompts, by request; a request whose prompt ends in this
@@ -132,74 +132,76 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredDraws:
-    """The draws that want logprobs, with a copy of the model's logits, which sampling changes."""
+class LogprobsMetadata:
+    """The samples that want logprobs, with a copy of the model's logits, which sampling changes."""
 
     which: list[int]
-    """Indices of these draws among all of the step's."""
+    """Indices of these samples among all of the step's."""
     num_top: list[int]
     index: Tensor
     """`which`, on the device."""
     logits: Tensor
     named: Sequence[tuple[int, ...]] = ()
-    """The tokens that each of these draws asks for by id."""
+    """The tokens that each of these samples asks for by id."""
     named_rows: Tensor | None = None
     named_ids: Tensor | None = None
     """All of them, and which rows of `logits` they are about, on the device."""
 
     def score(self, token_ids: Tensor, kernels: Kernels) -> list[Tensor]:
-        """The scores of these draws' tokens, as `score_rows` returns them; `token_ids` are those of
-        all draws. If there are tokens that are asked for by id, then the logprobs and ranks of
-        those.
+        """The logprobs of these samples' tokens, as `logprobs_of_rows` returns them; `token_ids`
+        are those of all samples. If there are tokens that are asked for by id, then the logprobs
+        and ranks of those.
         """
-        scores = score_rows(
+        tensors = logprobs_of_rows(
             self.logits, lambda logits: logits, token_ids[self.index], max(self.num_top), kernels
         )
         if self.named_rows is not None and self.named_ids is not None:
             rows, ids = self.named_rows, self.named_ids
-            _, logprobs, ranks, *_ = score_rows(
+            _, logprobs, ranks, *_ = logprobs_of_rows(
                 rows, lambda some: self.logits[some], ids, 0, kernels
             )
-            scores += [logprobs, ranks]
-        return scores
+            tensors += [logprobs, ranks]
+        return tensors
 
-    def read(self, tensors: Sequence[Tensor]) -> list[TokenScore]:
+    def read(self, tensors: Sequence[Tensor]) -> list[TokenLogprob]:
         """What `score` returned, copied to the host."""
-        found = read_scores(tensors[:_NUM_SCORES], self.num_top)
-        if len(tensors) == _NUM_SCORES:
+        found = read_logprobs(tensors[:_NUM_LOGPROBS], self.num_top)
+        if len(tensors) == _NUM_LOGPROBS:
             return found
-        logprobs, ranks = (iter(tensor.tolist()) for tensor in tensors[_NUM_SCORES:])
+        logprobs, ranks = (iter(tensor.tolist()) for tensor in tensors[_NUM_LOGPROBS:])
         return [
             score._replace(named=tuple((one, next(logprobs), next(ranks)) for one in ids))
             for score, ids in zip(found, self.named, strict=True)
         ]
 
 
-def score_rows(
+def logprobs_of_rows(
     rows: Tensor,
     head: Callable[[Tensor], Tensor],
     token_ids: Tensor,
     num_top: int,
     kernels: Kernels,
 ) -> list[Tensor]:
-    """Scores int64 token_ids [rows] by the logits `head(rows)`, some rows at a time, with each
-    row's `num_top` most likely tokens (or as many as there are). Returns copies of the ids, then
-    the fields of `TokenScores`.
+    """Gathers the logprobs of int64 token_ids [rows] by the logits `head(rows)`, some rows at a
+    time, with each row's `num_top` most likely tokens (or as many as there are). Returns copies of
+    the ids, then the fields of `LogprobsTensors`.
     """
     parts: list[tuple[Tensor, ...]] = []
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         own = token_ids[begin : begin + ROWS_AT_ONCE]
         logits = head(rows[begin : begin + ROWS_AT_ONCE]).float()
-        parts.append((own, *kernels.score_tokens(logits, own, min(num_top, logits.shape[1]))))
+        parts.append((own, *kernels.gather_logprobs(logits, own, min(num_top, logits.shape[1]))))
     return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
-def read_scores(scores: Sequence[Tensor], num_top: Sequence[int]) -> list[TokenScore]:
-    """What `score_rows` returned, copied to the host, as Python values; row i has `num_top[i]` most
+def read_logprobs(tensors: Sequence[Tensor], num_top: Sequence[int]) -> list[TokenLogprob]:
+    """What `logprobs_of_rows` returned, copied to the host, as Python values; row i has `num_top[i]` most
     likely tokens.
     """
-    rows = zip(*(tensor.tolist() for tensor in scores), num_top, strict=True)
+    rows = zip(*(tensor.tolist() for tensor in tensors), num_top, strict=True)
     return [
-        TokenScore(token_id, logprob, rank, tuple(zip(ids[:wanted], likely[:wanted], strict=True)))
+        TokenLogprob(
+            token_id, logprob, rank, tuple(zip(ids[:wanted], likely[:wanted], strict=True))
+        )
         for token_id, logprob, rank, ids, likely, wanted in rows
     ]

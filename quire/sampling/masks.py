@@ -9,23 +9,23 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.sampling.draws import Draws, Indices
 from quire.sampling.feature import Feature
-from quire.step import Admission
+from quire.sampling.metadata import Indices, SamplingMetadata
+from quire.step import AdmittedRequest
 
 _NEVER = float("-inf")
 
 
 class GrammarMask(Feature):
-    """Allows only what the grammar of `structured` allows; `draws.masks` has the bits."""
+    """Allows only what the grammar of `structured` allows; `metadata.masks` has the bits."""
 
     switches = ("structured",)
 
-    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
-        assert draws.masks is not None
-        are_all = len(which) == len(draws)
+    def apply_(self, logits: Tensor, metadata: SamplingMetadata, which: Indices) -> None:
+        assert metadata.masks is not None
+        are_all = len(which) == len(metadata)
         (index,) = self.upload(which)
-        chosen = draws.masks if are_all else draws.masks[index]
+        chosen = metadata.masks if are_all else metadata.masks[index]
         # Bits to bools, eight at a time: each byte of the mask is looked up as the int64 whose
         # bytes are its bits.
         allowed = self._bits_of_bytes[chosen.contiguous().view(torch.uint8).int()].view(torch.bool)
@@ -47,11 +47,11 @@ class AllowedTokens(Feature):
 
     switches = ("allowed_token_ids",)
 
-    def prepare(self, admission: Admission) -> Tensor:
+    def prepare(self, admission: AdmittedRequest) -> Tensor:
         return self.upload(np.array(admission.params.allowed_token_ids, np.int64))[0]
 
-    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
-        where = self.flat_places(which, self.prepared_of(draws, which))
+    def apply_(self, logits: Tensor, metadata: SamplingMetadata, which: Indices) -> None:
+        where = self.flat_places(which, self.prepared_of(metadata, which))
         kept = logits.view(-1)[where]
         logits.index_fill_(0, self.upload(which)[0], _NEVER)
         logits.view(-1)[where] = kept
@@ -63,12 +63,12 @@ class BannedTokens(Feature):
     switches = ("min_tokens",)
     settings = ("ignore_eos", "stop_token_ids")
 
-    def is_asked(self, admission: Admission) -> bool:
+    def is_asked(self, admission: AdmittedRequest) -> bool:
         return super().is_asked(admission) or any(
             len(word) == 1 for word in admission.resolved.bad_word_ids
         )
 
-    def prepare(self, admission: Admission) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def prepare(self, admission: AdmittedRequest) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The request's end tokens, and the tokens that are always forbidden."""
         ends = admission.params.end_token_ids(admission.eos_token_ids)
         words = (word[0] for word in admission.resolved.bad_word_ids if len(word) == 1)
@@ -76,15 +76,15 @@ class BannedTokens(Feature):
         # the model.
         return tuple(one for one in ends if one < self.vocab_size), tuple(words)
 
-    def active(self, draws: Draws, which: Indices) -> Indices:
-        has_words = np.array([bool(always) for _, always in self.prepared_of(draws, which)])
-        return which[has_words | self._is_too_short(draws, which)]
+    def active(self, metadata: SamplingMetadata, which: Indices) -> Indices:
+        has_words = np.array([bool(always) for _, always in self.prepared_of(metadata, which)])
+        return which[has_words | self._is_too_short(metadata, which)]
 
-    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
+    def apply_(self, logits: Tensor, metadata: SamplingMetadata, which: Indices) -> None:
         at: list[int] = []
         ids: list[int] = []
-        too_short = self._is_too_short(draws, which).tolist()
-        rows = zip(which.tolist(), self.prepared_of(draws, which), too_short, strict=True)
+        too_short = self._is_too_short(metadata, which).tolist()
+        rows = zip(which.tolist(), self.prepared_of(metadata, which), too_short, strict=True)
         for row, (ends, always), is_short in rows:
             own = (*ends, *always) if is_short else always
             at.extend([row] * len(own))
@@ -93,10 +93,10 @@ class BannedTokens(Feature):
             (where,) = self.upload(np.array(at) * self.vocab_size + np.array(ids))
             logits.view(-1).index_fill_(0, where, _NEVER)
 
-    def _is_too_short(self, draws: Draws, which: Indices) -> npt.NDArray[np.bool_]:
-        lengths = draws.positions[which] - draws.prompt_lengths[which]
-        is_short: npt.NDArray[np.bool_] = lengths < self.of("min_tokens", draws, which)
-        return is_short if draws.only_ends is None else is_short & ~draws.only_ends[which]
+    def _is_too_short(self, metadata: SamplingMetadata, which: Indices) -> npt.NDArray[np.bool_]:
+        lengths = metadata.positions[which] - metadata.prompt_lengths[which]
+        is_short: npt.NDArray[np.bool_] = lengths < self.of("min_tokens", metadata, which)
+        return is_short if metadata.only_ends is None else is_short & ~metadata.only_ends[which]
 
 
 class BadWords(Feature):
@@ -104,10 +104,10 @@ class BadWords(Feature):
 
     switches = ("bad_words",)
 
-    def is_asked(self, admission: Admission) -> bool:
+    def is_asked(self, admission: AdmittedRequest) -> bool:
         return any(len(word) > 1 for word in admission.resolved.bad_word_ids)
 
-    def prepare(self, admission: Admission) -> tuple[Tensor, Tensor]:
+    def prepare(self, admission: AdmittedRequest) -> tuple[Tensor, Tensor]:
         """int64 [words, longest]: words without their last token, padded with -1 on the left;
         [words]: last tokens.
         """
@@ -119,8 +119,8 @@ class BadWords(Feature):
         )
         return first, last
 
-    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
-        starts, ends = zip(*self.prepared_of(draws, which), strict=True)
+    def apply_(self, logits: Tensor, metadata: SamplingMetadata, which: Indices) -> None:
+        starts, ends = zip(*self.prepared_of(metadata, which), strict=True)
         owner = which.repeat([len(one) for one in ends])
         longest = max(start.shape[1] for start in starts)
         pad = torch.nn.functional.pad
@@ -130,13 +130,13 @@ class BadWords(Feature):
         # The last `longest` tokens of the answer; -2, which is in no word, where the answer is
         # shorter.
         position, answer_length, row, first = self.upload(
-            draws.positions[owner, None],
-            (draws.positions - draws.prompt_lengths)[owner, None],
-            draws.request_rows[owner, None],
+            metadata.positions[owner, None],
+            (metadata.positions - metadata.prompt_lengths)[owner, None],
+            metadata.request_rows[owner, None],
             owner * self.vocab_size,
         )
         back = torch.arange(longest, 0, -1, device=logits.device)
-        tail = draws.token_ids[row, (position - back).clamp_min_(0)]
+        tail = metadata.token_ids[row, (position - back).clamp_min_(0)]
         tail.masked_fill_(answer_length < back, -2)
         matches = ((wanted == tail) | (wanted == -1)).all(1)
         _ban_where_(logits, first + torch.cat(ends), matches)
@@ -147,16 +147,16 @@ class NoRepeatNgram(Feature):
 
     switches = ("no_repeat_ngram_size",)
 
-    def active(self, draws: Draws, which: Indices) -> Indices:
+    def active(self, metadata: SamplingMetadata, which: Indices) -> Indices:
         # An n-gram can't have occurred before there were n tokens.
-        return which[draws.positions[which] >= self.of("no_repeat_ngram_size", draws, which)]
+        return which[metadata.positions[which] >= self.of("no_repeat_ngram_size", metadata, which)]
 
-    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
-        sizes, lengths = self.of("no_repeat_ngram_size", draws, which), draws.positions[which]
+    def apply_(self, logits: Tensor, metadata: SamplingMetadata, which: Indices) -> None:
+        sizes, lengths = self.of("no_repeat_ngram_size", metadata, which), metadata.positions[which]
         row, size, length, first = self.upload(
-            draws.request_rows[which], sizes[:, None], lengths, which[:, None]
+            metadata.request_rows[which], sizes[:, None], lengths, which[:, None]
         )
-        history = draws.histories(row, int(lengths.max()))
+        history = metadata.histories(row, int(lengths.max()))
         # For each token of the history, how many before it equal the history's last ones: n - 1
         # forbid this token.
         before = torch.zeros_like(history, dtype=torch.int32)

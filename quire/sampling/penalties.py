@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.sampling.draws import Draws, Indices
 from quire.sampling.feature import Feature
-from quire.step import Admission
+from quire.sampling.metadata import Indices, SamplingMetadata
+from quire.step import AdmittedRequest
 
 DRY_LONGEST = 64
 """A repetition is measured up to this many tokens beyond the allowed length."""
@@ -30,36 +30,36 @@ class LogitBias(Feature):
 
     switches = ("logit_bias",)
 
-    def prepare(self, admission: Admission) -> tuple[Tensor, Tensor]:
+    def prepare(self, admission: AdmittedRequest) -> tuple[Tensor, Tensor]:
         biases = dict(admission.params.logit_bias or ())
         ids, values = self.upload(
             np.array(list(biases), np.int64), np.array(list(biases.values()), np.float32)
         )
         return ids, values
 
-    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
-        ids, biases = zip(*self.prepared_of(draws, which), strict=True)
+    def apply_(self, logits: Tensor, metadata: SamplingMetadata, which: Indices) -> None:
+        ids, biases = zip(*self.prepared_of(metadata, which), strict=True)
         logits.view(-1)[self.flat_places(which, list(ids))] += torch.cat(biases)
 
 
 class _HistoryPenalty(Feature):
     def flat_tokens(
-        self, logits: Tensor, draws: Draws, which: Indices, start: Indices
+        self, logits: Tensor, metadata: SamplingMetadata, which: Indices, start: Indices
     ) -> tuple[Tensor, Tensor]:
-        """Indices into the flattened logits of each history's tokens from `start` on, [draws,
+        """Indices into the flattened logits of each history's tokens from `start` on, [samples,
         longest], and which of them are inside the history: shorter histories are filled up with
         their first token.
         """
-        lengths = draws.positions[which] - start
+        lengths = metadata.positions[which] - start
         row, begin, length, first = self.upload(
-            draws.request_rows[which, None],
+            metadata.request_rows[which, None],
             start[:, None],
             lengths[:, None],
             which[:, None] * self.vocab_size,
         )
         column = torch.arange(int(lengths.max()), device=logits.device)
         inside = column < length
-        return draws.token_ids[row, begin + column * inside] + first, inside
+        return metadata.token_ids[row, begin + column * inside] + first, inside
 
 
 class RepetitionPenalty(_HistoryPenalty):
@@ -67,9 +67,9 @@ class RepetitionPenalty(_HistoryPenalty):
 
     switches = ("repetition_penalty",)
 
-    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
-        where, _ = self.flat_tokens(logits, draws, which, np.zeros_like(which))
-        (penalty,) = self.upload(self.of("repetition_penalty", draws, which)[:, None])
+    def apply_(self, logits: Tensor, metadata: SamplingMetadata, which: Indices) -> None:
+        where, _ = self.flat_tokens(logits, metadata, which, np.zeros_like(which))
+        (penalty,) = self.upload(self.of("repetition_penalty", metadata, which)[:, None])
         before = logits.view(-1)[where]
         logits.view(-1)[where] = torch.where(before > 0, before / penalty, before * penalty)
 
@@ -79,14 +79,14 @@ class AnswerPenalties(_HistoryPenalty):
 
     switches = ("frequency_penalty", "presence_penalty")
 
-    def active(self, draws: Draws, which: Indices) -> Indices:
-        return which[draws.positions[which] > draws.prompt_lengths[which]]
+    def active(self, metadata: SamplingMetadata, which: Indices) -> Indices:
+        return which[metadata.positions[which] > metadata.prompt_lengths[which]]
 
-    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
-        where, inside = self.flat_tokens(logits, draws, which, draws.prompt_lengths[which])
-        by_count = self.of("frequency_penalty", draws, which)
+    def apply_(self, logits: Tensor, metadata: SamplingMetadata, which: Indices) -> None:
+        where, inside = self.flat_tokens(logits, metadata, which, metadata.prompt_lengths[which])
+        by_count = self.of("frequency_penalty", metadata, which)
         frequency, presence = self.upload(
-            by_count[:, None], self.of("presence_penalty", draws, which)[:, None]
+            by_count[:, None], self.of("presence_penalty", metadata, which)[:, None]
         )
         before = logits.view(-1)[where]
         counts = torch.ones_like(before)
@@ -109,36 +109,36 @@ class Dry(Feature):
     switches = ("dry_multiplier",)
     settings = ("dry_base", "dry_allowed_length", "dry_sequence_breakers")
 
-    def prepare(self, admission: Admission) -> Tensor:
+    def prepare(self, admission: AdmittedRequest) -> Tensor:
         """bool [vocab]: tokens at which a repetition ends. Requests with the same breakers share
         the table.
         """
         return _breaker_table(admission.resolved.dry_breaker_ids, self.vocab_size, self.upload)
 
-    def active(self, draws: Draws, which: Indices) -> Indices:
-        return which[draws.positions[which] > self.of("dry_allowed_length", draws, which)]
+    def active(self, metadata: SamplingMetadata, which: Indices) -> Indices:
+        return which[metadata.positions[which] > self.of("dry_allowed_length", metadata, which)]
 
-    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> None:
-        lengths, limits = draws.positions[which], self.of("dry_allowed_length", draws, which)
-        breakers = self.prepared_of(draws, which)
+    def apply_(self, logits: Tensor, metadata: SamplingMetadata, which: Indices) -> None:
+        lengths, limits = metadata.positions[which], self.of("dry_allowed_length", metadata, which)
+        breakers = self.prepared_of(metadata, which)
         distinct = {id(table): table for table in breakers}
         number = {key: i for i, key in enumerate(distinct)}
         row, length, allowed, own, first, table, penalties = self.upload(
-            draws.request_rows[which],
+            metadata.request_rows[which],
             lengths,
             limits[:, None],
             np.arange(len(which))[:, None] * self.vocab_size,
             which[:, None] * self.vocab_size,
             np.array([[number[id(one)]] for one in breakers]),
-            self._penalties(draws, which),
+            self._penalties(metadata, which),
         )
-        history = draws.histories(row, int(lengths.max()))
+        history = metadata.histories(row, int(lengths.max()))
         breaks = torch.stack(list(distinct.values()))[table, history]
         longest = int(limits.max()) + DRY_LONGEST
         repeated = self.kernels.match_lengths(history, length, breaks, longest)[:, :-1].flatten()
         following = history[:, 1:]
         # For each position: the repetition's length, the index of the token after it in `by_token`
-        # and in the logits, whether that token is a breaker, and the draw.
+        # and in the logits, whether that token is a breaker, and the sample.
         by_place = [
             repeated,
             (own + following).flatten(),
@@ -167,14 +167,16 @@ class Dry(Feature):
         penalty.masked_fill_((excess < 0) | is_break, 0.0)
         logits.view(-1)[where] = logits.view(-1)[where] - penalty
 
-    def _penalties(self, draws: Draws, which: Indices) -> npt.NDArray[np.float32]:
-        """[draws, excess]: multiplier * base**excess, by repeated multiplication, as pow differs
+    def _penalties(self, metadata: SamplingMetadata, which: Indices) -> npt.NDArray[np.float32]:
+        """[samples, excess]: multiplier * base**excess, by repeated multiplication, as pow differs
         between libraries.
         """
         factors = np.repeat(
-            self.of("dry_base", draws, which)[:, None].astype(np.float64), DRY_LONGEST + 1, axis=1
+            self.of("dry_base", metadata, which)[:, None].astype(np.float64),
+            DRY_LONGEST + 1,
+            axis=1,
         )
-        factors[:, 0] = self.of("dry_multiplier", draws, which)
+        factors[:, 0] = self.of("dry_multiplier", metadata, which)
         penalties: npt.NDArray[np.float32] = np.minimum(factors.cumprod(axis=1), _MOST).astype(
             np.float32
         )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.sampling.draws import Draws, Indices
 from quire.sampling.feature import Failures, Feature
+from quire.sampling.metadata import Indices, SamplingMetadata
 from quire.sampling_params import LogitsProcessor
-from quire.step import Admission
+from quire.step import AdmittedRequest
 
 
 class LogitsProcessors(Feature):
-    """Calls `logits_processors`, once for each draw. A user's function may do anything, also wait
+    """Calls `logits_processors`, once for each sample. A user's function may do anything, also wait
     for the device.
 
     If one raises or does not return logits, that draw fails. Whether it returned NaN or infinity is
@@ -21,13 +21,15 @@ class LogitsProcessors(Feature):
 
     switches = ("logits_processors",)
 
-    def prepare(self, admission: Admission) -> tuple[LogitsProcessor, ...]:
+    def prepare(self, admission: AdmittedRequest) -> tuple[LogitsProcessor, ...]:
         return admission.params.logits_processors
 
-    def apply_(self, logits: Tensor, draws: Draws, which: Indices) -> Failures:
+    def apply_(self, logits: Tensor, metadata: SamplingMetadata, which: Indices) -> Failures:
         failures: dict[int, str | Tensor] = {}
-        for row, processors in zip(which.tolist(), self.prepared_of(draws, which), strict=True):
-            history = draws.token_ids[draws.request_rows[row], : draws.positions[row]].clone()
+        for row, processors in zip(which.tolist(), self.prepared_of(metadata, which), strict=True):
+            history = metadata.token_ids[
+                metadata.request_rows[row], : metadata.positions[row]
+            ].clone()
             scores = logits[row].clone()
             try:
                 for processor in processors:

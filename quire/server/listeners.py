@@ -88,7 +88,9 @@ class Listeners:
                     answer_id, event.cached.get(answer_id, 0)
                 )
         now = time.monotonic()
-        for answer_id, token_ids in zip(event.grown, event.grown_ids, strict=True):
+        for answer_id, token_ids in zip(
+            event.appended_request_ids, event.appended_token_ids, strict=True
+        ):
             grow = self._grow.get(answer_id)
             if grow is not None:  # else whoever waited has left
                 try:

@@ -30,7 +30,7 @@ from quire.server.guard.counts import Counts
 from quire.server.link.engine_client import Engines, unavailable
 from quire.server.link.messages import Ready
 from quire.server.stored.store import OwnResponses, ResponseStore, open_store
-from quire.server.tasks import NextTurn
+from quire.server.tasks import BatchedCallbacks
 
 _T = TypeVar("_T")
 _DESCRIBE_PAUSE = 0.05
@@ -77,7 +77,7 @@ class GenerationService:
         self.started = int(time.time())
         self.is_draining = False
         self._describing = asyncio.Lock()
-        self._next_turn = NextTurn()
+        self._callbacks = BatchedCallbacks()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenize")
 
     @property
@@ -139,7 +139,7 @@ class GenerationService:
             prompts = await self._encode(request)
             ticket.add_tokens(sum(len(prompt.token_ids) for prompt in prompts))
             trace = self._begin_trace(request, request_id, http_request_id, headers)
-            parts = (self.client, self.config, self.metrics, ticket, trace, self._next_turn)
+            parts = (self.client, self.config, self.metrics, ticket, trace, self._callbacks)
             call = kind(request_id, http_request_id, request, prompts, self.tokenizer, *parts)
             call.record.owner = owner
             self.records.add(call.record)

@@ -30,7 +30,7 @@ async def running(*coroutines: Coroutine[Any, Any, Any]) -> AsyncIterator[list[a
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class NextTurn:
+class BatchedCallbacks:
     """Runs callbacks in the event loop's next turn, with one handle for all of them; a long row of
     them in several turns, so that others are served in between.
 
@@ -71,7 +71,7 @@ class NextTurn:
         self._writes.append((write, data))
 
 
-class AttendedClock:
+class RunningTimeClock:
     """Seconds in which this process ran. Those in which everything was paused (a container, a
     laptop asleep) do not count: whoever was silent then had no chance to speak.
     """

@@ -1,7 +1,7 @@
-"""How many guesses are worth checking: a guess must be right often enough to pay for the time it
-adds to a step.
+"""How many draft tokens are worth checking: a draft token must be right often enough to pay for
+the time it adds to a step.
 
-This depends on measured times and so differs from run to run. It decides how many guesses are
+This depends on measured times and so differs from run to run. It decides how many draft tokens are
 checked, nothing else.
 """
 
@@ -18,27 +18,29 @@ _FIRST_SHARE = 0.1
 _CERTAINTY = 0.3
 """Weight of that assumption: as much as measured steps whose numbers of tokens have this variance."""
 _MARGIN = 1.02
-"""A guess must gain this many times what it costs, as both are estimates."""
+"""A draft token must gain this many times what it costs, as both are estimates."""
 _OUTLIER = 1.5
 """A step that took longer than this many times the expected time was disturbed: it counts as this
 long.
 """
 _TRIALS = 0.005
-"""At most this part of the time goes to single guesses that test whether guessing has become
-worthwhile.
+"""At most this part of the time goes to single draft tokens that test whether speculation has
+become worthwhile.
 """
 _MOST_RECORDED = 128
 """Up to this many tokens, the first step of a size may take longer, since it is recorded."""
 _NUMBERS = (0, 1, 2, 3, 4, 6, 8, 11, 15, 23, 31)
-"""The numbers of guesses that a request may have in a step; only a few, since the first step of a
-new size is slow.
+"""The numbers of draft tokens that a request may have in a step; only a few, since the first step
+of a new size is slow.
 """
-MAX_GUESSES = _NUMBERS[-1]
+MAX_DRAFT_TOKENS = _NUMBERS[-1]
 _MOST_CERTAIN = 0.998
-"""The highest chance assumed for a guess, even if all were right: a repetition ends at some point."""
+"""The highest chance assumed for a draft token, even if all were right: a repetition ends at some
+point.
+"""
 
 
-class StepCosts:
+class StepTimeModel:
     """A step's time by its number of tokens: a straight line through the last few dozen steps
     without prompts.
     """
@@ -52,8 +54,8 @@ class StepCosts:
         self._seen: set[float] = set()
         """Numbers of tokens that steps have had so far."""
         self.share = _FIRST_SHARE
-        """What one guess for each request adds to the time of a step without guesses, as a part of
-        that time.
+        """What one draft token for each request adds to the time of a step without draft tokens,
+        as a part of that time.
         """
         self.num_requests = 1
         """Of the last step."""
@@ -66,7 +68,7 @@ class StepCosts:
 
     def observe(self, entry: StepLogEntry) -> None:
         """Takes in the time of a step that is over. Steps with prompts are left out: they say
-        little about guesses.
+        little about draft tokens.
         """
         step, result = entry.step, entry.result
         begin, self._last_end = max(step.now, self._last_end), entry.committed
@@ -74,7 +76,7 @@ class StepCosts:
             return
         tokens = float(step.num_decodes)
         for one in step.scheduled[step.num_decodes :]:
-            if not one.samples or one.num_tokens != 1 + len(one.guesses):
+            if not one.samples or one.num_tokens != 1 + len(one.draft_tokens):
                 return
             tokens += one.num_tokens
         seconds = entry.committed - begin
@@ -110,9 +112,9 @@ class StepCosts:
 
 @lru_cache(10_000)
 def best_number(chance: float, share: float) -> int:
-    """How many guesses give the most tokens per second, if a guess is right with this chance once
-    all before it are, and adds this share to a step's time: where (1 + chance + chance ** 2 ...) /
-    (1 + share * number) is largest.
+    """How many draft tokens give the most tokens per second, if a draft token is right with this
+    chance once all before it are, and adds this share to a step's time: where (1 + chance + chance
+    ** 2 ...) / (1 + share * number) is largest.
     """
     best, most = 0, 1.0
     for number in _NUMBERS[1:]:
@@ -124,19 +126,21 @@ def best_number(chance: float, share: float) -> int:
 
 
 class Acceptance:
-    """How often one request's guesses have been right lately, and so how many are worth checking."""
+    """How often one request's draft tokens have been right lately, and so how many are worth
+    checking.
+    """
 
     __slots__ = ("_right", "_skip", "_tried", "_wait", "chance", "num_right", "num_wrong")
 
     def __init__(self, chance: float = 0.7) -> None:
         self._right, self._tried = chance, 1.0  # as if one had been tried
         self.chance = chance
-        """That the next guess is right."""
+        """That the next draft token is right."""
         self.num_right = self.num_wrong = 0
-        """All guesses so far that were right, and all steps that had a wrong one."""
+        """All draft tokens so far that were right, and all steps that had a wrong one."""
         self._wait = 2
-        """While guesses are not worthwhile: how many steps go without, before a single guess is
-        tried again.
+        """While draft tokens are not worthwhile: how many steps go without, before a single draft
+        token is tried again.
         """
         self._skip = 0
         """How many of these steps are over."""
@@ -149,11 +153,11 @@ class Acceptance:
         before, chance = self.chance, min(self._right / self._tried, _MOST_CERTAIN)
         # few different values, for the cache of `best_number`
         self.chance = int(500 * chance + 0.5) / 500
-        if self.chance > before + 0.1:  # guesses have become better: try again sooner
+        if self.chance > before + 0.1:  # draft tokens have become better: try again sooner
             self._wait = max(self._wait // 4, 2)
 
-    def count(self, costs: StepCosts, most: int) -> int:
-        """How many guesses the next step should check."""
+    def count(self, costs: StepTimeModel, most: int) -> int:
+        """How many draft tokens the next step should check."""
         number = best_number(self.chance, costs.share)
         if number:
             self._wait = 2

@@ -1,4 +1,6 @@
-"""Guesses from the text itself: the tokens that followed when the last tokens occurred before."""
+"""Draft tokens from the text itself: the tokens that followed when the last tokens occurred
+before.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +58,13 @@ class NgramIndex:
             0,
             _RESUMES,
         )
-        """The position after the repetition found last (the next guess), the sequence's length
-        then, the length of that repetition, and how long one must be to go on after a change.
+        """The position after the repetition found last (the next draft token), the sequence's
+        length then, the length of that repetition, and how long one must be to go on after a
+        change.
         """
 
     def follow(self, token_ids: Sequence[int]) -> int:
-        """The position of the next guess, if the tokens since the last one are those expected
+        """The position of the next draft token, if the tokens since the last one are those expected
         there; else -1.
         """
         place, length, run = self._place, self._length, self._run

@@ -1,4 +1,4 @@
-"""Guesses from the answer that the client expects (`prediction`)."""
+"""Draft tokens from the answer that the client expects (`prediction`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PredictedAnswer:
         """The prediction and the answer so far."""
         self._index = NgramIndex(self._size)
 
-    def guess(self, answer: Sequence[int], count: int) -> Sequence[int]:
+    def propose(self, answer: Sequence[int], count: int) -> Sequence[int]:
         """The next `count` tokens of the prediction, or those left, if `answer`, all of it so far,
         follows it.
         """

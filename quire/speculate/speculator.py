@@ -1,9 +1,10 @@
-"""The engine's source of guesses: the scheduler asks it for each request that is about to sample a
-token.
+"""The engine's source of draft tokens: the scheduler asks it for each request that is about to
+sample a token.
 
-Guesses come from, in this order: the client's prediction, the runner's drafts (a draft model, or
-the only text that a grammar allows), and the text itself (n-grams). The runner samples every token
-as it would without guesses and keeps those that equal it, so no answer depends on anything here.
+Draft tokens come from, in this order: the client's prediction, the runner's drafts (a draft model,
+or the only text that a grammar allows), and the text itself (n-grams). The runner samples every
+token as it would without draft tokens and keeps those that equal it, so no answer depends on
+anything here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.engine.request import Request
-from quire.speculate.adaptive import MAX_GUESSES, Acceptance, StepCosts
+from quire.speculate.adaptive import MAX_DRAFT_TOKENS, Acceptance, StepTimeModel
 from quire.speculate.ngram import NgramIndex, continuation
 from quire.speculate.prediction import PredictedAnswer
 from quire.step import StepLogEntry
@@ -25,7 +26,7 @@ _LONGEST_PAUSE = 64
 then.
 """
 _LONGEST_REST = 16
-"""The most steps without guesses where they don't pay: when other requests end they may."""
+"""The most steps without draft tokens where they don't pay: when other requests end they may."""
 _MAX_INDEXED = 8192
 """The most tokens that one search indexes: the work for a long prompt is spread over several steps."""
 
@@ -37,7 +38,7 @@ class _DraftState:
         self, prediction: tuple[int, ...], chance: float, num_missed: int, asks_runner: bool
     ) -> None:
         self.asks_runner = asks_runner
-        """Whether the runner may have drafts at any step: then `guess` is called at every step,
+        """Whether the runner may have drafts at any step: then `propose` is called at every step,
         without pauses.
         """
         self.num_missed = num_missed
@@ -48,7 +49,7 @@ class _DraftState:
 
 
 class Speculator:
-    """Guesses for all requests of an engine."""
+    """Draft tokens for all requests of an engine."""
 
     def __init__(
         self,
@@ -58,16 +59,16 @@ class Speculator:
         adaptive: bool = True,
     ) -> None:
         """`ngrams`: look for repetitions in the text; `runner_drafts`: ask the runner for drafts.
-        Without both, only clients' predictions are used. Without `adaptive`, always as many guesses
-        as possible, right or wrong.
+        Without both, only clients' predictions are used. Without `adaptive`, always as many draft
+        tokens as possible, right or wrong.
         """
         self._vocab_size = vocab_size
         self._ngrams = ngrams
         self._runner_drafts = runner_drafts
         self._adaptive = adaptive
-        self._costs = StepCosts()
+        self._costs = StepTimeModel()
         self._chance = 0.7
-        """How often guesses are right, over all requests: the first estimate for a new one."""
+        """How often draft tokens are right, over all requests: the first estimate for a new one."""
         self._num_missed = 0.0
         """How many searches in a row fail, over all requests: the first value for a new one."""
         self._longest_pause = 0
@@ -79,9 +80,9 @@ class Speculator:
         searches = max(min(_SEARCHES, 1e3 * self._costs.seconds), 0.01)
         self._longest_pause = min(int(self._costs.num_requests / searches), _LONGEST_PAUSE)
 
-    def guess(self, request: Request, most: int) -> Sequence[int]:
-        """At most `most` guesses for the step being scheduled, to follow the request's tokens and
-        those that steps in flight sample, on the assumption that these turn out as guessed.
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """At most `most` draft tokens for the step being scheduled, to follow the request's tokens
+        and those that steps in flight sample, on the assumption that these turn out as drafted.
         """
         state = request.draft_state or self._state(request)
         if state is None:
@@ -91,11 +92,11 @@ class Speculator:
         most = min(most, drafted) if drafted > 0 else self._count(request, state, most)
         if not most:
             if not state.asks_runner:
-                request.guess_pause = state.acceptance.rest(_LONGEST_REST)
+                request.draft_pause = state.acceptance.rest(_LONGEST_REST)
             return ()
         found: Sequence[int] = ()
         if state.prediction is not None:
-            found = state.prediction.guess(token_ids[request.num_prompt_tokens :], ahead + most)
+            found = state.prediction.propose(token_ids[request.num_prompt_tokens :], ahead + most)
             # some tokenizers have more tokens than the model
             if found and max(found) >= self._vocab_size:
                 found = ()
@@ -118,18 +119,19 @@ class Speculator:
         """
         state = request.draft_state or self._state(request)
         return (
-            self._count(request, state, MAX_GUESSES)
+            self._count(request, state, MAX_DRAFT_TOKENS)
             if state is not None and state.asks_runner
             else 0
         )
 
     def _state(self, request: Request) -> _DraftState | None:
-        """Makes a request's state; None where it can't have guesses at all."""
+        """Makes a request's state; None where it can't have draft tokens at all."""
         prediction, params = request.resolved.prediction_ids, request.params
         has_source = self._ngrams or self._runner_drafts or prediction
-        # Logits processors must be called exactly once per token of the answer, not for guesses.
+        # Logits processors must be called exactly once per token of the answer, not for draft
+        # tokens.
         if not has_source or not params.speculation or params.logits_processors:
-            request.guess_pause = -1
+            request.draft_pause = -1
             return None
         asks_runner = self._runner_drafts or (self._ngrams and params.structured is not None)
         request.draft_state = state = _DraftState(
@@ -138,8 +140,8 @@ class Speculator:
         return state
 
     def _search(self, request: Request, state: _DraftState) -> int:
-        """The position of the next guess by an n-gram search. -1 if it fails, and then a pause,
-        longer each time.
+        """The position of the next draft token by an n-gram search. -1 if it fails, and then a
+        pause, longer each time.
         """
         if not state.index.extend(request.token_ids, _MAX_INDEXED):
             return -1
@@ -147,13 +149,13 @@ class Speculator:
         if place < 0:
             state.num_missed = min(state.num_missed + 1, 6)
             if not state.asks_runner:
-                request.guess_pause = min(1 << state.num_missed, self._longest_pause)
+                request.draft_pause = min(1 << state.num_missed, self._longest_pause)
         self._num_missed += 0.05 * (state.num_missed * (place < 0) - self._num_missed)
         return place
 
     def _count(self, request: Request, state: _DraftState, most: int) -> int:
         if not self._adaptive:
-            return min(most, MAX_GUESSES)
+            return min(most, MAX_DRAFT_TOKENS)
         acceptance = state.acceptance
         if (
             request.accepted_tokens != acceptance.num_right
@@ -161,4 +163,4 @@ class Speculator:
         ):
             acceptance.learn(request.accepted_tokens, request.num_rejections)
             self._chance += 0.05 * (acceptance.chance - self._chance)
-        return acceptance.count(self._costs, min(most, MAX_GUESSES))
+        return acceptance.count(self._costs, min(most, MAX_DRAFT_TOKENS))

@@ -41,7 +41,8 @@ def test_settings_of_a_server_that_are_wrong(fields: dict[str, Any]) -> None:
     [
         b"", b"\x00", b"\xff" * 100, b"\xc1", b"\x81\xa4type", b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff",
         msgspec.msgpack.encode({"type": "no such"}), msgspec.msgpack.encode([1, 2]), msgspec.msgpack.encode("ready"),
-        msgspec.msgpack.encode({"type": "ready"}), msgspec.msgpack.encode({"type": "updates", "grown": 5}),
+        msgspec.msgpack.encode({"type": "ready"}),
+        msgspec.msgpack.encode({"type": "updates", "appended_request_ids": 5}),
         b"\x91" * 10_000,
     ],
     ids=lambda data: repr(data[:12]),

@@ -34,7 +34,7 @@ def test_a_grammar_is_cheap_when_several_masks_were() -> None:
     assert costs.is_cheap
     costs.note(0.5)
     assert not costs.is_cheap
-    assert not costs.allows_guesses
+    assert not costs.allows_draft_tokens
     for _ in range(100):
         costs.note(0.0001)
     assert costs.is_cheap
@@ -49,7 +49,7 @@ def test_a_row_is_held_until_its_mask_is_there() -> None:
 
     assert ahead.held_rows() == frozenset()
     ahead.begin(3, compute)
-    ahead.draws(5)
+    ahead.samples(5)
     assert ahead.held_rows() == {3, 5}
     assert 3 in ahead
     may_end.set()

@@ -10,10 +10,10 @@ from quire.engine.config import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.invariants import check_invariants
 from quire.engine.request import Request, make_requests
-from quire.engine.scheduler import Guess, Scheduler
+from quire.engine.scheduler import Propose, Scheduler
 from quire.observe.step_log import StepLog
 from quire.sampling_params import SamplingParams
-from quire.step import PromptScores, RequestUpdate, Step
+from quire.step import PromptLogprobs, RequestUpdate, Step
 from quire.tools.simulate.fake_model import solo_run
 from quire.tools.simulate.fake_runner import FakeRunner
 
@@ -40,19 +40,19 @@ class Harness:
         depth: int = 1,
         eos: Sequence[int] = (),
         blocks: BlockManager | None = None,
-        guess: Guess | None = None,
+        propose: Propose | None = None,
         **faults: Any,
     ) -> None:
         self.config = settings or config()
         self.eos = tuple(eos)
-        self.scheduler = Scheduler(self.config, blocks, guess)
+        self.scheduler = Scheduler(self.config, blocks, propose)
         self.runner = FakeRunner(self.config, VOCAB, **faults)
         self.log = StepLog()
         self.core = EngineCore(self.scheduler, self.runner, depth, self.log.append)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, RequestUpdate] = {}
-        self.prompt_scores: list[tuple[str, PromptScores]] = []
+        self.prompt_logprobs: list[tuple[str, PromptLogprobs]] = []
         self.now = 0.0
 
     @property
@@ -82,8 +82,8 @@ class Harness:
             self.now += 1.0
             for update in self.core.step(self.now):
                 self.tokens[update.request_id].extend(update.new_token_ids)
-                if update.prompt_scores is not None:
-                    self.prompt_scores.append((update.request_id, update.prompt_scores))
+                if update.prompt_logprobs is not None:
+                    self.prompt_logprobs.append((update.request_id, update.prompt_logprobs))
                 if update.finish_reason is not None:
                     assert update.request_id not in self.ends
                     self.ends[update.request_id] = update

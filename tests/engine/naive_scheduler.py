@@ -81,7 +81,7 @@ class NaiveScheduler:
             if known.num_tokens >= known.limit:
                 assert name not in scheduled, "its last token is in flight"
             elif left == 1 and name not in given_way:
-                assert scheduled[name].num_tokens - len(scheduled[name].guesses) == 1, (
+                assert scheduled[name].num_tokens - len(scheduled[name].draft_tokens) == 1, (
                     "a decode starves"
                 )
         chunked = [
@@ -112,7 +112,7 @@ class NaiveScheduler:
                     "someone was overtaken"
                 )
         num_running = sum(known.table is not None for known in alive.values()) + len(admitted)
-        num_real = step.num_tokens - sum(len(entry.guesses) for entry in step.scheduled)
+        num_real = step.num_tokens - sum(len(entry.draft_tokens) for entry in step.scheduled)
         if num_running < self.config.max_num_seqs and num_real < self.config.max_batched_tokens:
             for known in passed:
                 if known.in_flight:
@@ -152,9 +152,9 @@ class NaiveScheduler:
             assert entry.start == known.computed
             known.table.extend(entry.new_block_ids)
             known.computed += entry.num_tokens
-            assert entry.samples == (known.computed - len(entry.guesses) == known.num_tokens)
-            assert entry.samples or not entry.guesses
-            known.in_flight += entry.samples + len(entry.guesses)
+            assert entry.samples == (known.computed - len(entry.draft_tokens) == known.num_tokens)
+            assert entry.samples or not entry.draft_tokens
+            known.in_flight += entry.samples + len(entry.draft_tokens)
             assert known.num_tokens <= known.limit
         if not step.is_empty:
             self.in_flight.append((step, [alive[entry.request_id] for entry in step.scheduled]))
@@ -170,9 +170,9 @@ class NaiveScheduler:
         """
         step, requests = self.in_flight.pop(0)
         for known, entry in zip(requests, step.scheduled, strict=True):
-            known.in_flight -= entry.samples + len(entry.guesses)
-            if entry.guesses and known.table is not None:
-                known.computed -= 1 + len(entry.guesses) - len(result.tokens[entry.request_id])
+            known.in_flight -= entry.samples + len(entry.draft_tokens)
+            if entry.draft_tokens and known.table is not None:
+                known.computed -= 1 + len(entry.draft_tokens) - len(result.tokens[entry.request_id])
 
     def receive(self, update: RequestUpdate) -> None:
         known = self.live[update.request_id]

@@ -77,7 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_caching=caching,
         )
         self.chance = Random(guessing)
-        self.scheduler = Scheduler(self.config, guess=None if guessing is None else self.guess)
+        self.scheduler = Scheduler(self.config, propose=None if guessing is None else self.propose)
         self.runner = FakeRunner(self.config, VOCAB)
         self.naive = NaiveScheduler(self.config)
 
@@ -145,7 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             self.count += 1
 
-    def guess(self, request: Request, most: int) -> list[int]:
+    def propose(self, request: Request, most: int) -> list[int]:
         """Some right and some wrong, and now and then more than was asked for."""
         if self.chance.random() < 0.3:
             return []

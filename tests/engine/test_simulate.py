@@ -13,7 +13,7 @@ from quire.engine.prefix_match import PrefixIndex
 from quire.engine.request import Request
 from quire.engine.results import ResultTaker
 from quire.engine.scheduler import Scheduler
-from quire.step import BlockCopy, PromptScores, RequestUpdate, Step, StepResult
+from quire.step import BlockCopy, PromptLogprobs, RequestUpdate, Step, StepResult
 from quire.tools.simulate.simulation import SimulationError, main, run_seed
 from tests.long_runs import short_or_long
 
@@ -55,7 +55,7 @@ def test_a_scheduler_that_forgets_someone_is_noticed(monkeypatch: pytest.MonkeyP
         run_seed(12)
 
 
-def test_a_scheduler_that_forgets_wrong_guesses_is_noticed(
+def test_a_scheduler_that_forgets_wrong_draft_tokens_is_noticed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commit = Scheduler.commit
@@ -92,15 +92,15 @@ def test_a_partly_filled_block_offered_with_too_many_tokens_is_noticed(
 def test_a_scheduler_that_loses_a_prompts_scores_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    note = ResultTaker._note_prompt_scores
+    note = ResultTaker._note_prompt_logprobs
 
-    def only_for_the_living(self: ResultTaker, request: Request, found: PromptScores) -> None:
+    def only_for_the_living(self: ResultTaker, request: Request, found: PromptLogprobs) -> None:
         if request.finish_reason is None:
             note(self, request, found)
         else:
-            request.prompt_progress.next_position = found.start + len(found.scores)
+            request.prompt_progress.next_position = found.start + len(found.logprobs)
 
-    monkeypatch.setattr(ResultTaker, "_note_prompt_scores", only_for_the_living)
+    monkeypatch.setattr(ResultTaker, "_note_prompt_logprobs", only_for_the_living)
     with pytest.raises(SimulationError, match="the prompt's scores are"):
         run_seed(3089)
 

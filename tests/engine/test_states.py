@@ -19,7 +19,7 @@ from quire.errors import CapacityError, InvalidRequestError
 from quire.tools.explain.explain import explain_request
 from quire.tools.explain.text import explanation_text
 from tests.engine.harness import VOCAB, Harness, config
-from tests.engine.test_guesses import Oracle
+from tests.engine.test_draft_tokens import Oracle
 
 CHUNK = 8
 PROMPT = [7 * i % VOCAB for i in range(44)]
@@ -157,9 +157,9 @@ def test_states_at_multiples_of_the_interval_are_kept(kind: str) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("wrong_every", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", WITH_ATTENTION)
-def test_guesses_over_a_chunks_end(kind: str, wrong_every: int, depth: int) -> None:
+def test_draft_tokens_over_a_chunks_end(kind: str, wrong_every: int, depth: int) -> None:
     oracle = Oracle(5, wrong_every)
-    engine = oracle.engine = Harness(settings(kind), depth=depth, guess=oracle)
+    engine = oracle.engine = Harness(settings(kind), depth=depth, propose=oracle)
     for i in range(2):
         engine.add(f"r{i}", PROMPT[: 12 + 3 * i], seed=i, max_tokens=24)
     check_end(engine)
@@ -167,7 +167,7 @@ def test_guesses_over_a_chunks_end(kind: str, wrong_every: int, depth: int) -> N
         entry
         for step in engine.steps
         for entry in step.scheduled
-        if entry.guesses and entry.start // CHUNK < (entry.start + entry.num_tokens) // CHUNK
+        if entry.draft_tokens and entry.start // CHUNK < (entry.start + entry.num_tokens) // CHUNK
     ]
     assert over
     first = engine.requests["r0"]

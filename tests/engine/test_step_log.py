@@ -22,14 +22,14 @@ from quire.observe.step_lines import LineReader, LineWriter
 from quire.observe.step_log import StepLog, iter_step_log, last_run, read_step_log
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
 from quire.step import (
-    Admission,
+    AdmittedRequest,
     Finished,
-    PromptScores,
+    PromptLogprobs,
     ScheduledRequest,
     Step,
     StepLogEntry,
     StepResult,
-    TokenScore,
+    TokenLogprob,
 )
 from quire.tools.explain.explain import explain_request
 from quire.tools.simulate.fake_runner import FakeRunner
@@ -90,7 +90,7 @@ def test_ends_and_parameters_survive_a_line() -> None:
         logits_processors=(lambda token_ids, logits: logits,),
         structured=StructuredOutput(json_schema={"type": "object"}),
     )
-    admission = Admission(
+    admission = AdmittedRequest(
         "a", 0, (1, 2), 2, (), 0, 0, params, 3, (), 0.0, ResolvedTokens(((7, 8),)), 1
     )
     result = StepResult(0, {"a": (5,)}, ended=frozenset("ab"))
@@ -102,9 +102,14 @@ def test_ends_and_parameters_survive_a_line() -> None:
 
 
 def test_scores_are_not_kept() -> None:
-    score = TokenScore(5, -0.1, 1)
+    score = TokenLogprob(5, -0.1, 1)
     result = StepResult(
-        0, {"a": (5,)}, {}, {"a": (score,)}, {"a": PromptScores(1, (score, score))}, frozenset("a")
+        0,
+        {"a": (5,)},
+        {},
+        {"a": (score,)},
+        {"a": PromptLogprobs(1, (score, score))},
+        frozenset("a"),
     )
     log = StepLog()
     log.append(StepLogEntry(Step(0, 0.0), result, None, 1.0))
@@ -272,7 +277,9 @@ def test_the_documented_example_is_a_line_of_this_version() -> None:
 
 
 def test_the_ring_forgets_earlier_when_prompts_are_long() -> None:
-    admission = Admission("a", 0, tuple(range(100)), 100, (), 0, 0, SamplingParams(), 0, (), 0.0)
+    admission = AdmittedRequest(
+        "a", 0, tuple(range(100)), 100, (), 0, 0, SamplingParams(), 0, (), 0.0
+    )
     log = StepLog(max_tokens=250)
     for step_id in range(5):
         log.append(StepLogEntry(Step(step_id, 0.0, admitted=(admission,)), None, None, 0.0))
@@ -287,7 +294,7 @@ def test_what_the_ring_holds_is_small_and_nothing_for_the_collector() -> None:
 
     def append(step_id: int) -> None:
         prompt = tuple(range(10_000, 10_500))
-        admission = Admission(names[0], 0, prompt, 500, (), 0, 0, params, 0, (), 0.0)
+        admission = AdmittedRequest(names[0], 0, prompt, 500, (), 0, 0, params, 0, (), 0.0)
         scheduled = tuple(
             ScheduledRequest(name, row, 1000 + step_id, 1, True, (1000 + row,))
             for row, name in enumerate(names)

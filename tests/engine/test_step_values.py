@@ -8,21 +8,23 @@ from hypothesis import strategies as st
 
 from quire.step import (
     FinishReason,
-    PromptScores,
+    PromptLogprobs,
     RequestUpdate,
     ScheduledColumns,
     ScheduledRequest,
-    TokenScore,
+    TokenLogprob,
     decode_entry,
     tokens_update,
-    with_guesses,
+    with_draft_tokens,
 )
 from tests.engine.harness import Harness, config
 
 names = st.text(max_size=8)
 counts = st.integers(0, 2**31)
 tokens = st.lists(counts, max_size=4).map(tuple)
-scores = st.lists(st.builds(TokenScore, counts, st.floats(-9, 0), counts), max_size=2).map(tuple)
+logprobs = st.lists(st.builds(TokenLogprob, counts, st.floats(-9, 0), counts), max_size=2).map(
+    tuple
+)
 entries = st.builds(
     ScheduledRequest,
     request_id=names,
@@ -31,7 +33,7 @@ entries = st.builds(
     num_tokens=counts,
     samples=st.booleans(),
     new_block_ids=tokens,
-    guesses=tokens,
+    draft_tokens=tokens,
     runs_ahead=st.booleans(),
     num_drafts=counts,
 )
@@ -62,32 +64,34 @@ def test_a_decode_is_the_entry_that_its_constructor_makes(
 
 
 @given(entries, tokens, tokens, counts)
-def test_an_entry_with_guesses_differs_in_these_fields_only(
+def test_an_entry_with_draft_tokens_differs_in_these_fields_only(
     entry: ScheduledRequest,
     new_block_ids: tuple[int, ...],
-    guesses: tuple[int, ...],
+    draft_tokens: tuple[int, ...],
     num_drafts: int,
 ) -> None:
-    found = with_guesses(entry, new_block_ids=new_block_ids, guesses=guesses, num_drafts=num_drafts)
+    found = with_draft_tokens(
+        entry, new_block_ids=new_block_ids, draft_tokens=draft_tokens, num_drafts=num_drafts
+    )
     assert isinstance(found, ScheduledRequest)
     assert found._asdict() == {
         **entry._asdict(),
-        "num_tokens": entry.num_tokens + len(guesses),
+        "num_tokens": entry.num_tokens + len(draft_tokens),
         "new_block_ids": new_block_ids,
-        "guesses": guesses,
+        "draft_tokens": draft_tokens,
         "num_drafts": num_drafts,
     }
 
 
-@given(names, tokens, scores)
+@given(names, tokens, logprobs)
 def test_an_update_of_tokens_is_what_its_constructor_makes(
-    request_id: str, new_token_ids: tuple[int, ...], scores: tuple[TokenScore, ...]
+    request_id: str, new_token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
 ) -> None:
-    found = tokens_update(request_id=request_id, new_token_ids=new_token_ids, scores=scores)
+    found = tokens_update(request_id=request_id, new_token_ids=new_token_ids, logprobs=logprobs)
     assert isinstance(found, RequestUpdate)
-    expected = RequestUpdate(request_id=request_id, new_token_ids=new_token_ids, scores=scores)
+    expected = RequestUpdate(request_id=request_id, new_token_ids=new_token_ids, logprobs=logprobs)
     assert found._asdict() == expected._asdict()
-    assert found.is_growth == (new_token_ids != () and scores == ())
+    assert found.only_appends_tokens == (new_token_ids != () and logprobs == ())
 
 
 @pytest.mark.parametrize(
@@ -96,13 +100,13 @@ def test_an_update_of_tokens_is_what_its_constructor_makes(
         ("finish_reason", "stop"),
         ("stop_token_id", 0),
         ("error", ""),
-        ("scores", (TokenScore(1, 0.0, 1),)),
-        ("prompt_scores", PromptScores(0, ())),
+        ("logprobs", (TokenLogprob(1, 0.0, 1),)),
+        ("prompt_logprobs", PromptLogprobs(0, ())),
         ("pooled", b""),
     ],
 )
 def test_an_update_that_tells_more_is_no_growth(field: str, value: FinishReason) -> None:
-    assert not RequestUpdate("one", (1,))._replace(**{field: value}).is_growth
+    assert not RequestUpdate("one", (1,))._replace(**{field: value}).only_appends_tokens
 
 
 @given(st.lists(entries, min_size=1, max_size=4))
@@ -131,5 +135,5 @@ def test_what_the_loops_over_rows_write_is_what_these_functions_make() -> None:
     growing = [update for update in updates if update.finish_reason is None]
     assert growing
     for update in growing:
-        made_update = tokens_update(update.request_id, update.new_token_ids, update.scores)
+        made_update = tokens_update(update.request_id, update.new_token_ids, update.logprobs)
         assert (type(update), update) == (RequestUpdate, made_update)

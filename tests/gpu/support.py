@@ -19,7 +19,7 @@ from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.runner.kv_cache import token_bytes
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.step import TokenScore
+from quire.step import TokenLogprob
 from quire.tools.bench.random_engine import random_decoder
 from quire.tools.bench.shapes import spec_of
 
@@ -58,8 +58,8 @@ class Answers:
     """What became of the jobs, by request; prompt scores by job."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    scores: dict[str, list[TokenScore]] = field(default_factory=dict)
-    prompt_scores: dict[str, dict[int, TokenScore]] = field(default_factory=dict)
+    scores: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, dict[int, TokenLogprob]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     steps: int = 0
     preemptions: int = 0
@@ -72,8 +72,8 @@ class Answers:
         return {
             name: (
                 tokens,
-                self.scores.get(name),
-                self.prompt_scores.get(name.split("/")[0]),
+                self.logprobs.get(name),
+                self.prompt_logprobs.get(name.split("/")[0]),
                 self.errors.get(name),
             )
             for name, tokens in self.tokens.items()
@@ -139,13 +139,15 @@ class GpuEngine:
                     core.scheduler.preempt(running[answers.steps * 7 % len(running)].request_id)
             for update in core.step(float(answers.steps)):
                 answers.tokens[update.request_id].extend(update.new_token_ids)
-                answers.scores.setdefault(update.request_id, []).extend(update.scores)
+                answers.logprobs.setdefault(update.request_id, []).extend(update.logprobs)
                 if update.error is not None:
                     answers.errors[update.request_id] = update.error
-                if update.prompt_scores is not None:
-                    known = answers.prompt_scores.setdefault(update.request_id.split("/")[0], {})
+                if update.prompt_logprobs is not None:
+                    known = answers.prompt_logprobs.setdefault(update.request_id.split("/")[0], {})
                     known.update(
-                        enumerate(update.prompt_scores.scores, start=update.prompt_scores.start)
+                        enumerate(
+                            update.prompt_logprobs.logprobs, start=update.prompt_logprobs.start
+                        )
                     )
             if answers.steps % 8 == 0:
                 check_invariants(core.scheduler)

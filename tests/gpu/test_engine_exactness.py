@@ -89,11 +89,11 @@ def test_256_requests_of_every_kind_are_exact(decoder: Decoder) -> None:
     assert expected.cached_tokens > 0
     for number, job in enumerate(jobs):
         if job.params.prompt_logprobs is not None:
-            assert expected.prompt_scores.get(str(number), {}).keys() == set(
+            assert expected.prompt_logprobs.get(str(number), {}).keys() == set(
                 range(1, len(job.prompt))
             )
         if job.params.logprobs is not None and job.params.n == 1:
-            assert len(expected.scores[str(number)]) == len(expected.tokens[str(number)])
+            assert len(expected.logprobs[str(number)]) == len(expected.tokens[str(number)])
 
 
 def test_each_alone_equals_all_together(qwen: Decoder) -> None:
@@ -138,7 +138,7 @@ def test_n_answers_equal_n_requests_with_their_seeds(qwen: Decoder) -> None:
     )
     for i in range(5):
         assert together.tokens[f"0/{i}"] == apart.tokens[str(i)]
-        assert together.scores[f"0/{i}"] == apart.scores[str(i)]
+        assert together.logprobs[f"0/{i}"] == apart.logprobs[str(i)]
     assert len({tuple(tokens) for tokens in together.tokens.values()}) == 5
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.models.decoder import Decoder
-from quire.runner.batch import StepShape
+from quire.runner.batch import BatchShape
 from quire.runner.graphs import DecodeGraphs
 from tests.gpu.support import (
     GpuEngine,
@@ -39,7 +39,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     counts = {"steps": 0, "tokens": 0, "undrawn": 0}
     run = DecodeGraphs.run
 
-    def observed(self: DecodeGraphs, shape: StepShape, *arguments: Any) -> Any:
+    def observed(self: DecodeGraphs, shape: BatchShape, *arguments: Any) -> Any:
         found = run(self, shape, *arguments)
         if found is not None and not shape.samples.all():
             counts["steps"] += 1

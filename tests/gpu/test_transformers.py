@@ -68,7 +68,7 @@ def decoder_of_model(model: Any, dtype: torch.dtype, folder: Path) -> Decoder:
     if not spec.tie_embeddings:
         weights["lm_head.weight"] = model.lm_head.weight
     parameters = spec.parameters()
-    kinds = {name: torch.float32 if p.wide else dtype for name, p in parameters.items()}
+    kinds = {name: torch.float32 if p.keep_float32 else dtype for name, p in parameters.items()}
     loaded = {
         name: Weight.dense(torch.empty(p.shape, dtype=kinds[name], device=DEVICE))
         for name, p in parameters.items()

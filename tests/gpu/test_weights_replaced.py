@@ -34,7 +34,7 @@ def weights_of(
         # Drawn where it stays: memory of larger numbers before they are rounded would be shared
         # with what comes later.
         value = torch.empty(
-            parameter.shape, dtype=torch.float32 if parameter.wide else dtype, device=DEVICE
+            parameter.shape, dtype=torch.float32 if parameter.keep_float32 else dtype, device=DEVICE
         )
         is_norm = "norm" in name.rpartition(".")[2]
         mean, std = (1.0, 0.1) if is_norm else (0.0, 2.0 / spec.hidden_size**0.5)

@@ -72,7 +72,7 @@ def test_launches_are_found() -> None:
         "repeats.py": 1,
         "rowwise.py": 1,
         "sampling.py": 2,
-        "scores.py": 1,
+        "logprobs.py": 1,
         "single_row_linear.py": 1,
         "small_batch_attention.py": 1,
         "streamed_experts.py": 1,

@@ -23,7 +23,7 @@ from quire.server.link import watch_hub
 from quire.server.link.engine_watch import EngineWatch
 from quire.server.link.messages import Watched
 from quire.server.link.watch_hub import WatchHub, WatchHubs
-from quire.step import Admission, Finished, ScheduledRequest, Step, StepLogEntry, StepResult
+from quire.step import AdmittedRequest, Finished, ScheduledRequest, Step, StepLogEntry, StepResult
 from quire.tools.simulate.scenario import make_scenario
 from quire.tools.simulate.simulation import Simulation
 
@@ -106,9 +106,13 @@ def test_blocks_and_requests_are_those_of_the_engine(seed: int) -> None:
             )
 
 
-def admission(name: str, tokens: int, blocks: tuple[int, ...] = (), cached: int = 0) -> Admission:
+def admission(
+    name: str, tokens: int, blocks: tuple[int, ...] = (), cached: int = 0
+) -> AdmittedRequest:
     ids = tuple(range(tokens))
-    return Admission(name, 0, ids, tokens, blocks, cached, 0, SamplingParams(), 0, (), arrival=0.0)
+    return AdmittedRequest(
+        name, 0, ids, tokens, blocks, cached, 0, SamplingParams(), 0, (), arrival=0.0
+    )
 
 
 def entry(
@@ -164,7 +168,7 @@ def test_a_frame_is_bounded_and_adds_up() -> None:
     assert (steps[-1].step_id, steps[-1].running, steps[-1].waiting) == (999, 0, 7)
 
 
-def test_guesses_and_failures_are_counted() -> None:
+def test_draft_tokens_and_failures_are_counted() -> None:
     view = LiveView(CONFIG, is_complete=True)
     guessing = ScheduledRequest("a", 0, 5, 4, True, (), (7, 8, 9))
     step = Step(0, 0.0, (guessing,), num_running=1)

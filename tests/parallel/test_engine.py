@@ -30,7 +30,7 @@ from quire.engine import make_requests
 from quire.errors import CapacityError, DeviceError, EngineError, InvalidRequestError
 from quire.parallel import ranks
 from quire.parallel.runner import ParallelRunner
-from quire.sampling.draws import Indices
+from quire.sampling.metadata import Indices
 from quire.sampling_params import StructuredOutput
 from quire.step import ScheduledRequest
 from tests.long_runs import IS_LONG

@@ -14,10 +14,10 @@ from torch import Tensor
 from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.ops import Kernels
 from quire.runner.request_rows import RequestRows
-from quire.sampling.draws import Draws
+from quire.sampling.metadata import SamplingMetadata
 from quire.sampling.sampler import SampledTokens, Sampler
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.step import Admission, Step
+from quire.step import AdmittedRequest, Step
 
 CPU = torch.device("cpu")
 
@@ -63,14 +63,14 @@ class Batch:
     """A sampler that has admitted requests, and a draw for each of them."""
 
     sampler: Sampler
-    draws: Draws
+    metadata: SamplingMetadata
 
     @property
     def is_plain(self) -> bool:
-        return self.sampler.is_plain(self.draws)
+        return self.sampler.is_plain(self.metadata)
 
     def sample(self, logits: Tensor) -> SampledTokens:
-        return self.sampler.sample(logits, self.draws)
+        return self.sampler.sample(logits, self.metadata)
 
 
 def make_batch(
@@ -88,7 +88,7 @@ def make_batch(
     rows.token_ids.fill_(vocab_size - 1)
     order = list(range(first_row, first_row + len(jobs)))[::-1]
     admitted = [
-        Admission(
+        AdmittedRequest(
             request_id=str(row),
             row=row,
             token_ids=tuple(job.history),
@@ -114,10 +114,10 @@ def make_batch(
         masks = torch.stack(
             [pack(everything if job.mask is None else job.mask) for job in jobs]
         ).to(device)
-    draws = sampler.draws(
+    metadata = sampler.metadata(
         np.array(order), np.array([len(job.history) for job in jobs]), rows.token_ids
     )
-    return Batch(sampler, replace(draws, masks=masks))
+    return Batch(sampler, replace(metadata, masks=masks))
 
 
 def run(

@@ -29,7 +29,7 @@ from quire.runner.layer_groups import (
 from quire.runner.memory import CachePlan, Needs, blocks_at, plan_cache
 from quire.runner.request_rows import RequestRows
 from quire.sampling_params import SamplingParams
-from quire.step import Admission, BlockCopy, Step
+from quire.step import AdmittedRequest, BlockCopy, Step
 from tests.random_models import SPECS
 
 CPU = torch.device("cpu")
@@ -302,8 +302,10 @@ def test_a_plan_leaves_room_for_states() -> None:
 def test_an_admitted_request_brings_the_tables_of_its_states() -> None:
     rows = RequestRows(4, 64, 4, CPU, (None, None), num_state_blocks=3)
 
-    def admit(row: int, blocks: tuple[int, ...], states: tuple[tuple[int, ...], ...]) -> Admission:
-        return Admission(
+    def admit(
+        row: int, blocks: tuple[int, ...], states: tuple[tuple[int, ...], ...]
+    ) -> AdmittedRequest:
+        return AdmittedRequest(
             request_id=str(row),
             row=row,
             token_ids=(1, 2, 3),

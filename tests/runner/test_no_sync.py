@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from quire.kernels.reference import ReferenceKernels
-from quire.sampling.logprobs import PromptPart, read_scores, score_rows
+from quire.sampling.logprobs import PromptPart, logprobs_of_rows, read_logprobs
 from quire.sampling.masks import AllowedTokens, BadWords
 from quire.sampling.penalties import LogitBias
 from quire.sampling.sampler import SampledTokens, Sampler
 from quire.sampling.upload import Uploader
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.step import Admission
+from quire.step import AdmittedRequest
 from tests.quick_interpreter import quicken
 from tests.runner.sampling_support import Batch, Job, RecordingKernels, make_batch
 from tests.runner.test_sampler import mixed_jobs
@@ -135,14 +135,14 @@ def test_scores() -> None:
 
     def score() -> list[Tensor]:
         part.score(logits, lambda hidden: hidden, rows, kernels)
-        return score_rows(logits, lambda hidden: hidden, tokens, max(num_top), kernels)
+        return logprobs_of_rows(logits, lambda hidden: hidden, tokens, max(num_top), kernels)
 
     twice_without_waiting(score)
-    got = read_scores([tensor.cpu() for tensor in score()], num_top)
-    scored = score_rows(
+    got = read_logprobs([tensor.cpu() for tensor in score()], num_top)
+    scored = logprobs_of_rows(
         logits.cpu(), lambda hidden: hidden, tokens.cpu(), max(num_top), ReferenceKernels()
     )
-    for mine, expected in zip(got, read_scores(scored, num_top), strict=True):
+    for mine, expected in zip(got, read_logprobs(scored, num_top), strict=True):
         assert (mine.token_id, mine.rank) == (expected.token_id, expected.rank)
         assert [token_id for token_id, _ in mine.top] == [token_id for token_id, _ in expected.top]
         assert abs(mine.logprob - expected.logprob) < 1e-5
@@ -152,7 +152,7 @@ def test_scores() -> None:
 def test_admission() -> None:
     params = SamplingParams(logit_bias={1: 1.0, 5: -2.0}, allowed_token_ids=(1, 2, 3))
     words = ResolvedTokens(((1, 2), (3, 4, 5)))
-    admission = Admission("a", 0, (1,), 1, (), 0, 0, params, 0, (2,), 0.0, resolved=words)
+    admission = AdmittedRequest("a", 0, (1,), 1, (), 0, 0, params, 0, (2,), 0.0, resolved=words)
     sampler = Sampler(1, VOCAB, TritonKernels(), DEVICE)
     twice_without_waiting(lambda: sampler.admit(admission))
     prepared = {type(feature): feature.prepared.get(0) for feature in sampler._features}

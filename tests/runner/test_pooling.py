@@ -18,7 +18,7 @@ from quire.models.decoder import Decoder
 from quire.runner.pooling import PoolingRows
 from quire.runner.step_outputs import StepOutputs
 from quire.sampling_params import SamplingParams
-from quire.step import Admission, Pooling, ScheduledRequest
+from quire.step import AdmittedRequest, Pooling, ScheduledRequest
 from tests.random_models import SPECS, Bench, random_decoder
 
 PARAMS = SamplingParams(max_tokens=1, temperature=0)
@@ -118,7 +118,7 @@ def test_hidden_states_that_are_no_numbers_fail_their_request_alone(
     rows = PoolingRows(torch.device("cpu"))
     for row in (0, 1):
         rows.admit(
-            Admission(str(row), row, (1, 2), 2, (), 0, 0, PARAMS, 0, (), 0.0, pooling=pooling)
+            AdmittedRequest(str(row), row, (1, 2), 2, (), 0, 0, PARAMS, 0, (), 0.0, pooling=pooling)
         )
     hidden = torch.ones(4, 8)
     hidden[1] = bad

@@ -42,18 +42,18 @@ LOGITS = [2.0, 1.0, 0.0, -1.0, 0.5, 0.5, -3.0]
 @pytest.mark.parametrize("reference", [False, True], ids=["cpu", "reference"])
 @pytest.mark.parametrize("name", list(DISTRIBUTIONS))
 def test_draws_follow_the_definition(name: str, reference: bool, kernels: RecordingKernels) -> None:
-    draws = 50_000
+    metadata = 50_000
     job = Job(SamplingParams(seed=1, **DISTRIBUTIONS[name]), prompt=(2, 6), answer=(1, 1, 4))
     batch = make_batch([job], len(LOGITS), ReferenceKernels() if reference else kernels)
     request_rows, positions = (
-        batch.draws.request_rows.repeat(draws),
-        batch.draws.positions.repeat(draws),
+        batch.metadata.request_rows.repeat(metadata),
+        batch.metadata.positions.repeat(metadata),
     )
-    many = batch.sampler.draws(request_rows, positions, batch.draws.token_ids)
-    many = replace(many, seeds=np.arange(draws, dtype=np.uint64))
-    tokens = batch.sampler.sample(torch.tensor([LOGITS]).repeat(draws, 1), many).token_ids
+    many = batch.sampler.metadata(request_rows, positions, batch.metadata.token_ids)
+    many = replace(many, seeds=np.arange(metadata, dtype=np.uint64))
+    tokens = batch.sampler.sample(torch.tensor([LOGITS]).repeat(metadata, 1), many).token_ids
     scores = [score / job.params.temperature for score in before_temperature(LOGITS, job)]
-    expected = np.array(probabilities(kept(scores, job))) * draws
+    expected = np.array(probabilities(kept(scores, job))) * metadata
     observed = np.bincount(tokens.numpy(), minlength=len(LOGITS))
     assert (observed[expected == 0] == 0).all()
     possible = expected > 0
@@ -229,8 +229,8 @@ def test_a_request_may_draw_at_several_positions_at_once(kernels: RecordingKerne
         alone = [run(logits[i : i + 1], [one], kernels) for i, one in enumerate((shorter, job))]
         batch = make_batch([job], vocab_size, kernels)
         positions = np.array([len(shorter.history), len(job.history)])
-        both = batch.sampler.draws(
-            batch.draws.request_rows.repeat(2), positions, batch.draws.token_ids
+        both = batch.sampler.metadata(
+            batch.metadata.request_rows.repeat(2), positions, batch.metadata.token_ids
         )
         together = batch.sampler.sample(logits.clone(), both)
         assert together.token_ids.tolist() == [int(sampled.token_ids) for sampled, _ in alone], (

@@ -7,7 +7,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.runner.batch import StepShape
+from quire.runner.batch import BatchShape
 from quire.step import ScheduledRequest, Step
 
 
@@ -20,10 +20,12 @@ def scheduled(draw: st.DrawFn) -> list[ScheduledRequest]:
             draw(st.sampled_from(["decode", "check", "last", "chunk"])),
             draw(st.integers(0, 50)),
         )
-        guesses = tuple(range(draw(st.integers(1, 5)))) if kind == "check" else ()
-        count = 1 + len(guesses) if kind in ("decode", "check") else draw(st.integers(1, 9))
+        draft_tokens = tuple(range(draw(st.integers(1, 5)))) if kind == "check" else ()
+        count = 1 + len(draft_tokens) if kind in ("decode", "check") else draw(st.integers(1, 9))
         found.append(
-            ScheduledRequest(f"r{row}", row, start, count, kind != "chunk", (), guesses, False, 0)
+            ScheduledRequest(
+                f"r{row}", row, start, count, kind != "chunk", (), draft_tokens, False, 0
+            )
         )
     return found
 
@@ -33,19 +35,19 @@ def test_tokens_and_draws_are_those_of_the_requests_one_by_one(
     entries: list[ScheduledRequest],
 ) -> None:
     step = Step(step_id=1, now=0.0, scheduled=tuple(entries))
-    shape = StepShape.of(step)
+    shape = BatchShape.of(step)
     tokens = [(one.row, one.start + i) for one in entries for i in range(one.num_tokens)]
     drawn = [
         (one.row, one.start + i)
         for one in entries
-        for i in range(one.num_tokens - 1 - len(one.guesses), one.num_tokens)
+        for i in range(one.num_tokens - 1 - len(one.draft_tokens), one.num_tokens)
         if one.samples
     ]
     single = shape.by_token()
     assert list(zip(single.request_rows.tolist(), single.starts.tolist(), strict=True)) == tokens
-    assert [tokens[index] for index in shape.draw_indices.tolist()] == drawn
+    assert [tokens[index] for index in shape.logits_indices.tolist()] == drawn
     assert [
         place for place, samples in zip(tokens, single.samples, strict=True) if samples
     ] == drawn
-    assert shape.is_drawn_everywhere == (tokens == drawn)
-    assert shape.draw_positions.tolist() == [position + 1 for _, position in drawn]
+    assert shape.is_sampled_everywhere == (tokens == drawn)
+    assert shape.sample_positions.tolist() == [position + 1 for _, position in drawn]

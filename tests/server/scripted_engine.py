@@ -17,7 +17,7 @@ from quire.observe.step_log import StepSummary
 from quire.process.child import end_with_parent, ignore_terminal_signals
 from quire.server.link import messages
 from quire.server.link.channel import BlockingChannel
-from quire.step import RequestMetrics, RequestUpdate, TokenScore
+from quire.step import RequestMetrics, RequestUpdate, TokenLogprob
 
 LONG_PROMPT = 50
 PAUSE = 20
@@ -110,17 +110,17 @@ class ScriptedEngine:
         tokens = tuple(script[begin : min(begin + 2, most)])
         self._counts[name] = count = begin + len(tokens)
         is_scored = request.params.get("logprobs") is not None
-        scores = tuple(TokenScore(token, -1.0, 1, ()) for token in tokens) if is_scored else ()
+        scores = tuple(TokenLogprob(token, -1.0, 1, ()) for token in tokens) if is_scored else ()
         if count < min(most, len(script)):
-            return RequestUpdate(name, tokens, scores=scores)
+            return RequestUpdate(name, tokens, logprobs=scores)
         del self._running[name], self._scripts[name]
         metrics = RequestMetrics(
             name, 0.0, 0.0, 0.0, 1.0, len(request.prompt_token_ids), count, 0, 0, 0, 0
         )
         if count < len(script):
-            return RequestUpdate(name, tokens, "length", metrics=metrics, scores=scores)
+            return RequestUpdate(name, tokens, "length", metrics=metrics, logprobs=scores)
         return RequestUpdate(
-            name, tokens, "stop", stop_token_id=tokens[-1], metrics=metrics, scores=scores
+            name, tokens, "stop", stop_token_id=tokens[-1], metrics=metrics, logprobs=scores
         )
 
     def _obey(self) -> str:

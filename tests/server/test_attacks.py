@@ -63,8 +63,10 @@ def check(answer: httpx.Response, *statuses: int) -> None:
         answer.status_code,
         answer.text[:300],
     )
-    is_told = answer.status_code >= 400 and answer.headers["content-type"] == "application/json"
-    if is_told and answer.request.method != "HEAD":
+    is_announced = (
+        answer.status_code >= 400 and answer.headers["content-type"] == "application/json"
+    )
+    if is_announced and answer.request.method != "HEAD":
         error_of(answer, answer.status_code)
 
 

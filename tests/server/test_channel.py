@@ -21,7 +21,7 @@ from quire.server.config import ServerConfig
 from quire.server.link.channel import BlockingChannel, Channel, Tickets
 from quire.server.link.engine_link import EngineLink
 from quire.server.link.messages import AddRequest, Resume, pack_tokens
-from quire.server.tasks import AttendedClock
+from quire.server.tasks import RunningTimeClock
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 
@@ -49,7 +49,7 @@ def test_an_engine_that_is_far_ahead_waits_and_nothing_is_lost(
         engine_end.close()
 
     async def run() -> list[bytes]:
-        link = EngineLink(ServerConfig(), AttendedClock(1.0))
+        link = EngineLink(ServerConfig(), RunningTimeClock(1.0))
         await link._channel.open(link_end)
         thread = threading.Thread(target=run_engine)
         thread.start()

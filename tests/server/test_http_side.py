@@ -61,8 +61,8 @@ from quire.server.link.messages import (
 )
 from quire.server.link.workers.relay import WorkerLink, _Request
 from quire.server.listeners import Listeners
-from quire.server.tasks import NextTurn
-from quire.step import RequestUpdate, TokenScore
+from quire.server.tasks import BatchedCallbacks
+from quire.step import RequestUpdate, TokenLogprob
 from tests.server.harness import ROOT
 
 anything = st.text(st.characters(exclude_categories=("Cs",)), min_size=1)
@@ -289,8 +289,8 @@ class FakeCall(Call):
 
     def __init__(self, most: int, is_short: bool) -> None:
         self.on_news: Callable[[], None] | None = None
-        self.next_turn = NextTurn()
-        self.is_told = self.is_over = False
+        self.callbacks = BatchedCallbacks()
+        self.is_announced = self.is_over = False
         self.events: list[GenerationEvent] = []
         self._num_buffered, self._max_buffered = 0, most
         self._is_short, self._sink = is_short, cast(TextSink | None, None)
@@ -472,7 +472,7 @@ def test_reasoning_and_content_of_one_turn_keep_their_order() -> None:
 
 def test_a_long_row_is_told_in_several_turns() -> None:
     async def run() -> list[int]:
-        turn, told, seen = NextTurn(), [], []
+        turn, told, seen = BatchedCallbacks(), [], []
 
         def fail() -> None:
             raise RuntimeError("one of them fails")
@@ -490,7 +490,9 @@ def test_a_long_row_is_told_in_several_turns() -> None:
 
 
 def _update(name: str, token_ids: tuple[int, ...], is_scored: bool) -> RequestUpdate:
-    return RequestUpdate(name, token_ids, scores=(TokenScore(1, -0.5, 1, ()),) if is_scored else ())
+    return RequestUpdate(
+        name, token_ids, logprobs=(TokenLogprob(1, -0.5, 1, ()),) if is_scored else ()
+    )
 
 
 some_updates = st.builds(
@@ -513,7 +515,7 @@ def test_tokens_that_come_alone_do_not_overtake_what_else_is_told(
         sent.add_updates(updates)
         received = cast(Updates, decode_event(encode(sent)))
         assert _by_name(received.all_updates()) == _by_name(updates)
-        assert all(token_ids for token_ids in received.grown_ids)
+        assert all(token_ids for token_ids in received.appended_token_ids)
         listeners.take(received, lambda _: None)
     passed_on = cast(Updates, decode_to_worker(encode(link.news())))
     assert _by_name(passed_on.all_updates()) == _by_name(

@@ -22,7 +22,7 @@ from quire.server.link.engine_client import EngineClient, unavailable
 from quire.server.link.engine_link import EngineLink
 from quire.server.link.messages import AddRequest, Ready, Updates, Watch
 from quire.server.service import GenerationService
-from quire.server.tasks import AttendedClock
+from quire.server.tasks import RunningTimeClock
 from quire.step import RequestUpdate
 
 MESSAGES = [{"role": "user", "content": "Hi!"}]
@@ -147,7 +147,7 @@ def test_a_command_that_cannot_be_sent_breaks_the_link_and_raises_nothing(
         raise OSError("no buffer space")
 
     monkeypatch.setattr(Channel, "send", refuse)
-    link = EngineLink(ServerConfig(), AttendedClock(1.0))
+    link = EngineLink(ServerConfig(), RunningTimeClock(1.0))
     link.send(Watch(is_on=True))
     assert "Watch: no buffer space" in asyncio.run(link.broken())
 

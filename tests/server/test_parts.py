@@ -46,7 +46,7 @@ from quire.server.link.messages import (
     encode,
     pack_tokens,
 )
-from quire.step import PromptScores, RequestMetrics, RequestUpdate, TokenScore
+from quire.step import PromptLogprobs, RequestMetrics, RequestUpdate, TokenLogprob
 from quire.tools.simulate.fake_runner import FakeRunner
 from tests.frontend.helpers import byte_level_metadata, train_byte_level
 from tests.frontend.templates import QWEN
@@ -97,7 +97,7 @@ class TestAdmission:
         ticket.release()
         assert admission.num_tokens == 0
 
-    def test_the_guess_follows_the_pace(self) -> None:
+    def test_the_draft_follows_the_pace(self) -> None:
         now = [0.0]
         admission = Admission(1, 20, 100, clock=lambda: now[0])
         for _ in range(10):
@@ -231,9 +231,9 @@ class TestErrors:
 
 def test_messages_survive_the_wire() -> None:
     metrics = RequestMetrics("a", 1.0, 1.5, 2.0, 3.0, 4, 5, 0, 0, 0, 0)
-    scores = (TokenScore(7, -0.5, 1, ((7, -0.5), (8, -1.5))),)
+    scores = (TokenLogprob(7, -0.5, 1, ((7, -0.5), (8, -1.5))),)
     update = RequestUpdate(
-        "a", (7,), "stop", 7, None, metrics, scores, PromptScores(1, scores), b"\x00\x01"
+        "a", (7,), "stop", 7, None, metrics, scores, PromptLogprobs(1, scores), b"\x00\x01"
     )
     event = Updates(updates=[update], accepted=["a"], cached={"a": 16})
     assert decode_event(encode(event)) == event
@@ -310,8 +310,8 @@ def test_logprobs_are_spelt_once_for_those_who_read_deltas(
     params = SamplingParams(logprobs=1, prompt_logprobs=1)
     requests = make_requests("a", (1, 2), params, 0)
     live = LiveRequest("a", None, (1, 2), requests, params, tokenizer, True, deltas_only)
-    scores = (TokenScore(2, -0.5, 1, ((2, -0.5),)),)
-    live.take_prompt_scores(PromptScores(1, scores))
+    scores = (TokenLogprob(2, -0.5, 1, ((2, -0.5),)),)
+    live.take_prompt_logprobs(PromptLogprobs(1, scores))
     metrics = RequestMetrics("a", 1.0, 1.5, 2.0, 3.0, 4, 5, 0, 0, 0, 0)
     delta = live.advance(
         0, RequestUpdate("a", (2,), "length", None, None, metrics, scores), lambda: metrics

@@ -28,7 +28,7 @@ from quire.server.link import engine_client
 from quire.server.link.engine_client import EngineClient
 from quire.server.link.engine_link import EngineLink
 from quire.server.link.messages import AddRequest, Event, Loading, Ready, pack_tokens
-from quire.server.tasks import AttendedClock
+from quire.server.tasks import RunningTimeClock
 
 READY = Ready(100, 8, 256, 64, 64, 16, "fcfs", "fp")
 FAULTS: list[Exception] = [
@@ -55,7 +55,7 @@ class Links:
         self.stops = 0
         self.breaks: Exception | None = None
 
-    def __call__(self, config: ServerConfig, clock: AttendedClock) -> Links:
+    def __call__(self, config: ServerConfig, clock: RunningTimeClock) -> Links:
         return self
 
     async def start(self) -> Ready:
@@ -216,7 +216,7 @@ def start_link(**fields: Any) -> str:
     """What a start says that fails; nothing of it is left."""
 
     async def run() -> str:
-        clock = AttendedClock(0.05)
+        clock = RunningTimeClock(0.05)
         ticking = asyncio.create_task(clock.run())
         link = EngineLink(ServerConfig(**fields), clock)
         with pytest.raises(EngineError) as caught:
@@ -268,7 +268,7 @@ def test_compiling_at_a_start_is_life_and_what_compiles_ends_with_the_engine(
 
     async def run() -> None:
         link = Counting(
-            ServerConfig(engine_module="tests.server.compiling_engine"), AttendedClock(0.05)
+            ServerConfig(engine_module="tests.server.compiling_engine"), RunningTimeClock(0.05)
         )
         starting = asyncio.create_task(link.start())
         while not starting.done() and len(seen) < 3:
@@ -305,7 +305,7 @@ def test_a_process_that_is_gone_before_it_is_told_anything(
 
     async def run() -> str:
         link = EngineLink(
-            ServerConfig(engine_module="tests.server.no_such_engine"), AttendedClock(0.05)
+            ServerConfig(engine_module="tests.server.no_such_engine"), RunningTimeClock(0.05)
         )
         with pytest.raises(EngineError) as caught:
             await link.start()
@@ -319,9 +319,9 @@ def test_a_process_that_is_gone_before_it_is_told_anything(
 # Pauses
 
 
-def paused_clock(work: Callable[[AttendedClock], None]) -> AttendedClock:
-    async def run() -> AttendedClock:
-        clock = AttendedClock(0.02)
+def paused_clock(work: Callable[[RunningTimeClock], None]) -> RunningTimeClock:
+    async def run() -> RunningTimeClock:
+        clock = RunningTimeClock(0.02)
         ticking = asyncio.create_task(clock.run())
         await asyncio.sleep(0.1)
         work(clock)

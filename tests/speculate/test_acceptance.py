@@ -16,7 +16,7 @@ from quire.engine.request import Request
 from quire.models.decoder import Decoder
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
-from quire.step import Admission
+from quire.step import AdmittedRequest
 from tests.decoding import all_logits
 from tests.long_runs import short_or_long
 from tests.random_models import SPECS, Bench, random_decoder
@@ -34,16 +34,18 @@ def naive_answer(
     """Every token from the logits of the whole sequence so far."""
     tokens = list(prompt)
     sampler = Sampler(1, decoder.spec.vocab_size, decoder.kernels, torch.device("cpu"))
-    sampler.admit(Admission("a", 0, tuple(prompt), len(prompt), (), 0, 0, params, seed, (), 0.0))
+    sampler.admit(
+        AdmittedRequest("a", 0, tuple(prompt), len(prompt), (), 0, 0, params, seed, (), 0.0)
+    )
     assert params.max_tokens is not None
     while len(tokens) - len(prompt) < params.max_tokens:
         history = torch.zeros(1, 256, dtype=torch.int64)
         history[0, : len(tokens)] = torch.tensor(tokens)
-        draws = sampler.draws(
+        metadata = sampler.metadata(
             torch.tensor([0]).numpy(), torch.tensor([len(tokens)]).numpy(), history
         )
         logits = all_logits(decoder, tokens)[-1:].float().clone()
-        tokens.append(int(sampler.sample(logits, draws).token_ids))
+        tokens.append(int(sampler.sample(logits, metadata).token_ids))
         if tokens[-1] in params.stop_token_ids and len(tokens) - len(prompt) > params.min_tokens:
             break
     return tokens[len(prompt) :]
@@ -100,7 +102,7 @@ features = st.fixed_dictionaries(
     block_size=st.sampled_from([1, 4, 16]),
     preempt_every=st.sampled_from([0, 0, 13]),
 )
-def test_guesses_never_change_an_answer(
+def test_draft_tokens_never_change_an_answer(
     decoder: Decoder,
     features: dict[str, object],
     prompt: list[int],
@@ -117,7 +119,7 @@ def test_guesses_never_change_an_answer(
     bench = Bench(
         decoder,
         depth=depth,
-        guess=Drafter(expected, right, longest, seed % 97),
+        propose=Drafter(expected, right, longest, seed % 97),
         max_num_seqs=2,
         max_batched_tokens=max_batched,
         block_size=block_size,

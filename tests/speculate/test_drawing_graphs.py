@@ -9,8 +9,8 @@ from quire.backends.cpu import recording
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
 from tests.random_models import SPECS, Bench, random_decoder
+from tests.test_draft_tokens import EVERYTHING, Proposer, assert_same, prompts
 from tests.test_exactness import make_kernels
-from tests.test_guesses import EVERYTHING, Guesser, assert_same, prompts
 
 HISTORIES = [
     SamplingParams(temperature=0, max_tokens=40, no_repeat_ngram_size=1),
@@ -32,11 +32,11 @@ def decoder() -> Decoder:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("right", [0.6, 1.0])
-def test_guesses_change_no_bit(decoder: Decoder, right: float, depth: int) -> None:
+def test_draft_tokens_change_no_bit(decoder: Decoder, right: float, depth: int) -> None:
     expected = Bench(decoder).run(prompts(), HISTORIES)
     for observes in (True, False):
         bench = Bench(
-            decoder, depth=depth, guess=Guesser(expected.tokens, right, depth), observes=observes
+            decoder, depth=depth, propose=Proposer(expected.tokens, right, depth), observes=observes
         )
         got = bench.run(prompts(), HISTORIES)
         if observes:
@@ -58,7 +58,7 @@ def test_tokens_are_the_same_whoever_draws_them(
     monkeypatch.setattr(recording, "_MAX_BYTES", max_bytes)
     for right, depth in ((0.7, 2), (1.0, 1)):
         bench = Bench(
-            decoder, depth=depth, guess=Guesser(expected.tokens, right, depth), observes=False
+            decoder, depth=depth, propose=Proposer(expected.tokens, right, depth), observes=False
         )
         got = bench.run(jobs, params)
         assert got.tokens == expected.tokens

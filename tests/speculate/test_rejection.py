@@ -10,34 +10,34 @@ from quire.engine.request import Request
 from quire.kernels.reference import ReferenceKernels
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import SamplingParams
-from quire.step import Admission
+from quire.step import AdmittedRequest
 from tests.random_models import SPECS, Bench, random_decoder
 
 NUM_DRAWS = 20_000
 LOGITS = torch.tensor([2.0, 1.5, 0.0, -1.0, 0.5, -3.0, 1.0, float("-inf")])
 
 
-def counts(guess: np.ndarray, params: SamplingParams) -> np.ndarray:  # type: ignore[type-arg]
+def counts(propose: np.ndarray, params: SamplingParams) -> np.ndarray:  # type: ignore[type-arg]
     """How often each token comes, over many positions of one request."""
     sampler = Sampler(1, len(LOGITS), ReferenceKernels(), torch.device("cpu"))
-    sampler.admit(Admission("a", 0, (1,), 1, (), 0, 0, params, 5, (), 0.0))
+    sampler.admit(AdmittedRequest("a", 0, (1,), 1, (), 0, 0, params, 5, (), 0.0))
     positions = np.arange(1, NUM_DRAWS + 1)
     history = torch.zeros(1, NUM_DRAWS + 2, dtype=torch.int64)
-    draws = sampler.draws(np.zeros(NUM_DRAWS, np.int64), positions, history)
-    object.__setattr__(draws, "guesses", guess)
-    drawn = sampler.sample(LOGITS.repeat(NUM_DRAWS, 1), draws).token_ids
+    metadata = sampler.metadata(np.zeros(NUM_DRAWS, np.int64), positions, history)
+    object.__setattr__(metadata, "draft_tokens", propose)
+    drawn = sampler.sample(LOGITS.repeat(NUM_DRAWS, 1), metadata).token_ids
     return np.bincount(drawn.numpy(), minlength=len(LOGITS))
 
 
-def noisy_guesses(params: SamplingParams) -> np.ndarray:  # type: ignore[type-arg]
+def noisy_draft_tokens(params: SamplingParams) -> np.ndarray:  # type: ignore[type-arg]
     """What a draft model with other logits draws with the engine's own noise: the rule must not
     mind.
     """
     sampler = Sampler(1, len(LOGITS), ReferenceKernels(), torch.device("cpu"))
-    sampler.admit(Admission("a", 0, (1,), 1, (), 0, 0, params, 5, (), 0.0))
+    sampler.admit(AdmittedRequest("a", 0, (1,), 1, (), 0, 0, params, 5, (), 0.0))
     history = torch.zeros(1, NUM_DRAWS + 2, dtype=torch.int64)
-    draws = sampler.draws(np.zeros(NUM_DRAWS, np.int64), np.arange(1, NUM_DRAWS + 1), history)
-    return sampler.sample((LOGITS * 0.5).repeat(NUM_DRAWS, 1), draws).token_ids.numpy()
+    metadata = sampler.metadata(np.zeros(NUM_DRAWS, np.int64), np.arange(1, NUM_DRAWS + 1), history)
+    return sampler.sample((LOGITS * 0.5).repeat(NUM_DRAWS, 1), metadata).token_ids.numpy()
 
 
 @pytest.mark.parametrize("drafter", ["likely", "unlikely", "impossible", "shared noise", "none"])
@@ -45,13 +45,13 @@ def noisy_guesses(params: SamplingParams) -> np.ndarray:  # type: ignore[type-ar
     "params", [SamplingParams(temperature=0.8), SamplingParams(temperature=1.3, top_k=4)]
 )
 def test_probabilities_are_kept(drafter: str, params: SamplingParams) -> None:
-    guess = {
+    propose = {
         "likely": np.zeros(NUM_DRAWS, np.int64),
         "unlikely": np.full(NUM_DRAWS, 3),
         "impossible": np.full(NUM_DRAWS, 7),
         "none": np.full(NUM_DRAWS, -1),
     }.get(drafter)
-    found = counts(noisy_guesses(params) if guess is None else guess, params)
+    found = counts(noisy_draft_tokens(params) if propose is None else propose, params)
     scores = LOGITS.double() / params.temperature
     if params.top_k:
         scores[scores < scores.sort(descending=True).values[params.top_k - 1]] = -np.inf
@@ -76,11 +76,11 @@ def test_a_runner_that_rejects_goes_on_as_ever() -> None:
     ]
     expected = Bench(decoder, observes=False).run([[1, 2, 3], [4, 5]], params)
 
-    def guess(request: Request, most: int) -> list[int]:
+    def propose(request: Request, most: int) -> list[int]:
         first = request.num_tokens - 1 - request.num_prompt_tokens
         return expected.tokens[request.request_id][first : first + 3]
 
-    bench = Bench(decoder, guess=guess, observes=False)
+    bench = Bench(decoder, propose=propose, observes=False)
     bench.runner._rejects = True
     got = bench.run([[1, 2, 3], [4, 5]], params)
     assert got.tokens["0"] == expected.tokens["0"]

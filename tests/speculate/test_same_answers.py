@@ -12,7 +12,7 @@ import pytest
 from quire import LLM, RequestOutput, SamplingParams
 from quire.engine.invariants import check_invariants
 from quire.errors import InvalidRequestError
-from quire.speculate.adaptive import StepCosts
+from quire.speculate.adaptive import StepTimeModel
 from tests.long_runs import short_or_long
 from tests.speculate.every_kind import answers, essence, make_requests, num_accepted
 
@@ -37,7 +37,7 @@ def test_every_kind_of_request(
     expected: list[Any], smollm2_gguf: Path, speculation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Not what this machine's noise makes of it.
-    monkeypatch.setattr(StepCosts, "observe", lambda self, entry: setattr(self, "share", 0.3))
+    monkeypatch.setattr(StepTimeModel, "observe", lambda self, entry: setattr(self, "share", 0.3))
     speculation = f"draft:{smollm2_gguf}" if speculation == "draft" else speculation
     with LLM(
         smollm2_gguf, max_model_len=512, kv_cache_memory="400MiB", speculation=speculation
@@ -58,7 +58,7 @@ def test_the_same_model_in_fewer_bits_drafts(
     """It writes its own keys and values where the model's will be: none of them may be left when it
     counts.
     """
-    monkeypatch.setattr(StepCosts, "observe", lambda self, entry: setattr(self, "share", 0.3))
+    monkeypatch.setattr(StepTimeModel, "observe", lambda self, entry: setattr(self, "share", 0.3))
     count = short_or_long(4, 300)
     found = []
     for speculation in ("self", "off"):
@@ -103,7 +103,7 @@ def test_scarcity_chunks_streams_and_aborts(
     """Few blocks, few tokens a step, a host tier, preemptions by hand, a stream that is left and
     one that is read.
     """
-    monkeypatch.setattr(StepCosts, "observe", lambda self, entry: setattr(self, "share", 0.3))
+    monkeypatch.setattr(StepTimeModel, "observe", lambda self, entry: setattr(self, "share", 0.3))
     prompts, params = make_requests(3, 8, 16)
     params = [replace(one, deadline=None) for one in params]
     expected = essence(plain.generate(prompts, params, progress=False))
@@ -142,4 +142,4 @@ def test_scarcity_chunks_streams_and_aborts(
     )[0]
     assert text == whole.text
     assert any(step.step.preempted for step in log)
-    assert any(entry.guesses for step in log for entry in step.step.scheduled)
+    assert any(entry.draft_tokens for step in log for entry in step.step.scheduled)

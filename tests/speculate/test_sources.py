@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from quire.engine.request import Request
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.speculate.adaptive import MAX_GUESSES, Acceptance, StepCosts, best_number
+from quire.speculate.adaptive import MAX_DRAFT_TOKENS, Acceptance, StepTimeModel, best_number
 from quire.speculate.ngram import NgramIndex, continuation
 from quire.speculate.prediction import PredictedAnswer
 from quire.speculate.speculator import Speculator
@@ -130,26 +130,26 @@ class TestNgrams:
 class TestPredictions:
     def test_it_follows_and_finds_its_way_back(self) -> None:
         predicted = PredictedAnswer(tuple(range(20)))
-        assert predicted.guess([], 4) == (0, 1, 2, 3)
-        assert predicted.guess([0, 1], 2) == (2, 3)
-        assert predicted.guess([0, 1, 77], 3) == ()
-        assert predicted.guess([0, 1, 77, 5, 6], 3) == ()
-        assert predicted.guess([0, 1, 77, 5, 6, 7], 3) == (8, 9, 10)
-        assert predicted.guess([0, 1, 77, *range(5, 19)], 3) == (19,)
-        assert predicted.guess([0, 1, 77, *range(5, 20)], 3) == ()
-        assert predicted.guess([0, 1, 77, *range(5, 20), 3], 3) == ()
+        assert predicted.propose([], 4) == (0, 1, 2, 3)
+        assert predicted.propose([0, 1], 2) == (2, 3)
+        assert predicted.propose([0, 1, 77], 3) == ()
+        assert predicted.propose([0, 1, 77, 5, 6], 3) == ()
+        assert predicted.propose([0, 1, 77, 5, 6, 7], 3) == (8, 9, 10)
+        assert predicted.propose([0, 1, 77, *range(5, 19)], 3) == (19,)
+        assert predicted.propose([0, 1, 77, *range(5, 20)], 3) == ()
+        assert predicted.propose([0, 1, 77, *range(5, 20), 3], 3) == ()
 
-    def test_no_token_outside_the_model_is_guessed(self) -> None:
+    def test_no_token_outside_the_model_is_drafted(self) -> None:
         request = Request(
             "a", (1, 2), SamplingParams(), 0, resolved=ResolvedTokens(prediction_ids=(5, 900))
         )
         request.num_placeholders = 1
-        assert list(Speculator(1000, adaptive=False).guess(request, 5)) == [5, 900]
+        assert list(Speculator(1000, adaptive=False).propose(request, 5)) == [5, 900]
         request.draft_state = None
-        assert list(Speculator(500, adaptive=False).guess(request, 5)) == []
+        assert list(Speculator(500, adaptive=False).propose(request, 5)) == []
 
 
-class TestWhoIsGuessedFor:
+class TestWhoIsDraftedFor:
     @pytest.mark.parametrize(
         ("params", "expected"),
         [
@@ -161,11 +161,11 @@ class TestWhoIsGuessedFor:
     def test_a_request_may_turn_it_off(self, params: SamplingParams, expected: bool) -> None:
         request = Request("a", (1, 2, 3, 1, 2, 3, 1, 2, 3), params, 0)
         request.num_placeholders = 1
-        assert bool(Speculator(10, ngrams=True, adaptive=False).guess(request, 5)) == expected
+        assert bool(Speculator(10, ngrams=True, adaptive=False).propose(request, 5)) == expected
         request.draft_state = None
-        assert not Speculator(10).guess(request, 5)
+        assert not Speculator(10).propose(request, 5)
 
-    def test_nothing_is_guessed_behind_the_end(self) -> None:
+    def test_nothing_is_drafted_behind_the_end(self) -> None:
         """A prompt that is repeated to its last word goes on with what ends an answer, and a
         question's beginning.
         """
@@ -174,14 +174,14 @@ class TestWhoIsGuessedFor:
             "a", (1, 2, 3, 4, 9, 7, 8, 1, 2, 3), SamplingParams(), 0, eos_token_ids=(9,)
         )
         request.num_placeholders = 1
-        assert list(speculator.guess(request, 5)) == [4, 9]
+        assert list(speculator.propose(request, 5)) == [4, 9]
         request.num_placeholders = 3
-        assert list(speculator.guess(request, 5)) == []
+        assert list(speculator.propose(request, 5)) == []
         request = Request(
             "a", request.prompt_token_ids, SamplingParams(ignore_eos=True), 0, eos_token_ids=(9,)
         )
         request.num_placeholders = 1
-        assert list(speculator.guess(request, 5)) == [4, 9, 7, 8, 1]
+        assert list(speculator.propose(request, 5)) == [4, 9, 7, 8, 1]
 
     def test_what_the_runner_was_asked_to_draft_is_checked(self) -> None:
         """Also where guesses have long been wrong, and one is tried now and then."""
@@ -191,30 +191,30 @@ class TestWhoIsGuessedFor:
         num_tried = 0
         for _ in range(60):
             request.drafts = (5,) * speculator.num_drafts(request)
-            assert tuple(speculator.guess(request, 9)) == tuple(request.drafts)
+            assert tuple(speculator.propose(request, 9)) == tuple(request.drafts)
             num_tried += bool(request.drafts)
             request.num_rejections += len(request.drafts)
         assert 2 < num_tried < 20
 
-    def test_guesses_behind_tokens_in_flight_go_on_from_them(self) -> None:
+    def test_draft_tokens_behind_tokens_in_flight_go_on_from_them(self) -> None:
         request = Request("a", (1, 2, 3, 4, 5, 6, 1, 2, 3), SamplingParams(), 0)
         speculator = Speculator(10, ngrams=True, adaptive=False)
         request.num_placeholders = 1
-        assert list(speculator.guess(request, 2)) == [4, 5]
+        assert list(speculator.propose(request, 2)) == [4, 5]
         request.num_placeholders = 3  # one that is drawn and two guesses are on their way
-        assert list(speculator.guess(request, 2)) == [6, 1]
+        assert list(speculator.propose(request, 2)) == [6, 1]
 
 
 @cache
-def requests(count: int, guesses: int) -> tuple[ScheduledRequest, ...]:
+def requests(count: int, draft_tokens: int) -> tuple[ScheduledRequest, ...]:
     return tuple(
-        ScheduledRequest(f"r{i}", i, 10, 1 + guesses, True, (), (1,) * guesses)
+        ScheduledRequest(f"r{i}", i, 10, 1 + draft_tokens, True, (), (1,) * draft_tokens)
         for i in range(count)
     )
 
 
-def step_entry(number: int, num_requests: int, guesses: int, seconds: float) -> StepLogEntry:
-    step = Step(number, float(number), requests(num_requests, guesses))
+def step_entry(number: int, num_requests: int, draft_tokens: int, seconds: float) -> StepLogEntry:
+    step = Step(number, float(number), requests(num_requests, draft_tokens))
     return StepLogEntry(step, StepResult(number, {}), None, float(number) + seconds)
 
 
@@ -227,11 +227,11 @@ class TestPauses:
         asked = []
         request.num_placeholders = 1
         for step in range(steps):
-            if request.guess_pause:  # as the scheduler does
-                request.guess_pause -= request.guess_pause > 0
+            if request.draft_pause:  # as the scheduler does
+                request.draft_pause -= request.draft_pause > 0
             else:
                 asked.append(step)
-                speculator.guess(request, 5)
+                speculator.propose(request, 5)
             request.token_ids.append(1000 + len(request.token_ids))
         return asked
 
@@ -247,8 +247,8 @@ class TestPauses:
         # What repeats itself in the end is noticed, and then the next search in vain comes soon
         # again.
         request.token_ids += [1, 2, 3]
-        request.guess_pause = 0
-        assert list(speculator.guess(request, 5))[:3] == [4, 5, 6]
+        request.draft_pause = 0
+        assert list(speculator.propose(request, 5))[:3] == [4, 5, 6]
         assert self.asked_at(speculator, request, 8)[:2] == [0, 1]
         # Whoever comes after requests for which nothing was found is not expected to differ from
         # them.
@@ -263,7 +263,7 @@ class TestPauses:
             range(50)
         )
 
-    def test_where_guesses_never_come_nobody_asks_twice(self) -> None:
+    def test_where_draft_tokens_never_come_nobody_asks_twice(self) -> None:
         for request in (
             Request("a", (1,), SamplingParams(speculation=False), 0),
             Request("a", (1,), SamplingParams(), 0),
@@ -274,12 +274,12 @@ class TestPauses:
 
     @pytest.mark.parametrize("most", [1, 5, 100])
     def test_a_rest_is_as_long_as_being_told_that_nothing_pays(self, most: int) -> None:
-        costs, plain, resting = StepCosts(), Acceptance(0.0), Acceptance(0.0)
+        costs, plain, resting = StepTimeModel(), Acceptance(0.0), Acceptance(0.0)
         costs.share = 0.5
-        expected = [plain.count(costs, MAX_GUESSES) for _ in range(400)]
+        expected = [plain.count(costs, MAX_DRAFT_TOKENS) for _ in range(400)]
         found: list[int] = []
         while len(found) < 400:
-            found.append(resting.count(costs, MAX_GUESSES))
+            found.append(resting.count(costs, MAX_DRAFT_TOKENS))
             found += [0] * (0 if found[-1] else resting.rest(most))
         assert found[:400] == expected
         assert 2 < sum(expected) < 20
@@ -303,11 +303,11 @@ class TestWhatPays:
         chance is `early`, if that is given.
         """
         rng = random.Random(seed)
-        costs, acceptance = StepCosts(), Acceptance()
+        costs, acceptance = StepTimeModel(), Acceptance()
         right = wrong = 0
         spent = tokens = 0.0
         for number in range(600):
-            count = acceptance.count(costs, MAX_GUESSES)
+            count = acceptance.count(costs, MAX_DRAFT_TOKENS)
             now = chance if early is None or number // 60 % 2 else early
             accepted = next((i for i in range(count) if rng.random() >= now), count)
             right, wrong = right + accepted, wrong + (accepted < count)
@@ -320,7 +320,7 @@ class TestWhatPays:
         return spent / tokens, base + slope * num_requests
 
     @pytest.mark.parametrize("num_requests", [1, 32])
-    def test_right_guesses_are_used_where_a_step_is_bound_by_its_weights(
+    def test_right_draft_tokens_are_used_where_a_step_is_bound_by_its_weights(
         self, num_requests: int
     ) -> None:
         took, plain = self.run(num_requests, 1000.0, 2.0, 0.9)
@@ -331,17 +331,17 @@ class TestWhatPays:
         [(1, 1000.0, 50.0), (32, 1000.0, 50.0), (256, 100.0, 50.0), (1, 100.0, 50.0)],
     )
     @pytest.mark.parametrize("chance", [0.0, 0.05, 0.4, 0.7])
-    def test_wrong_guesses_cost_nothing(
+    def test_wrong_draft_tokens_cost_nothing(
         self, num_requests: int, base: float, slope: float, chance: float
     ) -> None:
         took, plain = self.run(num_requests, base, slope, chance)
         assert took < plain * 1.02
 
-    def test_where_every_token_costs_its_full_price_nothing_is_guessed(self) -> None:
+    def test_where_every_token_costs_its_full_price_nothing_is_drafted(self) -> None:
         took, plain = self.run(256, 0.0, 50.0, 0.7)
         assert took < plain * 1.03
 
-    def test_after_a_stretch_of_wrong_guesses_right_ones_are_soon_used_again(self) -> None:
+    def test_after_a_stretch_of_wrong_draft_tokens_right_ones_are_soon_used_again(self) -> None:
         took, plain = self.run(1, 100.0, 50.0, 0.97, early=0.05)
         assert took < plain / 1.2
         took, plain = self.run(1, 1000.0, 50.0, 0.97, early=0.05)
@@ -353,12 +353,12 @@ class TestWhatPays:
                 chance = percent / 100
                 speeds = [
                     sum(chance**i for i in range(k + 1)) / (1 + share * k)
-                    for k in range(MAX_GUESSES + 1)
+                    for k in range(MAX_DRAFT_TOKENS + 1)
                 ]
                 assert speeds[best_number(chance, share)] >= 0.97 * max(speeds)
 
-    def test_prompts_say_nothing_about_guesses(self) -> None:
-        costs: Any = StepCosts()
+    def test_prompts_say_nothing_about_draft_tokens(self) -> None:
+        costs: Any = StepTimeModel()
         before = costs.share
         scheduled = (ScheduledRequest("a", 0, 0, 300, True, ()),)
         costs.observe(StepLogEntry(Step(0, 0.0, scheduled), StepResult(0, {"a": (1,)}), None, 9.0))

@@ -18,7 +18,7 @@ from quire.errors import EngineError
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Weight
 from quire.runner.request_rows import RequestRows
-from quire.step import Admission, Step
+from quire.step import AdmittedRequest, Step
 from quire.tools.verify.axes import ModelSubject
 from quire.tools.verify.cases import Case
 from quire.tools.verify.check import Verdict, verify
@@ -90,11 +90,11 @@ def test_sums_that_depend_on_the_batch_show_in_batches() -> None:
 def test_a_prefix_cache_that_gives_a_neighbours_block_shows_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def admit(**fields: Any) -> Admission:
+    def admit(**fields: Any) -> AdmittedRequest:
         blocks = fields["block_ids"]
         if fields["num_cached_tokens"] and blocks:
             fields["block_ids"] = (blocks[0] % 3 + 1, *blocks[1:])
-        return Admission(**fields)
+        return AdmittedRequest(**fields)
 
     monkeypatch.setattr(scheduler, "Admission", admit)
     verdict = verify(ModelSubject(make_model(CPU)), 600.0, max_rounds=1, shrink_seconds=60.0)

@@ -127,7 +127,7 @@ def divided(
     """
     splits = -(-context_lens // SPLIT)
     runs = np.minimum(runs, splits)
-    # Where guesses are checked as single queries, a step writes several keys of a sequence, not
+    # Where draft tokens are checked as single queries, a step writes several keys of a sequence, not
     # just the last one.
     first_new = np.full(1 + table_rows.max(initial=0), np.iinfo(np.int32).max, np.int32)
     np.minimum.at(first_new, table_rows, context_lens - query_lens)

@@ -442,7 +442,7 @@ def filter_rows_(logits: Tensor, rows: Tensor, limits: Tensor) -> None:
     stride = vocab_size if logits.is_contiguous() else logits.stride(0)
     limits = limits.contiguous()
     chunks = cdiv(vocab_size, CHUNK)
-    wide = next_power_of_2(chunks)
+    num_chunks = next_power_of_2(chunks)
     empty = logits.new_empty
     figures, collected, found = (
         empty(count, chunks, _NUM_FIGURES.value),
@@ -459,14 +459,14 @@ def filter_rows_(logits: Tensor, rows: Tensor, limits: Tensor) -> None:
         "PDL": USE_PDL,
     }
     _scale_kernel[grid](limits=limits, figures=figures, **common, num_warps=8, **LAUNCH)
-    _survey_kernel[grid](figures=figures, CHUNKS=wide, **common, num_warps=8, **LAUNCH)
+    _survey_kernel[grid](figures=figures, CHUNKS=num_chunks, **common, num_warps=8, **LAUNCH)
     _limits_kernel[(count,)](
         limits=limits,
         figures=figures,
         collected=collected,
         found=found,
         chunks=chunks,
-        CHUNKS=wide,
+        CHUNKS=num_chunks,
         CAPACITY=_CAPACITY,
         **common,
         num_warps=16,

@@ -22,11 +22,11 @@ from quire.backends.triton import (
     filters,
     heads,
     inputs,
+    logprobs,
     quantized,
     repeats,
     rowwise,
     sampling,
-    scores,
 )
 from quire.backends.triton import moe as experts_kernels
 from quire.backends.triton.attention_work import (
@@ -111,7 +111,7 @@ class TritonKernels(ReferenceKernels):
     filter_rows_ = staticmethod(filters.filter_rows_)
     compile_together = staticmethod(compile_together)
     match_lengths = staticmethod(repeats.match_lengths)
-    score_tokens = staticmethod(scores.score_tokens)
+    gather_logprobs = staticmethod(logprobs.gather_logprobs)
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         forbid_split_sums()

@@ -19,7 +19,7 @@ from quire.backends.triton.launch import HAS_GLUON, LAUNCH, USE_PDL, begin
 from quire.backends.triton.linear import Tile
 from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, row_stride
 from quire.backends.triton.tile_product import quantize_rows, tile_product
-from quire.kernels.ops import Between, ExpertWeights, MoeSpec
+from quire.kernels.ops import ExpertWeights, MoeSpec, TransformActivated
 from quire.kernels.weights import Weight
 
 if HAS_GLUON:
@@ -109,7 +109,7 @@ def moe(
     router_logits: Tensor,
     experts: ExpertWeights,
     spec: MoeSpec,
-    between: Between | None = None,
+    transform_activated: TransformActivated | None = None,
 ) -> Tensor:
     """`Kernels.moe`."""
     gate_up, down, top_k = experts.gate_up, experts.down, spec.top_k
@@ -126,8 +126,8 @@ def moe(
         width = tile_width(rows * top_k, num_experts, x.dtype)
     tiles = group_pairs(expert_ids, num_experts, rows, width)
     activated = _expert_product(source, gate_up, experts.gate_up_bias, tiles, spec, is_gated=True)
-    if between is not None:
-        activated = between(activated)
+    if transform_activated is not None:
+        activated = transform_activated(activated)
     products = _expert_product(activated, down, experts.down_bias, tiles, spec, is_gated=False)
     block = min(_COMBINE_BLOCK, next_power_of_2(hidden))
     _combine_kernel[(rows, cdiv(hidden, block))](

@@ -65,11 +65,11 @@ def _rms_norm_kernel(
         other = tl.load(residual + row * residual_stride + column, mask=exists, other=0.0)
         value = (value.to(tl.float32) + other.to(tl.float32)).to(dtype)
         tl.store(total + row * SIZE + column, value, mask=exists)
-    wide = value.to(tl.float32)
+    x32 = value.to(tl.float32)
     if CENTER:
-        wide = tl.where(column < SIZE, wide - tl.sum(wide, 1, keep_dims=True) / SIZE, 0.0)
-    mean = tl.sum(wide * wide, 1, keep_dims=True) / SIZE
-    result = wide * tl.rsqrt(mean + eps)
+        x32 = tl.where(column < SIZE, x32 - tl.sum(x32, 1, keep_dims=True) / SIZE, 0.0)
+    mean = tl.sum(x32 * x32, 1, keep_dims=True) / SIZE
+    result = x32 * tl.rsqrt(mean + eps)
     if OFFSET:
         result = result * (scale.to(tl.float32) + offset)
     elif CENTER:

@@ -70,7 +70,7 @@ class CallStream(EventStream):
     def _news(self) -> None:
         """Events have come, or the end."""
         call, writer = self._call, self._writer
-        call.is_told = False
+        call.is_announced = False
         if self.idle is None:
             return  # the task is at it
         is_long = writer.may_take_long and any(map(writer.is_long_chunk, call.events))
@@ -86,7 +86,7 @@ class CallStream(EventStream):
         for event in events:
             self._begin(event.index)
         if data:
-            call.next_turn.write(self._direct.write, data)
+            call.callbacks.write(self._direct.write, data)
 
     def wake(self, error: Exception | None = None) -> None:
         """Has the task do the rest; `error`: what has come can't be written."""
@@ -103,10 +103,10 @@ class _NewText:
     """What a choice gained in this turn of the event loop (`quire.server.calls.call.TextSink`)."""
 
     __slots__ = (
+        "_callbacks",
         "_direct",
         "_index",
         "_is_reasoning",
-        "_next_turn",
         "_stream",
         "_text",
         "_text_chunk",
@@ -122,7 +122,7 @@ class _NewText:
         self._writer = writer
         self._text_chunk = writer.text_chunk
         self._direct = direct
-        self._next_turn = writer.call.next_turn
+        self._callbacks = writer.call.callbacks
         self._is_reasoning = False
         self._text = ""
         self._token_ids: tuple[int, ...] = ()
@@ -134,7 +134,7 @@ class _NewText:
             self._text = text
             self._token_ids = token_ids
             self._is_reasoning = is_reasoning
-            self._next_turn.add(self._write)
+            self._callbacks.add(self._write)
         elif is_reasoning == self._is_reasoning:
             self._text += text
             self._token_ids += token_ids
@@ -157,7 +157,7 @@ class _NewText:
             self._stream.wake(error)
             return
         if data:
-            self._next_turn.write(self._direct.write, data)
+            self._callbacks.write(self._direct.write, data)
 
 
 async def _send(send: Send, data: bytes) -> None:

@@ -385,8 +385,8 @@ class AnswerWriter(OllamaWriter[_AnswerT]):
             self._done_reason = "length" if event.finish_reason == "length" else "stop"
             calls = [_call(pieces) for pieces in self._calls.values()]  # a call is told as a whole
         if event.content or event.reasoning or calls or event.logprobs:
-            told = self.said(event.content, event.reasoning, calls) | self._logprobs(event)
-            yield one_line({**self._outline(), **told, "done": False}) + b"\n"
+            fields = self.said(event.content, event.reasoning, calls) | self._logprobs(event)
+            yield one_line({**self._outline(), **fields, "done": False}) + b"\n"
 
     def finish(self) -> Iterator[bytes]:
         yield one_line({**self._outline(), **self.said("", "", []), **self._ending()}) + b"\n"
@@ -397,8 +397,10 @@ class AnswerWriter(OllamaWriter[_AnswerT]):
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
         (event,) = whole_choices(events)
         self._done_reason = "length" if event.finish_reason == "length" else "stop"
-        told = self.said(event.content, event.reasoning, [_call([one]) for one in event.tool_calls])
-        return {**self._outline(), **told, **self._logprobs(event), **self._ending()}
+        fields = self.said(
+            event.content, event.reasoning, [_call([one]) for one in event.tool_calls]
+        )
+        return {**self._outline(), **fields, **self._logprobs(event), **self._ending()}
 
     def _logprobs(self, event: GenerationEvent) -> dict[str, Any]:
         return (

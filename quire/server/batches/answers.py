@@ -2,7 +2,7 @@
 
 An answer is the same bytes whenever and beside whatever else it is computed: ids, seeds and tool
 calls' ids are derived from the request, `created` is 0, and counts that tell how it was computed
-(cached tokens, guesses) are left out.
+(cached tokens, draft tokens) are left out.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from quire.server.guard.admission import Ticket
 from quire.server.link.engine_client import Engines
 from quire.server.link.messages import AddRequest, Refused, pack_tokens
 from quire.server.listeners import Grow
-from quire.server.tasks import NextTurn
+from quire.server.tasks import BatchedCallbacks
 from quire.step import RequestUpdate
 
 _FAILURES = ("error", "deadline", "abort")
@@ -83,7 +83,7 @@ class Call(ABC):
         metrics: ServerMetrics,
         ticket: Ticket,
         trace: Trace,
-        next_turn: NextTurn,
+        callbacks: BatchedCallbacks,
     ) -> None:
         self.request_id = request_id
         self.request = request
@@ -102,12 +102,12 @@ class Call(ABC):
         self._metrics = metrics
         self._ticket = ticket
         self._trace = trace
-        self.next_turn = next_turn
+        self.callbacks = callbacks
         self.on_news: Callable[[], None] | None = None
         """Called in the loop's next turn when events have come, or the end: once, until it says
-        (`is_told`) that it wants to hear of the next.
+        (`is_announced`) that it wants to hear of the next.
         """
-        self.is_told = False
+        self.is_announced = False
         self._queue_seconds = config.queue_seconds
         self._max_buffered = config.max_buffered_tokens if request.stream else sys.maxsize
         self._arrival = time.monotonic()
@@ -301,9 +301,10 @@ class Call(ABC):
         self._num_buffered += len(event.token_ids)
         if self._num_buffered > self._max_buffered:
             self.fail(ApiError(408, "the stream was not read for too long", code="slow_reader"))
-        elif not self.is_told and self.on_news is not None:  # as below: this is for every token
-            self.is_told = True
-            self.next_turn.add(self.on_news)
+        elif not self.is_announced and self.on_news is not None:
+            # as below: this is for every token
+            self.is_announced = True
+            self.callbacks.add(self.on_news)
 
     def _end(self, state: str) -> None:
         self.is_over = True
@@ -332,9 +333,9 @@ class Call(ABC):
         """For those who wait for a verdict or the end."""
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
-        if not self.is_told and self.on_news is not None:
-            self.is_told = True
-            self.next_turn.add(self.on_news)
+        if not self.is_announced and self.on_news is not None:
+            self.is_announced = True
+            self.callbacks.add(self.on_news)
 
 
 class EmbeddingCall(Call):

@@ -227,9 +227,9 @@ class Usage:
     reasoning_tokens: int = 0
     """Of the completion tokens, those between the reasoning tags; 0 without `split`."""
     accepted_tokens: int = 0
-    """Guesses (the client's prediction, or others) that were right."""
+    """Draft tokens (the client's prediction, or others) that were right."""
     rejected_tokens: int = 0
-    """Guesses that were checked and wrong, of answers that have ended by themselves."""
+    """Draft tokens that were checked and wrong, of answers that have ended by themselves."""
 
     @property
     def total_tokens(self) -> int:

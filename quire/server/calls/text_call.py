@@ -142,7 +142,7 @@ class TextCall(Call):
 
     def update(self, update: RequestUpdate) -> None:
         answer = self._answers[update.request_id]
-        if update.is_growth and answer.grows:
+        if update.only_appends_tokens and answer.grows:
             answer.grow(update.new_token_ids, time.monotonic())
         else:
             super().update(update)
@@ -158,8 +158,8 @@ class TextCall(Call):
 
     def _take(self, update: RequestUpdate) -> None:
         answer = self._answers[update.request_id]
-        if update.prompt_scores is not None:
-            answer.live.take_prompt_scores(update.prompt_scores)
+        if update.prompt_logprobs is not None:
+            answer.live.take_prompt_logprobs(update.prompt_logprobs)
         if update.request_id not in self._unfinished:
             # A stop string ended it before; these are the engine's own counts.
             if update.metrics is not None:
@@ -168,7 +168,7 @@ class TextCall(Call):
         if not update.new_token_ids and update.finish_reason is None:
             return
         count, now = 0, time.monotonic()
-        is_read_apart = self.request.split and (bool(update.scores) or not answer.reader.is_plain)
+        is_read_apart = self.request.split and (bool(update.logprobs) or not answer.reader.is_plain)
         for part in _parts(update) if is_read_apart else (update,):
             count += self._advance(answer, part)
             if update.request_id not in self._unfinished:
@@ -240,10 +240,12 @@ class TextCall(Call):
         answer.last_token = now
         answer.num_tokens += count
         self.usage.completion_tokens += count
-        self.usage.accepted_tokens += count - 1  # a step gives one, and one for each right guess
+        self.usage.accepted_tokens += (
+            count - 1
+        )  # a step gives one, and one for each accepted draft token
 
     def count_gaps_soon(self) -> None:
-        self.next_turn.add(self._metrics.count_gaps)
+        self.callbacks.add(self._metrics.count_gaps)
 
     def _read(
         self,
@@ -297,9 +299,11 @@ def _parts(update: RequestUpdate) -> Iterator[RequestUpdate]:
     """
     last = len(update.new_token_ids) - 1
     for place, token_id in enumerate(update.new_token_ids[:last] if last > 0 else ()):
-        yield RequestUpdate(update.request_id, (token_id,), scores=update.scores[place : place + 1])
+        yield RequestUpdate(
+            update.request_id, (token_id,), logprobs=update.logprobs[place : place + 1]
+        )
     if last > 0:
         update = update._replace(
-            new_token_ids=update.new_token_ids[last:], scores=update.scores[last:]
+            new_token_ids=update.new_token_ids[last:], logprobs=update.logprobs[last:]
         )
     yield update

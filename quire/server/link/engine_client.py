@@ -20,7 +20,7 @@ from quire.server.link.channel import Tickets
 from quire.server.link.engine_link import EngineLink
 from quire.server.listeners import Listener as Listener
 from quire.server.listeners import Listeners
-from quire.server.tasks import AttendedClock, running
+from quire.server.tasks import RunningTimeClock, running
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
         self._listeners = Listeners()
         self._tickets = Tickets()
-        self._clock = AttendedClock(min(1.0, config.stall_seconds / 4))
+        self._clock = RunningTimeClock(min(1.0, config.stall_seconds / 4))
         self._ticking: asyncio.Task[None] | None = None
         self._last_heard = 0.0
         """By that clock."""
@@ -292,7 +292,7 @@ class EngineClient:
                     return event.message
                 if isinstance(event, messages.Updates):
                     self._take_updates(event)
-                    num_updates += len(event.grown) + len(event.updates)
+                    num_updates += len(event.appended_request_ids) + len(event.updates)
                 elif isinstance(event, messages.Described):
                     self._tickets.answer(event.ticket, event.record)
                 elif isinstance(event, messages.Watched) and self._on_watched is not None:

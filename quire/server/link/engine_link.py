@@ -23,7 +23,7 @@ from quire.server.link.messages import (
     decode_event,
     encode,
 )
-from quire.server.tasks import AttendedClock, running
+from quire.server.tasks import RunningTimeClock, running
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _STACKS_SECONDS = 1.0
 class EngineLink:
     """Not used again: a new process gets a new one, so nothing late from an old one is ever heard."""
 
-    def __init__(self, config: ServerConfig, clock: AttendedClock) -> None:
+    def __init__(self, config: ServerConfig, clock: RunningTimeClock) -> None:
         self._config = config
         self._clock = clock
         self._child: Child | None = None

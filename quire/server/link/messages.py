@@ -148,11 +148,11 @@ class Updates(msgspec.Struct, tag="updates", omit_defaults=True):
     while there is work, so silence means trouble.
     """
 
-    grown: list[str] = []
+    appended_request_ids: list[str] = []
     """Answers that gained tokens and nothing else, as most do in most steps. What `updates` says of
     them came after.
     """
-    grown_ids: list[tuple[int, ...]] = []
+    appended_token_ids: list[tuple[int, ...]] = []
     """What they gained."""
     updates: list[RequestUpdate] = []
     accepted: list[str] = []
@@ -176,23 +176,26 @@ class Updates(msgspec.Struct, tag="updates", omit_defaults=True):
 
     @property
     def has_updates(self) -> bool:
-        return bool(self.grown or self.updates)
+        return bool(self.appended_request_ids or self.updates)
 
     def add_updates(self, updates: Iterable[RequestUpdate]) -> None:
         """Adds what requests gained, in order."""
-        told = {update.request_id for update in self.updates}
+        named = {update.request_id for update in self.updates}
         for update in updates:
             request_id = update.request_id
-            if update.is_growth and request_id not in told:
-                self.grown.append(request_id)
-                self.grown_ids.append(update.new_token_ids)
+            if update.only_appends_tokens and request_id not in named:
+                self.appended_request_ids.append(request_id)
+                self.appended_token_ids.append(update.new_token_ids)
             else:
-                told.add(request_id)
+                named.add(request_id)
                 self.updates.append(update)
 
     def all_updates(self) -> list[RequestUpdate]:
         """All of them, each written out."""
-        return [*map(RequestUpdate, self.grown, self.grown_ids), *self.updates]
+        return [
+            *map(RequestUpdate, self.appended_request_ids, self.appended_token_ids),
+            *self.updates,
+        ]
 
 
 class Described(msgspec.Struct, tag="described"):

@@ -67,9 +67,9 @@ class OwnFrames:
         self._own: set[int] = set()
         """The numbers by which frames call requests that are this key's."""
 
-    async def filter(self, told: dict[str, Any]) -> dict[str, Any]:
+    async def filter(self, message: dict[str, Any]) -> dict[str, Any]:
         """One frame, as `quire.observe.live_view` makes it, with its queue."""
-        frame, key = told["frame"], told["frame"].get("key")
+        frame, key = message["frame"], message["frame"].get("key")
         if key is not None:
             self._own.clear()
         for place, fields in ((key or {}, ("names", "requests")), (frame, ("requests", "ended"))):
@@ -80,8 +80,8 @@ class OwnFrames:
             flat = frame["progress"]
             own = [flat[i : i + 4] for i in range(0, len(flat), 4) if flat[i] in self._own]
             frame["progress"] = [number for one in own for number in one]
-        told["queue"] = [one for one in told["queue"] if await self._names.has(one[0])]
-        return told
+        message["queue"] = [one for one in message["queue"] if await self._names.has(one[0])]
+        return message
 
     async def _is_own(self, about: list[Any]) -> bool:
         """`about`: a request's number, its id, and what is told of it."""

@@ -162,8 +162,8 @@ class WatchHub:
             return  # of a subscription that is over
         # Who waits now is nothing that a moment of the past had.
         queue = [] if watched.is_past else self._waiting()
-        told = {"frame": msgspec.Raw(watched.frame), "queue": queue, "past": watched.is_past}
-        event = named_event(_FRAME, told)
+        message = {"frame": msgspec.Raw(watched.frame), "queue": queue, "past": watched.is_past}
+        event = named_event(_FRAME, message)
         self._events.append(event)
         self._num_bytes += len(event)
         while len(self._segments) > 1 and (

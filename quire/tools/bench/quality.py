@@ -149,7 +149,7 @@ def score(
         for expected, seen, target in zip(
             *(reader.logits(window) for reader in readers), targets, strict=True
         ):
-            found.append(_score_rows(expected.to(model.device), seen, target[:, None]).cpu())
+            found.append(_logprobs_of_rows(expected.to(model.device), seen, target[:, None]).cpu())
         done()
     scores = Scores(*torch.cat(found, 1))
     if not all(
@@ -159,7 +159,7 @@ def score(
     return scores
 
 
-def _score_rows(expected: Tensor, seen: Tensor, target: Tensor) -> Tensor:
+def _logprobs_of_rows(expected: Tensor, seen: Tensor, target: Tensor) -> Tensor:
     """The four figures of `Scores` for some tokens, [4, rows], from float64 logits [rows, vocab]."""
     same_top = expected.argmax(1) == seen.argmax(1)
     p, q = expected.log_softmax(1), seen.log_softmax(1)

@@ -10,7 +10,7 @@ from itertools import chain, islice
 
 from quire.engine import SchedulerConfig
 from quire.observe.packed_entry import block_events
-from quire.step import Admission, Step, StepLogEntry
+from quire.step import AdmittedRequest, Step, StepLogEntry
 
 UNKNOWN = "someone before this log begins"
 _MOST_STEPS = 2000
@@ -20,7 +20,7 @@ _MOST_STEPS = 2000
 def cached_from(
     log: Sequence[StepLogEntry],
     step: Step,
-    admission: Admission,
+    admission: AdmittedRequest,
     before: Sequence[StepLogEntry] = (),
     config: SchedulerConfig | None = None,
 ) -> dict[str, int]:
@@ -36,7 +36,7 @@ def cached_from(
 
 
 def _tokens_by_block(
-    admission: Admission, found: int, config: SchedulerConfig | None
+    admission: AdmittedRequest, found: int, config: SchedulerConfig | None
 ) -> dict[int, int]:
     """The blocks that show who computed the tokens that were found. Every group of layers has a
     block for the same tokens, or none where no layer of it looks at them any more (block 0). Tokens

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from quire.engine import SchedulerConfig
 from quire.observe.request_records import belongs_to
-from quire.step import Admission, Finished, Preemption, ScheduledRequest, Step, StepLogEntry
+from quire.step import AdmittedRequest, Finished, Preemption, ScheduledRequest, Step, StepLogEntry
 from quire.tools.explain.block_origins import cached_from
 
 PARTS = ("queue", "prompt", "decode", "preempted", "recompute", "turn", "between", "ending")
@@ -64,7 +64,7 @@ class _Life:
     name: str
     arrival: float
     num_prompt_tokens: int = 0
-    admissions: list[tuple[Step, Admission]] = field(default_factory=list)
+    admissions: list[tuple[Step, AdmittedRequest]] = field(default_factory=list)
     preemptions: list[tuple[Step, Preemption]] = field(default_factory=list)
     finished: Finished | None = None
     first_token: float | None = None
@@ -276,14 +276,14 @@ class _Explanation:
         self._num_blocks += len(own.new_block_ids)
         self._most_blocks = max(self._most_blocks, self._num_blocks)
         self._num_computed += own.num_tokens
-        real = own.start + own.num_tokens - len(own.guesses)
+        real = own.start + own.num_tokens - len(own.draft_tokens)
         again = max(0, min(real, self._computed_before) - own.start)
         self._num_recomputed += again
         self._failure = entry.error or self._failure
         got = 0 if entry.result is None else len(entry.result.tokens.get(own.request_id, ()))
         self._num_tokens += got
-        if own.guesses:
-            self._drafted += len(own.guesses)
+        if own.draft_tokens:
+            self._drafted += len(own.draft_tokens)
             self._accepted += max(0, got - 1)
         for other in step.scheduled if self._num_steps <= _MOST_STEPS else ():
             if other.request_id != own.request_id:
@@ -376,7 +376,7 @@ class _Explanation:
         by_time = sorted(wait["because_of"].items(), key=lambda item: -item[1])
         return {**wait, "because_of": [name for name, _ in by_time[:_MOST_NAMES]]}
 
-    def _describe_admission(self, step: Step, admission: Admission) -> dict[str, Any]:
+    def _describe_admission(self, step: Step, admission: AdmittedRequest) -> dict[str, Any]:
         return {
             "step": step.step_id,
             "seconds": step.now - admission.arrival,
@@ -416,11 +416,11 @@ class _Explanation:
         }
 
 
-def _state_blocks(admission: Admission) -> int:
+def _state_blocks(admission: AdmittedRequest) -> int:
     return sum(map(len, admission.state_ids))
 
 
-def _blocks_at_first(admission: Admission) -> int:
+def _blocks_at_first(admission: AdmittedRequest) -> int:
     """Those of cached tokens, and of the states of recurrent layers."""
     return sum(map(bool, admission.block_ids)) + _state_blocks(admission)
 

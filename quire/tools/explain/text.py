@@ -72,7 +72,7 @@ def _sentences(answer: Mapping[str, Any]) -> Iterator[str]:
     yield from _decodes(answer)
     yield from _cache(answer["cache"])
     if answer["drafted_tokens"]:
-        yield f"Of {answer['drafted_tokens']} guessed tokens {answer['accepted_tokens']} were right."
+        yield f"Of {answer['drafted_tokens']} drafted tokens {answer['accepted_tokens']} were right."
     company = list(answer["shared_steps_with"].items())
     if company:
         names = ", ".join(f"{name} ({one['steps']})" for name, one in company[:5])

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from quire.engine.block_key import KeyPart
 from quire.engine.config import SchedulerConfig
 from quire.sampling_params import SamplingParams
-from quire.step import TokenScore
+from quire.step import TokenLogprob
 
 
 def token_state(position: int, token_id: int, context: Sequence[int], salt: int) -> int:
@@ -102,10 +102,10 @@ def choose_token(
     return allowed[hash((state, seed, position)) % len(allowed)]
 
 
-def fake_score(state: int, token_id: int) -> TokenScore:
+def fake_score(state: int, token_id: int) -> TokenLogprob:
     """How likely the fake model holds a token to follow one of that state."""
     mixed = hash((state, token_id, 1))
-    return TokenScore(token_id, -(mixed % 4096) / 64, 1 + mixed % 7)
+    return TokenLogprob(token_id, -(mixed % 4096) / 64, 1 + mixed % 7)
 
 
 def fake_vector(state: int) -> bytes:
@@ -127,12 +127,12 @@ def solo_states(
     return memory.states[0]
 
 
-def solo_prompt_scores(
+def solo_prompt_logprobs(
     prompt: Sequence[int],
     params: SamplingParams,
     config: SchedulerConfig,
     parts: Sequence[KeyPart] = (),
-) -> list[TokenScore]:
+) -> list[TokenLogprob]:
     """The scores of a prompt's tokens from the second on, without any engine."""
     states = solo_states(prompt, params, config, parts)
     return [

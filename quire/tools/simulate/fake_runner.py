@@ -13,7 +13,7 @@ from typing import Literal
 from quire.engine.block_key import KeyPart
 from quire.engine.config import SchedulerConfig
 from quire.errors import EngineError
-from quire.step import Admission, PromptScores, ScheduledRequest, Step, StepResult
+from quire.step import AdmittedRequest, PromptLogprobs, ScheduledRequest, Step, StepResult
 from quire.tools.simulate.fake_model import (
     Memory,
     choose_token,
@@ -30,7 +30,7 @@ StepFault = Literal["submit", "result"]
 class _Row:
     """A row as the device has it."""
 
-    admission: Admission
+    admission: AdmittedRequest
     token_ids: list[int]
     """All that are certain: a step that runs ahead may count on more."""
     block_ids: list[int]
@@ -112,7 +112,7 @@ class FakeRunner:
             failing = self.request_faults[step.step_id] % len(step.scheduled)
         tokens: dict[str, tuple[int, ...]] = {}
         errors: dict[str, str] = {}
-        scores: dict[str, PromptScores] = {}
+        logprobs: dict[str, PromptLogprobs] = {}
         pooled: dict[str, bytes] = {}
         drafts: dict[str, tuple[int, ...]] = {}
         for index, entry in enumerate(step.scheduled):
@@ -122,7 +122,7 @@ class FakeRunner:
             drawn = self._compute(row, entry, broken=index == failing or fault is not None)
             found = self._score_prompt(row, start, entry.num_tokens)
             if found is not None and index != failing:
-                scores[entry.request_id] = found
+                logprobs[entry.request_id] = found
             if entry.samples:
                 # Also where it failed: a step may be in flight already that goes on from there.
                 row.token_ids += drawn
@@ -140,7 +140,7 @@ class FakeRunner:
         if fault is not None:
             return FakePending(EngineError(f"injected: step {step.step_id} failed"))
         return FakePending(
-            StepResult(step.step_id, tokens, errors, {}, scores, frozenset(), pooled, drafts)
+            StepResult(step.step_id, tokens, errors, {}, logprobs, frozenset(), pooled, drafts)
         )
 
     def _change_rows(self, step: Step) -> None:
@@ -177,7 +177,7 @@ class FakeRunner:
         if len({entry.row for entry in step.scheduled}) != len(step.scheduled):
             problems.append("schedules a row twice")
         if any(
-            (e.num_tokens, e.samples, e.guesses) != (1, True, ())
+            (e.num_tokens, e.samples, e.draft_tokens) != (1, True, ())
             for e in step.scheduled[: step.num_decodes]
         ):
             problems.append(f"has fewer than {step.num_decodes} decodes")
@@ -190,14 +190,14 @@ class FakeRunner:
             if (
                 late < 0
                 or (late and not entry.runs_ahead)
-                or entry.num_tokens <= len(entry.guesses)
+                or entry.num_tokens <= len(entry.draft_tokens)
             ):
                 problems.append(f"{entry} does not continue at {row.num_computed}")
-            known = row.num_computed + entry.num_tokens - len(entry.guesses)
+            known = row.num_computed + entry.num_tokens - len(entry.draft_tokens)
             if known > len(row.token_ids) or entry.samples != (known == len(row.token_ids)):
                 problems.append(f"{entry} on {len(row.token_ids)} tokens")
-            if entry.guesses and not entry.samples:
-                problems.append(f"{entry} guesses in the middle of a prompt")
+            if entry.draft_tokens and not entry.samples:
+                problems.append(f"{entry} has draft tokens in the middle of a prompt")
             size, groups = self.config.block_size, self.config.num_groups
             held = row.block_ids + list(entry.new_block_ids)
             end = entry.start + entry.num_tokens + entry.num_drafts
@@ -223,13 +223,13 @@ class FakeRunner:
 
     def _compute(self, row: _Row, entry: ScheduledRequest, broken: bool) -> list[int]:
         """Computes an entry's tokens from where the row stands; returns those drawn after the last
-        real one and after every guess that was right.
+        real one and after every draft token that was right.
         """
         start = row.num_computed
         memory = self._memory(row)
         context = memory.states[0]
-        num_known = start + entry.num_tokens - len(entry.guesses)
-        given = [*row.token_ids[start:num_known], *entry.guesses]
+        num_known = start + entry.num_tokens - len(entry.draft_tokens)
+        given = [*row.token_ids[start:num_known], *entry.draft_tokens]
         for position, token_id in enumerate(given, start=start):
             seen = memory.visible(position)
             state = 0 if broken else token_state(position, token_id, seen, row.salts[position])
@@ -241,8 +241,8 @@ class FakeRunner:
         row.sum_of_states += sum(context[start:num_known])
         row.last_state = context[num_known - 1]
         drawn = [self._draw(row, context, num_known)]
-        for position, guess in enumerate(entry.guesses, start=num_known):
-            if drawn[-1] != guess:
+        for position, draft_token in enumerate(entry.draft_tokens, start=num_known):
+            if drawn[-1] != draft_token:
                 break
             drawn.append(self._draw(row, context, position + 1))
         row.num_computed = num_known + len(drawn) - 1
@@ -317,7 +317,7 @@ class FakeRunner:
             position - admission.num_prompt_tokens,
         )
 
-    def _score_prompt(self, row: _Row, start: int, num_tokens: int) -> PromptScores | None:
+    def _score_prompt(self, row: _Row, start: int, num_tokens: int) -> PromptLogprobs | None:
         """The positions that the tokens just computed predict, as far as they are in the prompt and
         wanted.
         """
@@ -334,4 +334,4 @@ class FakeRunner:
             for p in range(first - 1, end - 1)
         ]
         tokens = admission.token_ids[first:end]
-        return PromptScores(first, tuple(map(fake_score, states, tokens)))
+        return PromptLogprobs(first, tuple(map(fake_score, states, tokens)))

@@ -49,12 +49,12 @@ class Scenario:
     """Per turn, that a request comes whose prompt begins with another's tokens, as beams and
     conversations do.
     """
-    guess_chance: float = 0.0
-    """Of a request that samples, to have some of its next tokens guessed."""
+    draft_chance: float = 0.0
+    """Of a request that samples, to have some of its next tokens drafted."""
     right_chance: float = 0.5
-    """Of a guessed token, to be right."""
+    """Of a draft token, to be right."""
     drafter: Drafter = "answers"
-    """Where guesses come from: the answers, known in advance, or what an engine has: n-grams, the
+    """Where draft tokens come from: the answers, known in advance, or what an engine has: n-grams, the
     runner's drafts.
     """
     adapts: bool = True
@@ -142,7 +142,7 @@ def make_scenario(seed: int) -> Scenario:
         refused_takes=_some_takes(rng) if rng.random() < 0.3 else frozenset(),
         broken_takes=_some_takes(rng) if faults in ("broken", "all") else frozenset(),
         follow_chance=rng.choice([0.0, 0.1, 0.4]),
-        guess_chance=rng.choice([0.0, 0.3, 0.9]),
+        draft_chance=rng.choice([0.0, 0.3, 0.9]),
         right_chance=rng.choice([0.0, 0.5, 0.9, 1.0]),
         drafter=rng.choice(["answers", "answers", "ngram", "runner", "both"]),
         adapts=rng.random() < 0.5,

@@ -4,7 +4,7 @@ minute.
     python -m quire.tools.simulate --seeds 100000
     python -m quire.tools.simulate --seed 4711      # replays one, step by step
 
-Every finished request, guessed or not, must equal its solo run, every cut one a beginning of it;
+Every finished request, drafted or not, must equal its solo run, every cut one a beginning of it;
 nothing may leak, the invariants hold after every step, and nobody waits forever. What a seed does
 is fixed by the seed.
 """
@@ -23,14 +23,14 @@ from quire.engine.block_manager import BlockManager
 from quire.engine.core import EngineCore
 from quire.engine.invariants import check_invariants
 from quire.engine.request import PromptProgress, Request, make_requests
-from quire.engine.scheduler import Guess, Scheduler
+from quire.engine.scheduler import Propose, Scheduler
 from quire.errors import CapacityError, InvalidRequestError
 from quire.observe.engine_metrics import EngineMetrics
 from quire.observe.step_log import StepLog
 from quire.sampling_params import ResolvedTokens
 from quire.speculate.speculator import Speculator
-from quire.step import RequestMetrics, RequestUpdate, StepLogEntry, TokenScore
-from quire.tools.simulate.fake_model import fake_vector, solo_prompt_scores, solo_run, solo_states
+from quire.step import RequestMetrics, RequestUpdate, StepLogEntry, TokenLogprob
+from quire.tools.simulate.fake_model import fake_vector, solo_prompt_logprobs, solo_run, solo_states
 from quire.tools.simulate.fake_runner import FakeRunner
 from quire.tools.simulate.scenario import (
     Arrival,
@@ -41,7 +41,7 @@ from quire.tools.simulate.scenario import (
 )
 
 MAX_FOLLOWERS = 12
-MAX_GUESSES = 6
+MAX_DRAFT_TOKENS = 6
 
 
 class SimulationError(AssertionError):
@@ -63,7 +63,7 @@ class Simulation:
     now: float = 0.0
     live: dict[str, tuple[Request, list[int]]] = field(default_factory=dict)
     """Requests that have not ended, with the tokens their updates brought."""
-    prompt_scores: dict[PromptProgress, dict[int, TokenScore]] = field(default_factory=dict)
+    prompt_logprobs: dict[PromptProgress, dict[int, TokenLogprob]] = field(default_factory=dict)
     """By what the answers to one prompt share, and position."""
     ended: list[RequestMetrics] = field(default_factory=list)
     everyone: list[Request] = field(default_factory=list)
@@ -82,12 +82,14 @@ class Simulation:
             runner_drafts=scenario.drafter in ("runner", "both"),
             adaptive=scenario.adapts,
         )
-        guess: Guess = self._guess if scenario.drafter == "answers" else self.speculator.guess
+        propose: Propose = (
+            self._propose if scenario.drafter == "answers" else self.speculator.propose
+        )
         drafts = self.speculator.num_drafts if scenario.drafter in ("runner", "both") else None
         blocks = BlockManager(config, pool=pool)
         self.scheduler = (
-            Scheduler(config, blocks, guess, drafts)
-            if scenario.guess_chance
+            Scheduler(config, blocks, propose, drafts)
+            if scenario.draft_chance
             else Scheduler(config, blocks)
         )
         self.runner = FakeRunner(
@@ -153,8 +155,8 @@ class Simulation:
             if (
                 config.block_size % 2 and fits and arrival.pooling is None
             ):  # the client has an idea, which is not always right
-                guess = [token if token % 3 else 0 for token in self._solo(request)[0]]
-                request.resolved = ResolvedTokens(prediction_ids=tuple(guess[arrival.seed % 2 :]))
+                propose = [token if token % 3 else 0 for token in self._solo(request)[0]]
+                request.resolved = ResolvedTokens(prediction_ids=tuple(propose[arrival.seed % 2 :]))
             request.caches_partial_block = self.rng.random() < self.scenario.follow_chance
             try:
                 self.core.add_request(request, self.now)
@@ -165,7 +167,7 @@ class Simulation:
                 self.runner.key_parts[request.request_id] = request.key_parts
                 self.live[request.request_id] = (request, [])
                 self.everyone.append(request)
-                self.prompt_scores.setdefault(request.prompt_progress, {})
+                self.prompt_logprobs.setdefault(request.prompt_progress, {})
                 self.work += total
 
     def _disturb(self) -> None:
@@ -195,13 +197,13 @@ class Simulation:
             leader = rng.choice(self.everyone)
             self._arrive(make_follower(rng, scenario, leader))
 
-    def _guess(self, request: Request, most: int) -> list[int]:
-        """What may follow a request, right or wrong, as if all guesses in flight were right."""
+    def _propose(self, request: Request, most: int) -> list[int]:
+        """What may follow a request, right or wrong, as if all draft tokens in flight were right."""
         rng, scenario = self.rng, self.scenario
-        if rng.random() >= scenario.guess_chance:
+        if rng.random() >= scenario.draft_chance:
             return []
         first = request.num_tokens - 1 - request.num_prompt_tokens
-        right = self._solo(request)[0][first : first + rng.randint(1, MAX_GUESSES)]
+        right = self._solo(request)[0][first : first + rng.randint(1, MAX_DRAFT_TOKENS)]
         return [
             token if rng.random() < scenario.right_chance else rng.randrange(scenario.vocab_size)
             for token in [*right, 0][:most]
@@ -213,10 +215,10 @@ class Simulation:
         )
         request, tokens = self.live[update.request_id]
         tokens.extend(update.new_token_ids)
-        if update.prompt_scores is not None:
-            start, scores = update.prompt_scores
-            known = self.prompt_scores[request.prompt_progress]
-            known.update(zip(range(start, start + len(scores)), scores, strict=True))
+        if update.prompt_logprobs is not None:
+            start, logprobs = update.prompt_logprobs
+            known = self.prompt_logprobs[request.prompt_progress]
+            known.update(zip(range(start, start + len(logprobs)), logprobs, strict=True))
         if update.finish_reason is None:
             return
         del self.live[update.request_id]
@@ -233,7 +235,7 @@ class Simulation:
             f"{update.request_id} ended by {update.finish_reason} with {tokens}, alone {reason} {expected}",
         )
         if complete:
-            self._check_prompt_scores(request)
+            self._check_prompt_logprobs(request)
             self._check_pooled(request, update.pooled)
         answer = request.token_ids[request.num_prompt_tokens :]
         self._require(tokens == answer, f"{update.request_id}: updates and tokens differ")
@@ -270,15 +272,15 @@ class Simulation:
             found == expected, f"{request.request_id}: pooled {found!r}, alone {expected!r}"
         )
 
-    def _check_prompt_scores(self, request: Request) -> None:
+    def _check_prompt_logprobs(self, request: Request) -> None:
         """Once one answer is complete, its prompt is scored, whoever computed it."""
-        found = self.prompt_scores[request.prompt_progress]
+        found = self.prompt_logprobs[request.prompt_progress]
         expected = {}
         if request.params.prompt_logprobs is not None:
-            scores = solo_prompt_scores(
+            logprobs = solo_prompt_logprobs(
                 request.prompt_token_ids, request.params, self.scenario.config, request.key_parts
             )
-            expected = dict(enumerate(scores, start=1))
+            expected = dict(enumerate(logprobs, start=1))
         self._require(
             found == expected,
             f"{request.request_id}: the prompt's scores are {found}, alone {expected}",

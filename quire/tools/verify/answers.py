@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.step import TokenScore
+from quire.step import TokenLogprob
 
 Value = int | float | str
 
@@ -23,7 +23,7 @@ class Answer:
     end: str | None = None
     """Why it ended, or its error."""
 
-    def add_scores(self, kind: str, scores: Sequence[TokenScore]) -> None:
+    def add_logprobs(self, kind: str, scores: Sequence[TokenLogprob]) -> None:
         """Logprobs of some tokens in a row, with their ranks and the likeliest tokens."""
         for name, found in (
             (f"{kind}logprobs", [score.logprob for score in scores]),

@@ -217,7 +217,7 @@ def _drafted(model: Model, cases: Sequence[Case], alone: Answers) -> AxisCompari
     """N-grams, and predictions that are right but for every fifth token."""
     engine = model.engine(cases, max_num_seqs=_num_rows(cases), speculation="ngram")
     # All steps take as long by this clock: on a busy machine the true one would have nothing
-    # guessed. In an engine that has been used before it goes on from where it was.
+    # drafted. In an engine that has been used before it goes on from where it was.
     began = engine.core.clock() if engine.core.clock is not None else 0.0
     engine.core.clock = partial(next, itertools.count(began, 1e-3))
     vocab_size = model.spec.vocab_size
@@ -230,7 +230,7 @@ def _drafted(model: Model, cases: Sequence[Case], alone: Answers) -> AxisCompari
     accepted = first.accepted_tokens + then.accepted_tokens
     pairs = pairs_of(alone, first.answers) + pairs_of(alone, then.answers)
     return AxisComparison(
-        pairs, f"{drafted} guesses, {accepted} of them right", drafted > accepted > 0
+        pairs, f"{drafted} draft tokens, {accepted} of them right", drafted > accepted > 0
     )
 
 
@@ -308,7 +308,7 @@ _AXES: tuple[tuple[str, str, _Compare, Callable[[Model], str | None], float], ..
     ("in flight", "more or fewer steps in flight", _depths, _always, 1.0),
     ("CUDA graphs", "no step captured and launched as a whole", _without_graphs, _no_graphs, 1.0),
     ("recorded steps", "no CPU step recorded and made again", _without_graphs, _recorded, 1.0),
-    ("drafted", "tokens guessed and checked (speculation)", _drafted, _always, 2.5),
+    ("drafted", "tokens drafted and checked (speculation)", _drafted, _always, 2.5),
     ("devices", "the model divided among processes", _devices, _no_devices, 1.0),
     ("scored again", "answers as prompts have their logprobs", _scored_again, _always, 1.0),
     ("restarted", "everything loaded again", _restarted, _no_reload, 1.0),

@@ -28,7 +28,7 @@ from quire.runner.dtypes import pick_cache_dtype
 from quire.runner.kv_cache import token_bytes
 from quire.runner.recorded import RecordedSteps
 from quire.sampling_params import SamplingParams
-from quire.step import TokenScore
+from quire.step import TokenLogprob
 from quire.tools.verify.answers import Answer
 from quire.tools.verify.cases import Case
 
@@ -294,13 +294,13 @@ def run_cases(
 ) -> CaseRun:
     """Puts the requests into an engine, all at once or a few before each step, and drives it until
     they are done. Every so many steps a running request, drawn from `seed`, is preempted, or all of
-    them, and a request that takes all blocks goes first (`displace`); `predictions` are guesses at
+    them, and a request that takes all blocks goes first (`displace`); `predictions` are draft tokens at
     the answers, one for each.
     """
     core, source = engine.core, random.Random(seed)
     run = CaseRun([[] for _ in cases])
     live: dict[str, tuple[Request, Answer]] = {}
-    prompts: dict[str, dict[int, TokenScore]] = {}
+    prompts: dict[str, dict[int, TokenLogprob]] = {}
     waiting = list(range(len(cases)) if order is None else order)[::-1]
     held = []  # compiled grammars, which must be there when their requests are admitted
     steps, clock = 0, core.clock or time.monotonic
@@ -337,19 +337,21 @@ def run_cases(
                 continue
             _, answer = live[update.request_id]
             answer.values["tokens"].extend(update.new_token_ids)
-            answer.add_scores("", update.scores)
+            answer.add_logprobs("", update.logprobs)
             if update.finish_reason is not None:
                 answer.end = (
                     update.finish_reason if update.error is None else f"error: {update.error}"
                 )
-            if update.prompt_scores is not None:
+            if update.prompt_logprobs is not None:
                 known = prompts.setdefault(update.request_id.split("/")[0], {})
                 known.update(
-                    enumerate(update.prompt_scores.scores, start=update.prompt_scores.start)
+                    enumerate(update.prompt_logprobs.logprobs, start=update.prompt_logprobs.start)
                 )
     check_invariants(core.scheduler)
     for name, scores in prompts.items():
-        run.answers[int(name)][0].add_scores("prompt ", [scores[place] for place in sorted(scores)])
+        run.answers[int(name)][0].add_logprobs(
+            "prompt ", [scores[place] for place in sorted(scores)]
+        )
     for request, _ in live.values():
         run.preemptions += request.preemptions
         run.cached_tokens += request.cached_tokens

@@ -9,14 +9,14 @@ from itertools import accumulate
 
 from quire.engine.request import PromptProgress, Request
 from quire.sampling_params import SamplingParams
-from quire.step import Admission, StepLogEntry
+from quire.step import AdmittedRequest, StepLogEntry
 
 
 @dataclass(slots=True)
 class RecordedRequest:
     """One answer."""
 
-    admission: Admission
+    admission: AdmittedRequest
     """Its first."""
     tokens: list[int] = field(default_factory=list)
     """The answer, as far as the log has it."""

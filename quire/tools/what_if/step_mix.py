@@ -23,7 +23,7 @@ class StepMix(NamedTuple):
     """What is in a step."""
 
     answers: int
-    """Rows of requests that take their next token; guesses are such rows, too."""
+    """Rows of requests that take their next token; draft tokens are such rows, too."""
     prompts: int
     """Other requests: prompts and parts of them."""
     prompt_tokens: int
@@ -32,7 +32,7 @@ class StepMix(NamedTuple):
     def of(cls, step: Step) -> StepMix:
         answers = prompts = prompt_tokens = 0
         for one in step.scheduled:
-            if one.samples and one.num_tokens == 1 + len(one.guesses):
+            if one.samples and one.num_tokens == 1 + len(one.draft_tokens):
                 answers += one.num_tokens
             else:
                 prompts += 1

@@ -173,7 +173,7 @@ def size_of(step: Step, costs: RowCosts, graph_tokens: int | None) -> Size:
 
 def _counts(step: Step) -> tuple[int, int]:
     """Tokens, and those behind which one is sampled."""
-    return step.num_tokens, sum(1 + len(one.guesses) for one in step.scheduled if one.samples)
+    return step.num_tokens, sum(1 + len(one.draft_tokens) for one in step.scheduled if one.samples)
 
 
 def fit_step_times(

@@ -405,13 +405,13 @@ def test_lists_made_for_longer_sequences_can_be_shortened(num_queries: int, prog
         )
         return {name: torch.from_numpy(values).to(DEVICE) for name, values in made.items()}
 
-    guessed = lists([length + lag for length, lag in zip(lengths, lags, strict=True)])
+    drafted = lists([length + lag for length, lag in zip(lengths, lags, strict=True)])
     module.shorten_attention_work_(
-        guessed, torch.tensor([*lags, 0], dtype=torch.int32, device=DEVICE)
+        drafted, torch.tensor([*lags, 0], dtype=torch.int32, device=DEVICE)
     )
     found = [
         attention(query, cache, batch.block_tables, work, 64, AttentionSpec(shape, 0.125))
-        for work in (guessed, lists(lengths))
+        for work in (drafted, lists(lengths))
     ]
     assert torch.equal(found[0], found[1])
 

@@ -29,7 +29,7 @@ from quire.server.link.engine_requests import EngineRequests
 from quire.server.link.replicas.open import metrics_for, open_engines
 from quire.server.link.replicas.pool import ReplicaPool
 from quire.server.service import GenerationService
-from quire.server.tasks import AttendedClock
+from quire.server.tasks import RunningTimeClock
 from tests.server.harness import SMALL_ENGINE
 
 _models: dict[str, LoadedModel] = {}
@@ -167,7 +167,7 @@ class LocalEngines:
         self.refuses_to_start = False
         self.watch: Callable[[LocalLink, messages.Updates], bool] = lambda link, event: True
 
-    def __call__(self, config: ServerConfig, clock: AttendedClock) -> LocalLink:
+    def __call__(self, config: ServerConfig, clock: RunningTimeClock) -> LocalLink:
         link = LocalLink(self, config)
         self.links.append(link)
         return link

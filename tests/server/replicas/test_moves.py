@@ -15,7 +15,7 @@ from quire.engine.core import Pending
 from quire.errors import EngineError
 from quire.server.config import ServerConfig
 from quire.server.link.messages import AddRequest, Updates, encode, pack_tokens
-from quire.server.tasks import AttendedClock
+from quire.server.tasks import RunningTimeClock
 from quire.step import Step
 from tests.server.replicas.local_engines import (
     LocalEngines,
@@ -156,7 +156,7 @@ def test_wherever_it_dies(engines: LocalEngines, name: str) -> None:
     run(engines, script)
 
 
-def test_with_guesses(small_model: str) -> None:
+def test_with_draft_tokens(small_model: str) -> None:
     """Speculation: several tokens come at a time, and where an engine dies is anywhere among them."""
     engines = LocalEngines(small_model, {"speculation": "ngram"})
     body = {
@@ -242,7 +242,7 @@ def test_what_a_lost_rank_takes_along_is_not_called_an_error(
     go on elsewhere.
     """
     engines = LocalEngines(small_model)
-    link = engines(ServerConfig(model="local", engine=engines.options), AttendedClock(1.0))
+    link = engines(ServerConfig(model="local", engine=engines.options), RunningTimeClock(1.0))
     asyncio.run(link.start())
     engine, commands = (
         link._engine,

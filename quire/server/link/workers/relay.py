@@ -17,7 +17,7 @@ from quire.server.link.channel import Channel, Tickets
 from quire.server.link.engine_client import Engines
 from quire.server.listeners import Grow
 from quire.server.stored.store import ResponseStore, StoredResponse
-from quire.server.tasks import NextTurn
+from quire.server.tasks import BatchedCallbacks
 from quire.step import RequestUpdate
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class WorkerLink:
         self._requests: dict[str, _Request] = {}
         self._out = messages.Updates()
         self._is_due = False
-        self._next_turn = NextTurn()
+        self._callbacks = BatchedCallbacks()
         self._last_state: messages.EngineState | None = None
         self._num_unanswered = 0
         self._tickets = Tickets()
@@ -143,7 +143,7 @@ class WorkerLink:
         """What goes out in this turn."""
         if not self._is_due:
             self._is_due = True
-            self._next_turn.add(self._flush)
+            self._callbacks.add(self._flush)
         return self._out
 
     def forget(self, request_id: str) -> None:
@@ -212,8 +212,8 @@ class _Request:
         if self._told_in is news:
             news.updates.append(RequestUpdate(request_id, token_ids))
         else:
-            news.grown.append(request_id)
-            news.grown_ids.append(token_ids)
+            news.appended_request_ids.append(request_id)
+            news.appended_token_ids.append(token_ids)
 
     def fail(self, error: ApiError) -> None:
         self._link.fail(self._request_id, error)

@@ -32,7 +32,7 @@ class DraftedScheduler:
         self.scheduler = (
             Scheduler(config)
             if source is None
-            else Scheduler(config, None, source.guess, source.num_drafts)
+            else Scheduler(config, None, source.propose, source.num_drafts)
         )
         self.rng = random.Random(1)
         self.times: list[float] = []
@@ -67,11 +67,11 @@ class DraftedScheduler:
         tokens = {}
         for one in step.scheduled:
             if one.samples:
-                first = one.start + one.num_tokens - len(one.guesses)
-                drawn = [self.token(first + i) for i in range(1 + len(one.guesses))]
+                first = one.start + one.num_tokens - len(one.draft_tokens)
+                drawn = [self.token(first + i) for i in range(1 + len(one.draft_tokens))]
                 right = next(
-                    (i for i, guess in enumerate(one.guesses) if guess != drawn[i]),
-                    len(one.guesses),
+                    (i for i, token in enumerate(one.draft_tokens) if token != drawn[i]),
+                    len(one.draft_tokens),
                 )
                 tokens[one.request_id] = tuple(drawn[: right + 1])
         return StepResult(step.step_id, tokens)

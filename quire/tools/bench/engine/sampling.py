@@ -29,11 +29,11 @@ from quire import LLM, SamplingParams
 from quire.backends.select import select_kernels
 from quire.kernels.ops import Kernels
 from quire.runner.request_rows import RequestRows
-from quire.sampling.draws import Draws
-from quire.sampling.logprobs import score_rows
+from quire.sampling.logprobs import logprobs_of_rows
+from quire.sampling.metadata import SamplingMetadata
 from quire.sampling.sampler import Sampler
 from quire.sampling_params import ResolvedTokens, StructuredOutput
-from quire.step import Admission, Step
+from quire.step import AdmittedRequest, Step
 from quire.tools.bench.gpu.ceiling import timed_by_gpu
 
 VOCAB_SIZE, GPU_VOCAB_SIZE = 49152, 151_936
@@ -74,9 +74,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 BAD_WORDS = tuple((1000 + i, 2000 + i, 3000 + i)[: 1 + i % 3] for i in range(20))
 
 
-def make_draws(
+def make_metadata(
     name: str, rows: int, history: int, vocab_size: int, kernels: Kernels, device: torch.device
-) -> tuple[Sampler, Draws]:
+) -> tuple[Sampler, SamplingMetadata]:
     """A sampler with a request in each row that asks for the feature, and a draw for each."""
     source = np.random.default_rng(0)
     # Text repeats itself: half of the tokens are from a few hundred, as in any language.
@@ -89,7 +89,7 @@ def make_draws(
         BAD_WORDS if "bad_words" in name else (), tuple(range(1500)) if name == "DRY" else ()
     )
     admitted = tuple(
-        Admission(
+        AdmittedRequest(
             request_id=str(row),
             row=row,
             token_ids=tuple(tokens[row].tolist()),
@@ -114,8 +114,8 @@ def make_draws(
     sampler = Sampler(rows, vocab_size, kernels, device)
     for admission in admitted:
         sampler.admit(admission)
-    draws = sampler.draws(np.arange(rows), np.full(rows, history), table.token_ids)
-    return sampler, replace(draws, masks=masks)
+    metadata = sampler.metadata(np.arange(rows), np.full(rows, history), table.token_ids)
+    return sampler, replace(metadata, masks=masks)
 
 
 def model_logits(rows: int, vocab_size: int, device: torch.device) -> Tensor:
@@ -133,7 +133,7 @@ def measure_cpu(rows: int, history: int, seconds: float, names: Sequence[str]) -
     kernels = select_kernels(CPU, torch.float32)
     logits = model_logits(rows, VOCAB_SIZE, CPU)
     work = torch.empty_like(logits)
-    batches = {name: make_draws(name, rows, history, VOCAB_SIZE, kernels, CPU) for name in names}
+    batches = {name: make_metadata(name, rows, history, VOCAB_SIZE, kernels, CPU) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
     started, rounds = time.perf_counter(), 0
     while time.perf_counter() - started < seconds * len(names) or rounds < 4:
@@ -176,10 +176,10 @@ def show_gpu(batches: Sequence[int], history: int, names: Sequence[str]) -> None
             if name.startswith("logprobs"):
                 ids = torch.arange(rows, device=device)
                 sample: Callable[[], object] = partial(
-                    score_rows, work, lambda x: x, ids, 5, kernels
+                    logprobs_of_rows, work, lambda x: x, ids, 5, kernels
                 )
             else:
-                sampler, draws = make_draws(name, rows, history, GPU_VOCAB_SIZE, kernels, device)
+                sampler, draws = make_metadata(name, rows, history, GPU_VOCAB_SIZE, kernels, device)
                 sample = partial(sampler.sample, work, draws)
             gpu, host = measure_gpu(sample, partial(work.copy_, logits))
             line += f"{gpu:9.0f}/{host:<8.0f}"

@@ -1,10 +1,10 @@
-"""Guesses and checks: what they gain and what they cost.
+"""Draft tokens and their checks: what they gain and what they cost.
 
     python -m quire.tools.bench.engine.speculation  # all tables, SmolLM2 on this machine
     python -m quire.tools.bench.engine.speculation copy loss --device cuda --model Qwen/Qwen3-8B
     python -m quire.tools.bench.engine.speculation check loss --device cuda --shape qwen3-8b  # random weights
 
-Ratios are medians of one run, with and without guesses in turn, so that whatever else the machine
+Ratios are medians of one run, with and without draft tokens in turn, so that whatever else the machine
 does hits both. The last lines are all figures as a Markdown table, each beside its goal.
 """
 
@@ -29,7 +29,7 @@ from quire.backends.select import pick_device, select_kernels
 from quire.config import EngineConfig
 from quire.process.gc_pauses import full_collections_put_off
 from quire.runner.dtypes import pick_dtype
-from quire.speculate.adaptive import MAX_GUESSES
+from quire.speculate.adaptive import MAX_DRAFT_TOKENS
 from quire.speculate.speculator import Speculator
 from quire.step import ScheduledRequest, Step
 from quire.tools.bench.engine.drafted_scheduler import DraftedScheduler
@@ -164,15 +164,15 @@ class Speedup:
     drafted: int
     accepted: int
     steps: tuple[int, ...] = ()
-    """How many tokens came of each step of the last round with guesses."""
+    """How many tokens came of each step of the last round with draft tokens."""
 
     @property
     def detail(self) -> str:
         slow, fast = (1e3 * median for median in self.medians)
         share = (
-            f"{self.accepted / self.drafted:.0%} of {self.drafted:,} guesses right"
+            f"{self.accepted / self.drafted:.0%} of {self.drafted:,} draft tokens right"
             if self.drafted
-            else "no guess"
+            else "no draft tokens"
         )
         steps = (
             f"; steps of {', '.join(map(str, self.steps))} tokens"
@@ -185,7 +185,7 @@ class Speedup:
 def compare(
     llms: dict[str, LLM], prompts: Sequence[list[int]], params: SamplingParams, rounds: int
 ) -> Speedup:
-    """Without and with guesses, in turn; the answers must be the same."""
+    """Without and with draft tokens, in turn; the answers must be the same."""
     times: dict[str, list[float]] = {name: [] for name in llms}
     drafted = accepted = 0
     steps: dict[str, list[int]] = {}
@@ -198,16 +198,16 @@ def compare(
                 counts = num_accepted(outputs)
                 drafted, accepted = drafted + counts[0], accepted + counts[1]
         assert len(set(map(str, found.values()))) == 1, "answers differ"
-    plain, guessed = times.values()
-    ratios = Spread.of((one / two for one, two in zip(plain, guessed, strict=True)), "×")
-    medians = statistics.median(plain), statistics.median(guessed)
+    plain, speculated = times.values()
+    ratios = Spread.of((one / two for one, two in zip(plain, speculated, strict=True)), "×")
+    medians = statistics.median(plain), statistics.median(speculated)
     return Speedup(ratios, medians, drafted, accepted, tuple(steps[list(llms)[1]]))
 
 
 def compare_steps(
     llms: dict[str, LLM], prompts: Sequence[list[int]], params: SamplingParams, rounds: int
 ) -> Speedup:
-    """The same step by step in turn, by the medians of steps: where there are no guesses, and a
+    """The same step by step in turn, by the medians of steps: where there are no draft tokens, and a
     step takes as long as the one before, it sees far smaller differences. Not with steps in flight:
     they would wait for each other's.
     """
@@ -232,10 +232,10 @@ def compare_steps(
                         drafted, accepted = drafted + counts[0], accepted + counts[1]
         for name, values in times.items():
             medians[name] += [statistics.median(values)] * (number > 0)
-    plain, guessed = medians.values()
-    ratios = Spread.of((one / two for one, two in zip(plain, guessed, strict=True)), "×")
+    plain, speculated = medians.values()
+    ratios = Spread.of((one / two for one, two in zip(plain, speculated, strict=True)), "×")
     return Speedup(
-        ratios, (statistics.median(plain), statistics.median(guessed)), drafted, accepted
+        ratios, (statistics.median(plain), statistics.median(speculated)), drafted, accepted
     )
 
 
@@ -270,15 +270,15 @@ def table_self(options: argparse.Namespace) -> Figures:
                 ratios += found.ratios.values
                 medians.append(found.medians)
                 drafted, accepted = drafted + found.drafted, accepted + found.accepted
-            plain, guessed = (statistics.median(values) for values in zip(*medians, strict=True))
-            detail = Speedup(Spread.of(ratios), (plain, guessed), drafted, accepted).detail
+            plain, speculated = (statistics.median(values) for values in zip(*medians, strict=True))
+            detail = Speedup(Spread.of(ratios), (plain, speculated), drafted, accepted).detail
             yield Figure(
                 "self", f"temperature {temperature}", Spread.of(ratios, "×"), 1.5, detail=detail
             )
 
 
 def table_loss(options: argparse.Namespace) -> Figures:
-    """Answers that can't be guessed: random tokens at a high temperature."""
+    """Answers that can't be speculated: random tokens at a high temperature."""
     with engines(
         options, "off", "ngram", max_num_seqs=max([256, *(options.batches or ())])
     ) as llms:
@@ -296,7 +296,7 @@ def table_loss(options: argparse.Namespace) -> Figures:
 
 
 def table_check(options: argparse.Namespace) -> Figures:
-    """A step that checks guesses, in plain steps."""
+    """A step that checks draft tokens, in plain steps."""
     with engines(options, "ngram") as llms:
         engine, numbers = llms["ngram"].engine, (0, 1, 3, 5, 7, 15, 31)
         # Requests that have ended leave rows and blocks behind, which is all that these steps need.
@@ -318,12 +318,12 @@ def table_check(options: argparse.Namespace) -> Figures:
                 detail = f"{1e3 * plain:.2f} → {1e3 * statistics.median(times[count]):.2f} ms"
                 goal = 1.15 if count == 5 else None
                 yield Figure(
-                    "check", f"batch {batch}, {count} guesses each", ratios, goal, True, detail
+                    "check", f"batch {batch}, {count} draft tokens each", ratios, goal, True, detail
                 )
 
 
 def _check_seconds(engine: Engine, batch: int, count: int) -> float:
-    """Of a step that checks so many guesses for each of so many requests, with as many in flight as
+    """Of a step that checks so many draft tokens for each of so many requests, with as many in flight as
     in the engine.
     """
     scheduled = tuple(
@@ -347,13 +347,13 @@ def table_scheduler(options: argparse.Namespace) -> Figures:
     variants = (
         DraftedScheduler("without", None, 0),
         DraftedScheduler("off", Speculator(50_000), 0),
-        DraftedScheduler("ngram, nothing to guess", Speculator(50_000, ngrams=True), 0),
+        DraftedScheduler("ngram, nothing to draft", Speculator(50_000, ngrams=True), 0),
         DraftedScheduler(
             "ngram, 9 of 10 tokens as expected", Speculator(50_000, ngrams=True), 40, 0.1
         ),
         DraftedScheduler("ngram, all right", Speculator(50_000, ngrams=True), 40),
         DraftedScheduler(
-            f"ngram, all {MAX_GUESSES} guesses always",
+            f"ngram, all {MAX_DRAFT_TOKENS} draft tokens always",
             Speculator(50_000, ngrams=True, adaptive=False),
             40,
         ),

@@ -31,7 +31,7 @@ from quire.kernels.ops import LayerCache
 from quire.runner.dtypes import pick_dtype
 from quire.runner.runner import Runner
 from quire.sampling_params import SamplingParams
-from quire.step import Admission, ScheduledRequest, Step
+from quire.step import AdmittedRequest, ScheduledRequest, Step
 from quire.tools.bench.gpu.ceiling import Rates, decode_work, prompt_work
 from quire.tools.bench.gpu.peers import LONG_DECODES, LONG_PROMPTS
 from quire.tools.bench.random_engine import capture_graphs, random_decoder
@@ -42,11 +42,11 @@ CARD = Rates(4.5e12, 790e12)
 PARAMS = SamplingParams(temperature=0.6, max_tokens=1 << 20, ignore_eos=True)
 
 
-def admissions(engine: Engine, count: int, tokens: int, cached: int) -> tuple[Admission, ...]:
+def admissions(engine: Engine, count: int, tokens: int, cached: int) -> tuple[AdmittedRequest, ...]:
     """Requests of so many tokens, of which some are said to be cached, with blocks for all of them."""
     each = -(-tokens // engine.plan.block_size)
     return tuple(
-        Admission(
+        AdmittedRequest(
             request_id=f"request-{row}",
             row=row,
             token_ids=tuple((row * 7919 + i) % 10_000 for i in range(cached + 1)),

@@ -174,10 +174,10 @@ class Chat:
                 del self._running[update.request_id]
                 if assignment is not None:
                     self._router.close(assignment)
-                self._next_turn(conversation, answer, now)
+                self._callbacks(conversation, answer, now)
         self._begin(number, now)
 
-    def _next_turn(self, conversation: Conversation, answer: list[int], now: float) -> None:
+    def _callbacks(self, conversation: Conversation, answer: list[int], now: float) -> None:
         conversation.turns -= 1
         if conversation.turns:
             conversation.tokens += answer

@@ -1,4 +1,6 @@
-"""The draws of a step: which tokens are sampled, for which request rows and at which positions."""
+"""The samples of a step: which tokens are sampled, for which request rows and at which
+positions.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ def effective_temperature(params: SamplingParams) -> float:
 
 
 @dataclass(frozen=True)
-class Draws:
-    """The tokens to sample, one for each row of logits. Where guesses are checked, a request row
-    has several.
+class SamplingMetadata:
+    """The tokens to sample, one for each row of logits. Where draft tokens are checked, a request
+    row has several.
     """
 
     request_rows: Indices
@@ -35,17 +37,17 @@ class Draws:
     temperatures: npt.NDArray[np.float32]
     prompt_lengths: Indices
     token_ids: Tensor
-    """int64 [request rows, longest]: the tokens of all requests. A draw's history is its row up to
-    its position.
+    """int64 [request rows, longest]: the tokens of all requests. A sample's history is its row up
+    to its position.
     """
     masks: Tensor | None = None
-    """int32 [draws, words of 32 bits]: the tokens that grammars allow, lowest bit first, for
+    """int32 [samples, words of 32 bits]: the tokens that grammars allow, lowest bit first, for
     structured output.
     """
     only_ends: npt.NDArray[np.bool_] | None = None
-    """bool [draws]: the grammar allows only an end token, which then overrides `min_tokens`."""
-    guesses: Indices | None = None
-    """int64 [draws], with acceptance by rejection: the token guessed at this position; -1 where
+    """bool [samples]: the grammar allows only an end token, which then overrides `min_tokens`."""
+    draft_tokens: Indices | None = None
+    """int64 [samples], with acceptance by rejection: the token drafted at this position; -1 where
     none was.
     """
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import TokenScores
+from quire.kernels.ops import LogprobsTensors
 
 
-def score_tokens(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores:
-    """`Kernels.score_tokens`. Ties cost something only where there are any, for which the host must
+def gather_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobsTensors:
+    """`Kernels.gather_logprobs`. Ties cost something only where there are any, for which the host must
     look.
     """
     logprobs = logits.log_softmax(-1)
     chosen = token_ids.unsqueeze(1)
     top_ids = _most_likely(logits, num_top) if num_top else chosen[:, :0]
-    return TokenScores(
+    return LogprobsTensors(
         logprobs.gather(1, chosen).squeeze(1),
         _ranks(logits, chosen),
         top_ids,

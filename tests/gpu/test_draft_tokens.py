@@ -18,7 +18,7 @@ from tests.gpu.support import DEVICE, GpuEngine, decoder_of, plain_jobs, run_job
 from tests.gpu.support import assert_same as assert_same_answers
 from tests.gpu.test_families import gpu_spec, make_kernels
 from tests.random_models import Bench, random_decoder
-from tests.test_guesses import EVERYTHING, Guesser, assert_same, prompts
+from tests.test_draft_tokens import EVERYTHING, Proposer, assert_same, prompts
 
 pytestmark = pytest.mark.gpu
 
@@ -35,16 +35,16 @@ def decoder() -> Decoder:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
-def test_guesses_change_no_bit(decoder: Decoder, right: float, depth: int) -> None:
+def test_draft_tokens_change_no_bit(decoder: Decoder, right: float, depth: int) -> None:
     expected = Bench(decoder).run(prompts(), EVERYTHING)
-    got = Bench(decoder, depth=depth, guess=Guesser(expected.tokens, right, depth)).run(
+    got = Bench(decoder, depth=depth, draft_token=Proposer(expected.tokens, right, depth)).run(
         prompts(), EVERYTHING
     )
     assert_same(got, expected)
 
 
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
-def test_plain_requests_run_ahead_of_their_guesses(decoder: Decoder, right: float) -> None:
+def test_plain_requests_run_ahead_of_their_draft_tokens(decoder: Decoder, right: float) -> None:
     """Nothing but a temperature: tokens are drawn and guesses checked without the host, over the
     borders of splits.
     """
@@ -57,7 +57,7 @@ def test_plain_requests_run_ahead_of_their_guesses(decoder: Decoder, right: floa
         SamplingParams(temperature=i % 3 * 0.5, seed=i, max_tokens=40) for i in range(len(texts))
     ]
     expected = Bench(decoder, observes=False).run(texts, params)
-    bench = Bench(decoder, depth=2, guess=Guesser(expected.tokens, right, 1), observes=False)
+    bench = Bench(decoder, depth=2, draft_token=Proposer(expected.tokens, right, 1), observes=False)
     got = bench.run(texts, params)
     assert got.tokens == expected.tokens
     assert any(entry.runs_ahead for line in bench.log for entry in line.step.scheduled)
@@ -65,7 +65,7 @@ def test_plain_requests_run_ahead_of_their_guesses(decoder: Decoder, right: floa
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("shape", ["smollm2-135m", "qwen3-0.6b", "llama-3.2-1b"])
-def test_checks_in_graphs_see_the_guesses_before_them(shape: str, depth: int) -> None:
+def test_checks_in_graphs_see_the_draft_tokens_before_them(shape: str, depth: int) -> None:
     """A guess's key is written by the step that checks the one behind it, which a small batch's
     attention, that reads earlier steps' keys before its turn, must know.
     """
@@ -89,6 +89,6 @@ def test_checks_in_graphs_see_the_guesses_before_them(shape: str, depth: int) ->
     for _ in range(3):  # graphs are captured on the way
         assert_same_answers(bench.run(jobs), expected, range(len(jobs)))
     drafted = [
-        len(entry.guesses) for line in bench.engine.step_log for entry in line.step.scheduled
+        len(entry.draft_tokens) for line in bench.engine.step_log for entry in line.step.scheduled
     ]
     assert sum(drafted) > 100

@@ -14,13 +14,13 @@ from torch import Tensor
 from quire.backends.triton.launch import LAUNCH, USE_PDL, begin
 from quire.backends.triton.sampling import higher
 from quire.backends.triton.shapes import CHUNK, as_rows, row_stride
-from quire.kernels.ops import TokenScores
+from quire.kernels.ops import LogprobsTensors
 
 _NEVER = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def _score_kernel(
+def _logprobs_kernel(
     logits,
     token_ids,
     totals,
@@ -57,14 +57,14 @@ def _score_kernel(
     tl.store(ranks + row, tl.sum(before).to(tl.int64) + 1)
 
 
-def score_tokens(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores:
-    """`Kernels.score_tokens`."""
+def gather_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobsTensors:
+    """`Kernels.gather_logprobs`."""
     logits = as_rows(logits)
     rows, vocab_size = logits.shape
     totals, logprobs = logits.new_empty(rows, 2), logits.new_empty(rows)
     ranks = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        _score_kernel[(rows,)](
+        _logprobs_kernel[(rows,)](
             logits=logits,
             token_ids=token_ids.contiguous(),
             totals=totals,
@@ -79,7 +79,7 @@ def score_tokens(logits: Tensor, token_ids: Tensor, num_top: int) -> TokenScores
         )
     top_ids = likeliest(logits, num_top)
     top_logprobs = logits.gather(1, top_ids) - totals[:, :1] - totals[:, 1:]
-    return TokenScores(logprobs, ranks, top_ids, top_logprobs)
+    return LogprobsTensors(logprobs, ranks, top_ids, top_logprobs)
 
 
 def likeliest(logits: Tensor, count: int) -> Tensor:

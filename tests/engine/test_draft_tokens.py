@@ -30,18 +30,18 @@ class Oracle:
         assert most > 0
         answer = self.engine.solo(request.request_id)[0]
         first = request.num_tokens - 1 - request.num_prompt_tokens
-        guesses = []
+        draft_tokens = []
         for token in answer[first : first + self.count]:
             self.num_asked += 1
             wrong = self.wrong_every and self.num_asked % self.wrong_every == 0
-            guesses.append((token + 1) % 50 if wrong else token)
-        return guesses
+            draft_tokens.append((token + 1) % 50 if wrong else token)
+        return draft_tokens
 
 
 def harness(
     oracle: Oracle, depth: int = 1, eos: Sequence[int] = (), **settings: int | bool
 ) -> Harness:
-    oracle.engine = Harness(config(**settings), depth=depth, eos=eos, guess=oracle)
+    oracle.engine = Harness(config(**settings), depth=depth, eos=eos, propose=oracle)
     return oracle.engine
 
 
@@ -54,7 +54,7 @@ def sampling_steps(engine: Harness, name: str) -> list[Step]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_right_guesses_give_several_tokens_a_step(depth: int) -> None:
+def test_right_draft_tokens_give_several_tokens_a_step(depth: int) -> None:
     engine = harness(Oracle(3), depth)
     engine.add("a", PROMPT, max_tokens=20)
     engine.run()
@@ -70,7 +70,7 @@ def test_right_guesses_give_several_tokens_a_step(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("wrong_every", [1, 2, 3, 5])
-def test_wrong_guesses_change_nothing(wrong_every: int, depth: int) -> None:
+def test_wrong_draft_tokens_change_nothing(wrong_every: int, depth: int) -> None:
     engine = harness(Oracle(4, wrong_every), depth, max_num_seqs=3)
     for i in range(5):
         engine.add(f"r{i}", range(i, 3 + 4 * i), max_tokens=15, seed=i)
@@ -79,14 +79,14 @@ def test_wrong_guesses_change_nothing(wrong_every: int, depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_nobody_asks_for_guesses_while_a_request_pauses(depth: int) -> None:
+def test_nobody_asks_for_draft_tokens_while_a_request_pauses(depth: int) -> None:
     engine = harness(Oracle(3), depth)
     (request,) = engine.add("a", PROMPT, max_tokens=20)
-    request.guess_pause = 4
+    request.draft_pause = 4
     engine.run()
     engine.check_answers()
     counts = [
-        len(entry.guesses) for step in sampling_steps(engine, "a") for entry in step.scheduled
+        len(entry.draft_tokens) for step in sampling_steps(engine, "a") for entry in step.scheduled
     ]
     assert counts == [0] * 4 + [3] * 4
 
@@ -117,20 +117,20 @@ def test_an_answer_ends_at_the_stop_token_inside_a_run(depth: int) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 9])
-def test_no_more_is_guessed_than_the_answer_may_have(max_tokens: int) -> None:
+def test_no_more_is_drafted_than_the_answer_may_have(max_tokens: int) -> None:
     engine = harness(Oracle(100))
     engine.add("a", PROMPT, max_tokens=max_tokens)
     engine.run()
     engine.check_answers()
-    assert [len(entry.guesses) for step in engine.steps for entry in step.scheduled] == [
+    assert [len(entry.draft_tokens) for step in engine.steps for entry in step.scheduled] == [
         max_tokens - 1
     ]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("count", "guesses"), [(1, 7), (2, 3), (3, 1), (4, 1), (5, 0)])
-def test_a_step_with_guesses_has_no_more_tokens_than_have_a_graph(
-    count: int, guesses: int, depth: int
+@pytest.mark.parametrize(("count", "draft_tokens"), [(1, 7), (2, 3), (3, 1), (4, 1), (5, 0)])
+def test_a_step_with_draft_tokens_has_no_more_tokens_than_have_a_graph(
+    count: int, draft_tokens: int, depth: int
 ) -> None:
     engine = harness(Oracle(9), depth, max_checked_tokens=8, max_num_seqs=5, num_blocks=60)
     for i in range(count):
@@ -138,15 +138,15 @@ def test_a_step_with_guesses_has_no_more_tokens_than_have_a_graph(
     engine.run()
     engine.check_answers()
     found = {
-        len(one.guesses)
+        len(one.draft_tokens)
         for step in engine.steps
         if len(step.scheduled) == count
         for one in step.scheduled
     }
-    assert max(found) == guesses
+    assert max(found) == draft_tokens
 
 
-def test_guesses_take_no_budget_from_real_tokens() -> None:
+def test_draft_tokens_take_no_budget_from_real_tokens() -> None:
     engine = harness(Oracle(5), max_batched_tokens=8, max_num_seqs=4)
     engine.add("a", range(3), max_tokens=30)
     engine.turn(2)
@@ -157,21 +157,21 @@ def test_guesses_take_no_budget_from_real_tokens() -> None:
         chunks = [e for e in step.scheduled if e.request_id == "b" and not e.samples]
         if chunks:  # its prompt gets all that "a" does not need for its next token
             assert chunks[0].num_tokens == 7
-            assert all(not e.guesses for e in step.scheduled)
+            assert all(not e.draft_tokens for e in step.scheduled)
 
 
-def test_guesses_take_no_block_that_someone_else_may_need() -> None:
+def test_draft_tokens_take_no_block_that_someone_else_may_need() -> None:
     engine = harness(Oracle(6), num_blocks=6, max_num_seqs=2)  # five blocks of four
     engine.add("a", range(3), max_tokens=8)
     engine.add("b", range(20, 23), max_tokens=8)
     engine.run()
     engine.check_answers()
     assert not any(step.preempted for step in engine.steps)
-    assert any(entry.guesses for step in engine.steps for entry in step.scheduled)
+    assert any(entry.draft_tokens for step in engine.steps for entry in step.scheduled)
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_a_request_preempted_between_guess_and_check_goes_on_where_it_was(depth: int) -> None:
+def test_a_request_preempted_between_draft_and_check_goes_on_where_it_was(depth: int) -> None:
     engine = harness(Oracle(4, 3), depth, num_host_blocks=8)
     engine.add("a", PROMPT, max_tokens=25)
     for turn in range(12):
@@ -184,7 +184,7 @@ def test_a_request_preempted_between_guess_and_check_goes_on_where_it_was(depth:
     assert engine.requests["a"].preemptions > 1
 
 
-def test_an_abort_between_guess_and_check_frees_everything() -> None:
+def test_an_abort_between_draft_and_check_frees_everything() -> None:
     engine = harness(Oracle(4), depth=2)
     engine.add("a", PROMPT, max_tokens=25)
     engine.turn(2)

@@ -10,8 +10,8 @@ from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
 from quire.errors import InvalidRequestError
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.step import PromptScores, StepResult, TokenScore
-from quire.tools.simulate.fake_model import solo_prompt_scores
+from quire.step import PromptLogprobs, StepResult, TokenLogprob
+from quire.tools.simulate.fake_model import solo_prompt_logprobs
 from tests.engine.harness import Harness, config
 
 PROMPT = list(range(20))
@@ -23,11 +23,11 @@ def test_scores_go_with_their_tokens_to_the_last_one() -> None:
     scheduler.add(request, 0.0)
     for token in (7, 8):
         step = scheduler.schedule(0.0)
-        score = TokenScore(token, -1.0, 2, ((9, -0.5),))
-        result = StepResult(step.step_id, {"a": (token,)}, scores={"a": (score,)})
+        score = TokenLogprob(token, -1.0, 2, ((9, -0.5),))
+        result = StepResult(step.step_id, {"a": (token,)}, logprobs={"a": (score,)})
         (update,) = scheduler.commit(step, result, 0.0)
         assert update.new_token_ids == (token,)
-        assert update.scores == (score,)
+        assert update.logprobs == (score,)
     assert update.finish_reason == "length"
 
 
@@ -92,10 +92,10 @@ def test_a_prompt_to_be_scored_takes_no_hits_and_leaves_some_for_others() -> Non
     harness.run()
     harness.check_answers()
     assert (scored.cached_tokens, plain.cached_tokens) == (0, 16)
-    parts = harness.prompt_scores
+    parts = harness.prompt_logprobs
     assert {name for name, _ in parts} == {"scored"}
     assert parts[0][1].start == 1
-    assert [s for _, found in parts for s in found.scores] == solo_prompt_scores(
+    assert [s for _, found in parts for s in found.logprobs] == solo_prompt_logprobs(
         PROMPT, scored.params, config()
     )
 
@@ -112,14 +112,14 @@ def test_after_a_preemption_only_the_rest_of_a_prompt_is_scored() -> None:
     harness.run()
     harness.check_answers()
     assert request.cached_tokens > 8 + 16
-    parts = [found for _, found in harness.prompt_scores]
-    assert [(found.start, len(found.scores)) for found in parts] == [(1, 8), (9, 8), (17, 3)]
+    parts = [found for _, found in harness.prompt_logprobs]
+    assert [(found.start, len(found.logprobs)) for found in parts] == [(1, 8), (9, 8), (17, 3)]
 
 
 def test_scores_outlive_the_answer_that_computed_them() -> None:
     harness = Harness(config(max_batched_tokens=64), depth=2)
     harness.add("a", PROMPT, n=3, prompt_logprobs=0, max_tokens=4)
-    taken: dict[int, TokenScore] = {}
+    taken: dict[int, TokenLogprob] = {}
     harness.now += 1.0
     assert harness.core.step(harness.now) == []  # submitted, and not back yet
     harness.core.end("a/0", "abort", harness.now)
@@ -127,11 +127,13 @@ def test_scores_outlive_the_answer_that_computed_them() -> None:
         harness.now += 1.0
         for update in harness.core.step(harness.now):
             assert update.request_id != "a/0"
-            if update.prompt_scores is not None:
+            if update.prompt_logprobs is not None:
                 taken.update(
-                    enumerate(update.prompt_scores.scores, start=update.prompt_scores.start)
+                    enumerate(update.prompt_logprobs.logprobs, start=update.prompt_logprobs.start)
                 )
-    assert taken == dict(enumerate(solo_prompt_scores(PROMPT, SamplingParams(), config()), start=1))
+    assert taken == dict(
+        enumerate(solo_prompt_logprobs(PROMPT, SamplingParams(), config()), start=1)
+    )
 
 
 def test_best_of_makes_that_many_requests_that_are_scored() -> None:
@@ -164,10 +166,10 @@ def test_scores_computed_after_a_failure_are_not_passed_on(aborted: bool) -> Non
         "a", [3, 2, 1, 1, 3], SamplingParams(n=3, max_tokens=3, prompt_logprobs=0), 0
     ):
         scheduler.add(request, 0.0)
-    score = TokenScore(1, -1.0, 1, ())
+    score = TokenLogprob(1, -1.0, 1, ())
     first = scheduler.schedule(0.0)
-    scores = PromptScores(1, (score,) * 3)
-    scheduler.commit(first, StepResult(first.step_id, {}, prompt_scores={"a/0": scores}), 0.0)
+    logprobs = PromptLogprobs(1, (score,) * 3)
+    scheduler.commit(first, StepResult(first.step_id, {}, prompt_logprobs={"a/0": logprobs}), 0.0)
     scheduler.abort(["a/0"], 0.0)
     second, third = scheduler.schedule(0.0), scheduler.schedule(0.0)
     assert [entry.request_id for step in (second, third) for entry in step.scheduled] == [
@@ -178,8 +180,8 @@ def test_scores_computed_after_a_failure_are_not_passed_on(aborted: bool) -> Non
         scheduler.abort(["a/1"], 0.0)
     scheduler.commit(second, StepResult(second.step_id, {}, errors={"a/1": "broken"}), 0.0)
     rubbish = StepResult(
-        third.step_id, {"a/1": (5,)}, prompt_scores={"a/1": PromptScores(4, (score,))}
+        third.step_id, {"a/1": (5,)}, prompt_logprobs={"a/1": PromptLogprobs(4, (score,))}
     )
     updates = scheduler.commit(third, rubbish, 0.0)
-    assert all(update.prompt_scores is None for update in updates)
+    assert all(update.prompt_logprobs is None for update in updates)
     assert scheduler.table.requests.keys() == {"a/2"}

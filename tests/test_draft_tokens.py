@@ -43,7 +43,7 @@ EVERYTHING = [
 ]
 
 
-class Guesser:
+class Proposer:
     """Knows the answers; every guess is right with some chance, and now and then there are more
     than are left.
     """
@@ -52,12 +52,12 @@ class Guesser:
         self.answers = answers
         self.right = right
         self.rng = random.Random(seed)
-        self.num_guesses = 0
+        self.num_draft_tokens = 0
 
     def __call__(self, request: Request, most: int) -> Sequence[int]:
         first = request.num_tokens - 1 - request.num_prompt_tokens
         known = self.answers[request.request_id][first : first + self.rng.randint(0, 7)]
-        self.num_guesses += len(known)
+        self.num_draft_tokens += len(known)
         return [
             token if self.rng.random() < self.right else self.rng.randrange(97)
             for token in [*known, 0]
@@ -66,8 +66,8 @@ class Guesser:
 
 def assert_same(got: Transcript, expected: Transcript) -> None:
     assert got.tokens == expected.tokens
-    assert got.scores == expected.scores
-    assert got.prompt_scores == expected.prompt_scores
+    assert got.logprobs == expected.logprobs
+    assert got.prompt_logprobs == expected.prompt_logprobs
     for key, logits in expected.logits.items():
         assert torch.equal(got.logits[key], logits)
 
@@ -90,14 +90,14 @@ def expected(decoder: Decoder) -> Transcript:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
-def test_guesses_change_no_bit(
+def test_draft_tokens_change_no_bit(
     decoder: Decoder, expected: Transcript, right: float, depth: int
 ) -> None:
-    guesser = Guesser(expected.tokens, right, depth)
-    bench = Bench(decoder, depth=depth, guess=guesser)
+    guesser = Proposer(expected.tokens, right, depth)
+    bench = Bench(decoder, depth=depth, propose=guesser)
     got = bench.run(prompts(), EVERYTHING)
     assert_same(got, expected)
-    assert guesser.num_guesses > 100
+    assert guesser.num_draft_tokens > 100
     if right == 1.0 and depth == 1:
         assert got.steps < expected.steps * 0.6
     if depth > 1:
@@ -112,8 +112,8 @@ def test_guesses_change_no_bit(
         {"num_blocks": 20, "num_host_blocks": 12},
     ],
 )
-def test_guesses_meet_chunks_preemption_and_scarcity(
+def test_draft_tokens_meet_chunks_preemption_and_scarcity(
     decoder: Decoder, expected: Transcript, settings: dict[str, int]
 ) -> None:
-    bench = Bench(decoder, depth=2, guess=Guesser(expected.tokens, 0.7, 5), **settings)  # type: ignore[arg-type]
+    bench = Bench(decoder, depth=2, propose=Proposer(expected.tokens, 0.7, 5), **settings)  # type: ignore[arg-type]
     assert_same(bench.run(prompts(), EVERYTHING), expected)
