@@ -123,7 +123,7 @@ def assert_defined(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_scores_are_what_the_definition_says_in_every_scenario(family: str, dtype: str) -> None:
+def test_logprobs_are_what_the_definition_says_in_every_scenario(family: str, dtype: str) -> None:
     decoder = make_decoder(family, DTYPES[dtype])
     prompts, params = workload(seed=len(family))
     first: Transcript | None = None
@@ -155,7 +155,7 @@ def test_a_prompt_in_the_cache_is_scored_all_the_same(boundary: int) -> None:
     assert silent.logprobs == got.logprobs
 
 
-def test_several_answers_share_the_prompts_scores() -> None:
+def test_several_answers_share_the_prompts_logprobs() -> None:
     decoder = make_decoder("qwen3", torch.float32)
     prompt = [random.Random(4).randrange(97) for _ in range(50)]
     params = SamplingParams(n=4, seed=1, max_tokens=5, logprobs=1, prompt_logprobs=1)
@@ -184,7 +184,7 @@ def test_a_long_prompt_is_scored_a_few_rows_at_a_time(monkeypatch: pytest.Monkey
     assert seen == [1, 1]
 
 
-def test_scores_that_are_not_numbers_fail_the_one_who_asked() -> None:
+def test_logprobs_that_are_not_numbers_fail_the_one_who_asked() -> None:
     decoder = make_decoder("mistral", torch.float32)
     table = decoder.embedding(Rows(decoder.kernels), torch.arange(97)).clone()
     table[5] = float("nan")
