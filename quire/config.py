@@ -71,6 +71,29 @@ class Memory(check.Values):
 
 
 @dataclass(frozen=True, slots=True)
+class Duration(check.Values):
+    """Seconds above 0, or text with a unit; kept as seconds."""
+
+    def check(self, name: str, value: Any) -> float:
+        seconds: float | None = None
+        if isinstance(value, str):
+            match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s|)\s*", value)
+            if match:
+                seconds = float(match[1]) * (0.001 if match[2] == "ms" else 1.0)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            seconds = float(value)
+        if seconds is None or not 0 < seconds < 1e9:
+            shown = value[:64] if isinstance(value, str) else value
+            raise InvalidRequestError(
+                name, f"must be a time above 0 such as 40ms, 1.5s or 0.04, not {shown!r}"
+            )
+        return seconds
+
+    def __str__(self) -> str:
+        return "a time (40ms, 1.5s)"
+
+
+@dataclass(frozen=True, slots=True)
 class File(check.Values):
     def check(self, name: str, value: Any) -> Path | str:
         if not isinstance(value, Path | str):
@@ -79,6 +102,19 @@ class File(check.Values):
 
     def __str__(self) -> str:
         return "a path"
+
+
+def _check_weights(name: str, value: Any) -> tuple[tuple[str, float], ...]:
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    well_formed = isinstance(pairs, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str)
+        for pair in pairs
+    )
+    if not well_formed:
+        raise InvalidRequestError(name, "must map names of tenants to numbers above 0")
+    for _, weight in pairs:
+        check.check_real(name, weight, 0.0, 1e9, low_open=True)
+    return tuple((tenant, float(weight)) for tenant, weight in pairs)
 
 
 class EngineOptions(TypedDict, total=False):
@@ -101,7 +137,11 @@ class EngineOptions(TypedDict, total=False):
     tensor_parallel_size: int
     speculation: str
     acceptance: str
-    policy: Literal["fcfs", "priority"]
+    policy: Literal["fcfs", "priority", "fair"]
+    tenant_weights: Mapping[str, float] | tuple[tuple[str, float], ...]
+    target_token_time: float | str | None
+    target_first_token: float | str | None
+    gives_way: Literal["first_token", "token_time"]
     step_log: Path | str | None
 
 
@@ -227,11 +267,45 @@ class EngineConfig:
         help="Accept drafts that equal the sampled token (exact), or by rejection sampling.",
     )
     """With rejection sampling tokens keep their probabilities, but answers depend on the drafts."""
-    policy: Literal["fcfs", "priority"] = check.choice(
+    policy: Literal["fcfs", "priority", "fair"] = check.choice(
         "fcfs",
         "fcfs",
         "priority",
-        help="Who goes first: by arrival, or by priority and then arrival.",
+        "fair",
+        help="Who goes first: by arrival; by priority and arrival; or by fair shares of tenants (keys).",
+    )
+    """fair: the tenant for whom the fewest tokens were computed, over its weight; among its own
+    requests as priority does.
+    """
+    tenant_weights: Mapping[str, float] | tuple[tuple[str, float], ...] = check.checked(
+        (),
+        _check_weights,
+        "tenants with numbers above 0",
+        help="Shares of tenants under policy fair; 1 of those that are not named.",
+    )
+    """Kept as a tuple of pairs."""
+    target_token_time: float | str | None = check.parameter(
+        None,
+        Duration(),
+        optional=True,
+        cli=True,
+        help="Compute prompts in pieces so small that answers get a token in this time, such as 40ms.",
+    )
+    """A target, not a bound: the first steps of a size are not known yet, and a few tokens of
+    prompts are always computed.
+    """
+    target_first_token: float | str | None = check.parameter(
+        None,
+        Duration(),
+        optional=True,
+        cli=True,
+        help="When a request should have its first token, such as 2s; needs target_token_time.",
+    )
+    gives_way: Literal["first_token", "token_time"] = check.choice(
+        "first_token",
+        "first_token",
+        "token_time",
+        help="Which of the two targets is missed where both can't be held.",
     )
     step_log: Path | str | None = check.parameter(  # noqa: RUF009
         None, File(), optional=True, cli=True, help="Write every step to this file, as JSON lines."

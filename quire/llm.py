@@ -322,9 +322,9 @@ class LLM:
         params = inputs.check_params(params) or SamplingParams()
         engine = self.engine
         params.check_token_ids(engine.decoder.spec.vocab_size)
-        if params.priority and engine.core.scheduler.config.policy != "priority":
+        if params.priority and engine.core.scheduler.config.policy == "fcfs":
             raise InvalidRequestError(
-                "priority", 'counts only in an LLM made with policy="priority"'
+                "priority", 'counts only in an LLM made with policy="priority" or "fair"'
             )
         resolved = resolve_tokens(params, engine.tokenizer)
         # Compiled here, so that a bad grammar fails only this call; kept in `live`, so that it is

@@ -216,13 +216,22 @@ def scheduler_config(
         max_model_len=plan.max_model_len,
         block_size=plan.block_size,
         policy=config.policy,
+        tenant_weights=tuple(dict(config.tenant_weights).items()),
         num_host_blocks=plan.num_host_blocks,
         prefix_caching=config.prefix_caching,
         groups=plan.groups.kept,
         state=plan.groups.state,
         bytes_per_block=plan.bytes_per_block,
         max_checked_tokens=limits.graph_tokens,
+        target_token_time=_seconds(config.target_token_time),
+        target_first_token=_seconds(config.target_first_token),
+        gives_way=config.gives_way,
     )
+
+
+def _seconds(value: float | str | None) -> float | None:
+    assert not isinstance(value, str)  # `Duration` keeps seconds
+    return value
 
 
 def _open_tokenizer(checkpoint: Checkpoint, path: Path) -> Tokenizer:

@@ -327,6 +327,16 @@ class SamplingParams:
         page=False,
         help="Lower goes first, under the engine's `priority` policy.",
     )
+    tenant: str = check.checked(
+        "",
+        _check_salt,
+        f"text of up to {MAX_STRING} characters",
+        api=False,
+        cli=False,
+        page=False,
+        help="Whose request it is, under the engine's `fair` policy.",
+    )
+    """The server takes the key that a request came with."""
     deadline: float | None = check.real(
         None,
         0.0,

@@ -194,6 +194,17 @@ class Finished:
     accepted_tokens: int = 0
 
 
+class StepPromise(NamedTuple):
+    """How much of prompts a step may compute where token times are promised, and why."""
+
+    prompt_tokens: int
+    """At most so many beside the decodes."""
+    seconds: float
+    """What the whole step is expected to take then."""
+    gave_way: str | None = None
+    """Which target can't be held: "first_token" or "token_time"; None: both are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step of the engine, complete: nothing else passes from scheduler to runner."""
@@ -213,6 +224,8 @@ class Step:
     """The first `num_decodes` entries of `scheduled` compute one token, sample the next one and
     have no draft tokens.
     """
+    promise: StepPromise | None = None
+    """Where there is a target for token times and somebody waits for a token; None elsewhere."""
 
     @property
     def is_empty(self) -> bool:

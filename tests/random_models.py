@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.engine import EngineCore, Request, Scheduler, SchedulerConfig, make_requests
+from quire.engine.draft_tokens import Propose
 from quire.engine.invariants import check_invariants
-from quire.engine.scheduler import Propose
 from quire.kernels.ops import Activation, Kernels, MoeSpec
 from quire.kernels.recurrent import ConvolutionSpec, GatedNormSpec, RecurrentSpec
 from quire.kernels.weights import Weight

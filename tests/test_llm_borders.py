@@ -313,7 +313,8 @@ def test_after_all_that(llm: LLM) -> None:
 
 def test_a_priority_is_refused_where_nobody_would_look_at_it(llm: LLM) -> None:
     with pytest.raises(
-        InvalidRequestError, match='priority: counts only in an LLM made with policy="priority"'
+        InvalidRequestError,
+        match='priority: counts only in an LLM made with policy="priority" or "fair"',
     ):
         llm.generate("ab", SamplingParams(max_tokens=1, priority=1))
 

@@ -21,7 +21,7 @@ from typer import Argument, Option
 from typer.models import OptionInfo
 
 from quire.cli.toml import check_value, toml_line
-from quire.config import File, Memory
+from quire.config import Duration, File, Memory
 from quire.errors import InvalidRequestError
 from quire.field_checks import Choice, Flag, Number, Pattern, Strings, Values, parameters
 from quire.frontend.settings_file import SettingsFile, read_settings
@@ -104,7 +104,7 @@ def _metavar(values: Values) -> str | None:
         return re.sub(r", | or ", "|", values.words)
     if isinstance(values, Number):
         return "N" if values.kind is int else "X"
-    return {Memory: "M", File: "FILE"}.get(type(values), "TEXT")
+    return {Memory: "M", Duration: "TIME", File: "FILE"}.get(type(values), "TEXT")
 
 
 def _option_type(values: Values) -> Any:

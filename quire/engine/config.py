@@ -25,8 +25,12 @@ class SchedulerConfig:
     max_model_len: int
     """The longest sequence, prompt and answer together."""
     block_size: int = 16
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    """fcfs: by arrival. priority: lower number first, then arrival."""
+    policy: Literal["fcfs", "priority", "fair"] = "fcfs"
+    """fcfs: by arrival. priority: lower number first, then arrival. fair: by what tenants have had
+    so far (`FairShares`), then as priority does.
+    """
+    tenant_weights: tuple[tuple[str, float], ...] = ()
+    """Shares of tenants under policy "fair"; 1 of those that are not named."""
     num_host_blocks: int = 0
     """Blocks of the host tier below the prefix cache; 0 turns it off, and preemption recomputes."""
     prefix_caching: bool = True
@@ -45,15 +49,44 @@ class SchedulerConfig:
     step of up to half as many again is cut to it; 0: there are no graphs.
     """
 
+    target_token_time: float | None = None
+    """Seconds in which whoever is being answered should get the next token (`TokenTimes`)."""
+    target_first_token: float | None = None
+    """Seconds after its arrival in which a request should get its first token."""
+    gives_way: Literal["first_token", "token_time"] = "first_token"
+    """Which target is missed where both can't be held."""
+
     def __post_init__(self) -> None:
         lowest = {"num_blocks": 2, "max_model_len": 2, "num_host_blocks": 0, "bytes_per_block": 0}
         for field in ("max_num_seqs", "max_batched_tokens", "block_size", *lowest):
             value, low = getattr(self, field), lowest.get(field, 1)
             if value < low:
                 raise InvalidRequestError(field, f"must be at least {low}, not {value}")
-        if self.policy not in ("fcfs", "priority"):
+        if self.policy not in ("fcfs", "priority", "fair"):
             raise InvalidRequestError(
-                "policy", f"must be 'fcfs' or 'priority', not {self.policy!r}"
+                "policy", f"must be 'fcfs', 'priority' or 'fair', not {self.policy!r}"
+            )
+        for tenant, weight in self.tenant_weights:
+            if not 0 < weight < float("inf"):
+                raise InvalidRequestError(
+                    "tenant_weights", f"must be above 0, not {weight} for {tenant!r}"
+                )
+        if self.tenant_weights and self.policy != "fair":
+            raise InvalidRequestError(
+                "tenant_weights", f"count under policy 'fair' only, not {self.policy!r}"
+            )
+        for field in ("target_token_time", "target_first_token"):
+            target = getattr(self, field)
+            if target is not None and not 0 < target < float("inf"):
+                raise InvalidRequestError(field, f"must be seconds above 0, not {target}")
+        if self.target_first_token is not None and self.target_token_time is None:
+            raise InvalidRequestError(
+                "target_first_token",
+                "needs target_token_time: without it prompts are computed as soon as they can be",
+            )
+        if self.gives_way not in ("first_token", "token_time"):
+            raise InvalidRequestError(
+                "gives_way", f"must be 'first_token' or 'token_time', not {self.gives_way!r}"
             )
         # With every other row decoding, one token is left for a prompt: neither decodes nor prompts
         # can starve.
@@ -102,8 +135,10 @@ class SchedulerConfig:
             "groups", [BlockGroup()] * (num_groups - num_windowed) + [windowed] * num_windowed
         )
         state = given.pop("state", None)
+        weights = given.pop("tenant_weights", ())
         return cls(
             **given,
+            tenant_weights=tuple((tenant, weight) for tenant, weight in weights),
             groups=tuple(BlockGroup(*group) for group in groups),
             state=None if state is None else StateSpec(*state),
         )

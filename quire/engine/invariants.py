@@ -9,8 +9,10 @@ from itertools import pairwise
 from quire.engine.block_key import same_prefix
 from quire.engine.block_manager import BlockManager
 from quire.engine.block_pool import Block
+from quire.engine.fair_shares import FairShares
 from quire.engine.host_tier import HostTier
 from quire.engine.request import Request
+from quire.engine.request_table import RequestTable
 from quire.engine.scheduler import Scheduler
 
 
@@ -155,10 +157,14 @@ def check_host_sums(host: HostTier) -> None:
 def _check_queues(scheduler: Scheduler) -> None:
     """Queues, rows and groups: each has the requests that it should have, and no others."""
     table = scheduler.table
-    for queue in (table.waiting, table.running):
-        if any(before.order >= after.order for before, after in pairwise(queue)):
+    for queue in (*table.waiting.queues, table.running):
+        if any(queue.order(one) >= queue.order(other) for one, other in pairwise(queue)):
             raise InvariantError("a queue is out of order")
     names = [request.request_id for queue in (table.waiting, table.running) for request in queue]
+    if len(table.waiting) + len(table.running) != len(names):
+        raise InvariantError(f"{len(table.waiting)} requests wait by the queue's own count")
+    if table.shares is not None:
+        _check_shares(table, table.shares)
     if sorted(names) != sorted(table.requests):
         raise InvariantError(f"{sorted(names)} are queued, {sorted(table.requests)} known")
     rows = table.free_rows.copy()
@@ -183,6 +189,16 @@ def _check_queues(scheduler: Scheduler) -> None:
     )
     if grouped != expected:
         raise InvariantError(f"{grouped} are in groups, {expected} should be")
+
+
+def _check_shares(table: RequestTable, shares: FairShares) -> None:
+    live = Counter(request.tenant for request in table.requests.values())
+    rows = Counter(request.tenant for request in table.running)
+    if live != shares.num_live or rows != shares.rows:
+        raise InvariantError(
+            f"tenants have {dict(live)} requests and {dict(rows)} rows, not "
+            f"{dict(shares.num_live)} and {dict(shares.rows)}"
+        )
 
 
 def _check_counts(scheduler: Scheduler) -> None:

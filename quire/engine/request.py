@@ -159,6 +159,11 @@ class Request:
         return len(self.token_ids) + self.num_placeholders
 
     @property
+    def tenant(self) -> str:
+        """Whose it is, for fair shares."""
+        return self.params.tenant
+
+    @property
     def extra_keys(self) -> tuple[str, ...]:
         """What a cached prefix must agree in besides the tokens."""
         return () if self.params.cache_salt is None else (self.params.cache_salt,)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from operator import attrgetter
 
 from quire.engine.request import Request
-
-_order = attrgetter("order")
 
 
 class RequestQueue(list[Request]):
@@ -15,10 +14,25 @@ class RequestQueue(list[Request]):
     preempted first.
     """
 
+    order = staticmethod(attrgetter("order"))
+
+    @property
+    def queues(self) -> list[RequestQueue]:
+        """Each is in order."""
+        return [self]
+
     def add(self, request: Request) -> None:
-        insort(self, request, key=_order)
+        insort(self, request, key=self.order)
 
     def remove(self, request: Request, /) -> None:
-        index = bisect_left(self, request.order, key=_order)
+        index = bisect_left(self, self.order(request), key=self.order)
         assert self[index] is request, f"request {request.request_id} is not in this queue"
         del self[index]
+
+    def candidates(self) -> Iterator[Request]:
+        """Whom to admit, in this order. A request may be removed before the next one is asked for."""
+        index = 0
+        while index < len(self):
+            request = self[index]
+            yield request
+            index += index < len(self) and self[index] is request

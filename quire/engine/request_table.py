@@ -11,6 +11,7 @@ import heapq
 
 from quire.engine.block_manager import BlockManager
 from quire.engine.config import SchedulerConfig
+from quire.engine.fair_shares import FairQueue, FairShares
 from quire.engine.request import Request
 from quire.engine.request_queue import RequestQueue
 from quire.errors import CapacityError, InvalidRequestError
@@ -30,7 +31,15 @@ class RequestTable:
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
         self.config = config
         self.blocks = blocks
-        self.waiting = RequestQueue()
+        self.shares = (
+            FairShares(dict(config.tenant_weights), config.max_num_seqs)
+            if config.policy == "fair"
+            else None
+        )
+        """What tenants have had; None where it doesn't count."""
+        self.waiting: RequestQueue | FairQueue = (
+            RequestQueue() if self.shares is None else FairQueue(self.shares)
+        )
         self.running = RequestQueue()
         self.requests: dict[str, Request] = {}
         self.groups: dict[str, list[Request]] = {}
@@ -59,6 +68,8 @@ class RequestTable:
         if request.params.deadline is not None:
             self._deadlines[request] = now + request.params.deadline
             self._next_deadline = min(self._next_deadline, now + request.params.deadline)
+        if self.shares is not None:
+            self.shares.enter(request.tenant)
         self.waiting.add(request)
 
     def get(self, request_id: str) -> Request:
@@ -95,6 +106,8 @@ class RequestTable:
         if request.first_scheduled is None:
             request.first_scheduled = now
         self.running.add(request)
+        if self.shares is not None:
+            self.shares.start(request.tenant)
         return row
 
     def preempt(self, request: Request, why: str) -> None:
@@ -152,6 +165,8 @@ class RequestTable:
 
     def _forget(self, request: Request) -> None:
         del self.requests[request.request_id]
+        if self.shares is not None:
+            self.shares.leave(request.tenant, len(request.token_ids))
         self._deadlines.pop(request, None)
         if request.group_id is not None:
             group = self.groups[request.group_id]
@@ -164,6 +179,8 @@ class RequestTable:
         heapq.heappush(self.free_rows, request.row)
         self.running.remove(request)
         request.row = None
+        if self.shares is not None:
+            self.shares.stop(request.tenant)
 
     def _rank(self, request: Request) -> int:
         return request.priority if self.config.policy == "priority" else 0

@@ -14,14 +14,17 @@ were right when it computes such a step, and begins at the true position.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 from quire.engine.block_manager import BlockManager, Placement
 from quire.engine.config import SchedulerConfig
+from quire.engine.draft_tokens import DraftTokens, Propose
+from quire.engine.fair_shares import FairShares
 from quire.engine.request import Request
 from quire.engine.request_table import RequestTable
 from quire.engine.results import ResultTaker
+from quire.engine.step_plan import StepPlan
+from quire.engine.token_times import TokenTimes
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.step import (
     AdmittedRequest,
@@ -32,31 +35,7 @@ from quire.step import (
     Step,
     StepResult,
     new_tuple,
-    with_draft_tokens,
 )
-
-Propose = Callable[[Request, int], Sequence[int]]
-"""Called with a request that samples and a number n: returns at most n tokens that may follow the
-request's own.
-"""
-
-
-@dataclass(slots=True)
-class _StepPlan:
-    """The step being put together."""
-
-    step_id: int
-    now: float
-    budget: int
-    scheduled: list[ScheduledRequest] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    admitted: list[AdmittedRequest] = field(default_factory=list)
-    computing_groups: set[str] = field(default_factory=set)
-    """Groups (n answers to one prompt) of which one request is computing the prompt: the others
-    wait for it.
-    """
-    preempting: bool = False
-    num_decodes: int = 0
 
 
 class Scheduler:
@@ -77,13 +56,17 @@ class Scheduler:
         self.blocks = blocks or BlockManager(config)
         self.table = RequestTable(config, self.blocks)
         self._results = ResultTaker(config, self.blocks, self.table)
-        self._propose = propose
-        self._num_drafts = num_drafts
+        self._drafts = (
+            None if propose is None else DraftTokens(config, self.blocks, propose, num_drafts)
+        )
         self.in_flight: deque[tuple[Step, list[Request]]] = deque()
         """Steps not committed yet, oldest first, each with the `Request` of every entry: results
         are matched by object and not by name, since by then a name may belong to another request.
         """
         self._num_steps = 0
+        self._times = None if config.target_token_time is None else TokenTimes(config)
+        self._held_up: Request | None = None
+        """The request that was next in the last step, and for which there were too few blocks."""
 
     @property
     def has_work(self) -> bool:
@@ -115,9 +98,9 @@ class Scheduler:
 
     def set_priority(self, request_id: str, priority: int) -> None:
         """Moves a request to another place in the order."""
-        if self.config.policy != "priority":
+        if self.config.policy == "fcfs":
             raise InvalidRequestError(
-                "priority", "counts under policy 'priority' only; this engine runs 'fcfs'"
+                "priority", "counts under policy 'priority' or 'fair'; this engine runs 'fcfs'"
             )
         self.table.set_priority(self.table.get(request_id), priority)
 
@@ -133,14 +116,24 @@ class Scheduler:
         """
         table = self.table
         table.expire(now)
-        plan = _StepPlan(self._num_steps, now, self.config.max_batched_tokens)
-        self._schedule_running(plan, held)
-        # A request that was just preempted for another's blocks must not be admitted again at once.
-        if not plan.preempting:
-            self._schedule_waiting(plan)
+        plan = StepPlan(self._num_steps, now, self.config.max_batched_tokens)
+        if table.shares is not None:
+            self._even_out(table.shares)
+        chunks = self._schedule_decodes(plan, held)
+        if self._times is not None and plan.num_decodes and (chunks or table.waiting):
+            plan.promise = self._times.promise(
+                plan.scheduled, self._first_prompt(chunks), now, plan.budget
+            )
+            plan.limit(plan.promise.prompt_tokens)
+            self._schedule_in_time(chunks, plan)
+        else:
+            self._schedule_chunks(chunks, plan)
+            # Whoever was just preempted for another's blocks must not be admitted again at once.
+            if not plan.preempting:
+                self._schedule_waiting(plan)
         self._cut_to_graph(plan)
-        if self._propose is not None and not plan.preempting:
-            self._add_draft_tokens(plan, self._propose)
+        if self._drafts is not None and not plan.preempting:
+            self._drafts.add(plan, len(table.running))
         if self.config.state is not None:
             self._advance_states(plan)
         step = Step(
@@ -155,6 +148,7 @@ class Scheduler:
             num_waiting=len(table.waiting),
             num_running=len(table.running),
             num_decodes=plan.num_decodes,
+            promise=plan.promise,
         )
         if not step.is_empty:
             self._num_steps += 1
@@ -175,6 +169,8 @@ class Scheduler:
             )
         _, requests = self.in_flight.popleft()
         self._results.take(step, requests, result, now)
+        if self._times is not None:
+            self._times.observe(step, now)
         return self.take_updates()
 
     def fail(self, step: Step, message: str, now: float) -> list[Step]:
@@ -201,13 +197,13 @@ class Scheduler:
         updates, self.table.updates = self.table.updates, []
         return updates
 
-    def _schedule_running(self, plan: _StepPlan, held: frozenset[int]) -> None:
-        """First the requests with one token to compute (decodes), then prompt chunks with the
-        budget that is left.
+    def _schedule_decodes(self, plan: StepPlan, held: frozenset[int]) -> list[Request]:
+        """First come the requests with one token to compute; returns those that have more, in
+        their order.
         """
         chunks: list[Request] = []
         block_size, groups = self.config.block_size, self.config.num_groups
-        scheduled, requests, draft_tokens = plan.scheduled, plan.requests, self._propose is not None
+        scheduled, requests, draft_tokens = plan.scheduled, plan.requests, self._drafts is not None
         append, append_request = scheduled.append, requests.append
         entry_type = ScheduledRequest
         for request in self.table.running.copy():  # which preemptions change
@@ -245,12 +241,65 @@ class Scheduler:
             request.num_placeholders += 1
         plan.budget -= len(scheduled)
         plan.num_decodes = len(scheduled)
+        self._charge(plan)
+        return chunks
+
+    def _schedule_chunks(self, chunks: Iterable[Request], plan: StepPlan) -> None:
+        """Parts of prompts, with the budget that is left."""
         for request in chunks:
             if plan.budget and request.row is not None:
                 self._schedule_chunk(request, plan, ())
+        self._charge(plan)
+
+    def _schedule_in_time(self, chunks: list[Request], plan: StepPlan) -> None:
+        """Where the budget is small to keep a promise of time: half of it is the first prompt's,
+        so that it gets on; with the other half short prompts may pass it, the shortest first.
+        """
+        oldest = next((request for request in chunks if request.row is not None), None)
+        kept = 0 if oldest is None else (plan.budget + 1) // 2
+        plan.budget -= kept
+        rest = [request for request in chunks if request is not oldest]
+        rest.sort(key=lambda request: request.num_tokens - request.num_computed_tokens)
+        self._schedule_chunks(rest, plan)
+        if not plan.preempting:
+            self._schedule_waiting(plan)
+        plan.budget += kept
+        if oldest is not None:
+            self._schedule_chunks((oldest,), plan)
+
+    def _first_prompt(self, chunks: list[Request]) -> Request | None:
+        """The request that waits for its first token and is next."""
+        running = next((request for request in chunks if request.row is not None), None)
+        return running or next(self.table.waiting.candidates(), None)
+
+    def _charge(self, plan: StepPlan) -> None:
+        """Counts what is scheduled for the first time to the tenants whose requests it is for."""
+        shares = self.table.shares
+        if shares is None:
+            return
+        for index in range(plan.num_charged, len(plan.scheduled)):
+            entry, request = plan.scheduled[index], plan.requests[index]
+            end = entry.start + entry.num_tokens
+            shares.charge(request.tenant, max(0, end - max(entry.start, request.computed_before)))
+        plan.num_charged = len(plan.scheduled)
+
+    def _even_out(self, shares: FairShares) -> None:
+        """Has a tenant with more rows than its share give one up, if the next request waits for a
+        row or for blocks and its tenant has less than its share.
+        """
+        request = next(self.table.waiting.candidates(), None)
+        if request is None or (self.table.free_rows and request is not self._held_up):
+            return
+        if request.num_placeholders:
+            return
+        giver = shares.giver(request.tenant)
+        if giver is not None:
+            last = next(one for one in reversed(self.table.running) if one.tenant == giver)
+            why = f"request {request.request_id} of a tenant with less than its share waited"
+            self.table.preempt(last, why)
 
     def _schedule_chunk(
-        self, request: Request, plan: _StepPlan, new_block_ids: tuple[int, ...]
+        self, request: Request, plan: StepPlan, new_block_ids: tuple[int, ...]
     ) -> None:
         """As many of a request's tokens as the budget allows; their blocks were taken at admission."""
         assert request.row is not None
@@ -270,13 +319,13 @@ class Scheduler:
         request.num_computed_tokens = end
         request.num_placeholders += samples
 
-    def _cut_to_graph(self, plan: _StepPlan) -> None:
+    def _cut_to_graph(self, plan: StepPlan) -> None:
         """Leaves the end of prompts to the next step where this one is a little larger than a CUDA
         graph: two graphs take less time than one step that is launched kernel by kernel, and
         decodes wait for half of it only.
         """
         most = self.config.max_checked_tokens
-        excess = self.config.max_batched_tokens - plan.budget - most
+        excess = self.config.max_batched_tokens - plan.left_out - plan.budget - most
         if most == 0 or not 0 < excess <= most // 2:
             return
         for index in range(len(plan.scheduled) - 1, plan.num_decodes - 1, -1):
@@ -291,8 +340,11 @@ class Scheduler:
                 )
                 plan.budget += count
                 excess -= count
+                if self.table.shares is not None:
+                    again = min(count, max(0, request.computed_before - end))
+                    self.table.shares.charge(request.tenant, again - count)
 
-    def _grow(self, request: Request, plan: _StepPlan) -> tuple[int, ...] | None:
+    def _grow(self, request: Request, plan: StepPlan) -> tuple[int, ...] | None:
         """A block for the next token: a free one, else the least important running requests are
         preempted until one is.
 
@@ -312,17 +364,16 @@ class Scheduler:
             self.table.preempt(self.table.running[-1], why)
         return None
 
-    def _schedule_waiting(self, plan: _StepPlan) -> None:
+    def _schedule_waiting(self, plan: StepPlan) -> None:
         """Admits waiting requests in order. One for which there are too few blocks holds up all
         behind it; one that is not ready (its last token is in flight, or another answer computes
         its prompt) is passed over.
         """
-        waiting = self.table.waiting
-        index = 0
-        while plan.budget and self.table.free_rows and index < len(waiting):
-            request = waiting[index]
+        self._held_up = None
+        for request in self.table.waiting.candidates():
+            if not plan.budget or not self.table.free_rows:
+                return
             if request.num_placeholders or self._waits_for_prompt(request, plan):
-                index += 1
                 continue
             try:
                 placement = self.blocks.place(
@@ -332,10 +383,12 @@ class Scheduler:
                 self.table.finish(request, "error", plan.now, error=str(error))
                 continue
             if placement is None:
+                self._held_up = request
                 return
             self._admit(request, placement, plan)
+            self._charge(plan)
 
-    def _waits_for_prompt(self, request: Request, plan: _StepPlan) -> bool:
+    def _waits_for_prompt(self, request: Request, plan: StepPlan) -> bool:
         """Whether another of the n answers computes the prompt now: this one waits, to find it in
         the prefix cache.
         """
@@ -352,7 +405,7 @@ class Scheduler:
                 plan.computing_groups.add(group_id)
         return group_id in plan.computing_groups
 
-    def _admit(self, request: Request, placement: Placement, plan: _StepPlan) -> None:
+    def _admit(self, request: Request, placement: Placement, plan: StepPlan) -> None:
         row = self.table.start(request, plan.now)
         request.admitted_step = plan.step_id
         request.num_computed_tokens = placement.num_device_tokens + placement.num_host_tokens
@@ -383,63 +436,7 @@ class Scheduler:
         )
         self._schedule_chunk(request, plan, block_ids[placement.num_ready_blocks :])
 
-    def _add_draft_tokens(self, plan: _StepPlan, propose: Propose) -> None:
-        """Appends draft tokens to the entries that sample, from the budget that is left and from
-        free blocks, as long as one block is left for every running request. Each request may have
-        the same number of draft tokens at most.
-        """
-        most = self.config.max_batched_tokens
-        share = ((self.config.max_checked_tokens or most) - (most - plan.budget)) // max(
-            len(plan.requests), 1
-        )
-        if share <= 0:
-            return
-        num_drafts, state = self._num_drafts, self.config.state
-        for index, request in enumerate(plan.requests):
-            if request.draft_pause:
-                request.draft_pause -= request.draft_pause > 0
-            elif plan.scheduled[index].samples and request.pooling is None:
-                # - 1: the sampled token itself takes one place.
-                room = min(
-                    plan.budget, share, request.max_total_tokens - request.num_computed_tokens - 1
-                )
-                # draft tokens in flight pass one chunk's end at most: the state before it is kept
-                if state is not None:
-                    room = min(room, state.chunk - 1 - request.num_draft_tokens)
-                draft_tokens = propose(request, room) if room > 0 else ()
-                drafts = 0 if num_drafts is None else num_drafts(request)
-                if draft_tokens or drafts:
-                    self._extend_entry(plan, index, tuple(draft_tokens[:room]), drafts)
-
-    def _extend_entry(
-        self, plan: _StepPlan, index: int, draft_tokens: tuple[int, ...], num_drafts: int
-    ) -> None:
-        """Adds draft tokens, and the number of tokens to draft after them, to an entry, as far as
-        there are blocks.
-        """
-        request, entry = plan.requests[index], plan.scheduled[index]
-        computed = request.num_computed_tokens
-        # drafting computes the sampled token and all drafts but the last, within max_total_tokens
-        if num_drafts:
-            num_drafts = max(
-                0, min(num_drafts, request.max_total_tokens - computed - len(draft_tokens) - 2)
-            )
-        end, new_block_ids = computed + len(draft_tokens) + num_drafts, entry.new_block_ids
-        if end > self.blocks.num_held(request):
-            new_block_ids += self._grow_for_draft_tokens(request, end)
-            room = self.blocks.num_held(request) - computed
-            draft_tokens = draft_tokens[:room]
-            num_drafts = min(num_drafts, room - len(draft_tokens))
-        count = len(draft_tokens)
-        if count:
-            request.num_computed_tokens = computed + count
-            request.num_placeholders += count
-            request.num_draft_tokens += count
-            plan.budget -= count
-            plan.num_decodes = min(plan.num_decodes, index)
-        plan.scheduled[index] = with_draft_tokens(entry, new_block_ids, draft_tokens, num_drafts)
-
-    def _advance_states(self, plan: _StepPlan) -> None:
+    def _advance_states(self, plan: StepPlan) -> None:
         """Notes which states of recurrent layers the step makes, and has those copied that are
         kept.
         """
@@ -448,18 +445,3 @@ class Scheduler:
             self.blocks.advance_states(
                 request, entry.start, entry.start + entry.num_tokens, reserve
             )
-
-    def _grow_for_draft_tokens(self, request: Request, end: int) -> tuple[int, ...]:
-        """New blocks for tokens up to `end`, while one stays free for each running request."""
-        blocks, needed = self.blocks, self.config.num_groups * len(self.table.running)
-        new_block_ids: tuple[int, ...] = ()
-        try:
-            while (
-                end > blocks.num_held(request)
-                and blocks.pool.num_free > needed
-                and (more := blocks.grow(request))
-            ):
-                new_block_ids += more
-        except QuireError:
-            pass  # draft tokens need not be made
-        return new_block_ids

@@ -51,6 +51,8 @@ class EngineCounters:
     """By reason."""
     copies: Counter[str] = field(default_factory=Counter)
     """Blocks, by kind."""
+    gave_way: Counter[str] = field(default_factory=Counter)
+    """Steps in which a target of time could not be held, by the target."""
 
 
 class EngineMetrics:
@@ -66,6 +68,8 @@ class EngineMetrics:
         step, counters = entry.step, self.counters
         counters.steps += 1
         counters.failed_steps += entry.error is not None
+        if step.promise is not None and step.promise.gave_way is not None:
+            counters.gave_way[step.promise.gave_way] += 1
         # A request may have been preempted and then ended; its name may have been admitted again
         # since.
         for preemption in step.preempted:

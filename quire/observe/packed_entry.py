@@ -25,6 +25,7 @@ from quire.step import (
     ScheduledRequest,
     Step,
     StepLogEntry,
+    StepPromise,
     StepResult,
 )
 
@@ -71,6 +72,7 @@ class _Values(NamedTuple):
     finished: list[tuple[Any, ...]]
     copies: list[tuple[Any, ...]]
     counts: dict[str, int]
+    promise: tuple[Any, ...] | None
     result: dict[str, Any] | None
     error: str | None
     committed: float
@@ -153,6 +155,7 @@ def pack(entry: StepLogEntry) -> PackedEntry:
         finished=[_finished_fields(one) for one in step.finished],
         copies=list(map(tuple, step.copies)),
         counts={name: getattr(step, name) for name in _COUNTS},
+        promise=None if step.promise is None else tuple(step.promise),
         result=found,
         error=entry.error,
         committed=entry.committed,
@@ -177,6 +180,7 @@ def unpack(packed: PackedEntry) -> StepLogEntry:
         preempted=tuple(Preemption(*one) for one in values.preempted),
         finished=tuple(Finished(*one) for one in values.finished),
         copies=tuple(map(BlockCopy._make, values.copies)),
+        promise=None if values.promise is None else StepPromise(*values.promise),
         **values.counts,
     )
     result = None if values.result is None else StepResult(**values.result)

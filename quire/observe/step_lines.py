@@ -19,6 +19,7 @@ from quire.step import (
     ScheduledRequest,
     Step,
     StepLogEntry,
+    StepPromise,
     StepResult,
 )
 
@@ -68,6 +69,8 @@ class LineWriter:
             name: [fields_of(one) for one in getattr(entry.step, name)] for name in _RECORDS
         }
         step["scheduled"] = self._columns(entry.step.scheduled)
+        if entry.step.promise is None:
+            del step["promise"]
         for item in step["admitted"]:
             item["params"] = encode_params(item["params"])
             item["resolved"] = fields_of(item["resolved"])
@@ -139,6 +142,8 @@ class LineReader:
             item["resolved"] = build_record(ResolvedTokens, item["resolved"])
         for name, kind in _RECORDS.items():
             step[name] = tuple(build_record(kind, item) for item in step[name])
+        if step.get("promise") is not None:
+            step["promise"] = StepPromise(*step["promise"])
         if version == 5:
             step["scheduled"] = tuple(
                 build_record(ScheduledRequest, _renamed(item)) for item in step["scheduled"]

@@ -129,10 +129,12 @@ class GenerationService:
             raise InvalidRequestError(
                 "n", f"{asked}; one call may ask for {self.config.max_answers}"
             )
-        if request.params.priority and self.ready.policy != "priority":
+        if request.params.priority and self.ready.policy == "fcfs":
             raise InvalidRequestError(
-                "priority", "counts only on a server started with --policy priority"
+                "priority", "counts only on a server started with --policy priority or fair"
             )
+        if self.ready.policy == "fair":
+            request = replace(request, params=replace(request.params, tenant=owner))
         kind: type[Call] = TextCall if request.pooling is None else EmbeddingCall
         ticket = self.admission.enter(min(num_answers, kind.AT_ONCE))
         try:

@@ -8,9 +8,10 @@ from typing import Any
 from quire.engine.block_manager import BlockManager
 from quire.engine.config import SchedulerConfig
 from quire.engine.core import EngineCore
+from quire.engine.draft_tokens import Propose
 from quire.engine.invariants import check_invariants
 from quire.engine.request import Request, make_requests
-from quire.engine.scheduler import Propose, Scheduler
+from quire.engine.scheduler import Scheduler
 from quire.observe.step_log import StepLog
 from quire.sampling_params import SamplingParams
 from quire.step import PromptLogprobs, RequestUpdate, Step

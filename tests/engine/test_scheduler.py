@@ -162,7 +162,7 @@ def test_priorities_order_waiting_requests_and_can_change() -> None:
 def test_set_priority_is_refused_where_it_would_have_no_effect() -> None:
     engine = Harness()
     engine.add("a", [1])
-    with pytest.raises(InvalidRequestError, match="policy 'priority' only"):
+    with pytest.raises(InvalidRequestError, match="policy 'priority' or 'fair'"):
         engine.scheduler.set_priority("a", 1)
 
 

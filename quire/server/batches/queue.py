@@ -2,7 +2,7 @@
 those of several keys beside each other, so that none waits for another's.
 
 A batch's request is started only while the engine has rows to spare, and batches never take more
-than half of them; with `--policy priority` they also give way once they run. What is answered is on
+than half of them; with `--policy priority` or `fair` they also give way once they run. What is answered is on
 disk, so a restart goes on from there. Where there is no room for an answer, in the key's share or
 on the disk, the batch waits until there is.
 """
@@ -46,7 +46,7 @@ class BatchQueue:
     def __init__(self, store: BatchStore, service: GenerationService) -> None:
         self.store = store
         self._service = service
-        priority = _LEAST_IMPORTANT if service.ready.policy == "priority" else 0
+        priority = _LEAST_IMPORTANT if service.ready.policy != "fcfs" else 0
         self._answers = BatchAnswers(service, priority)
         self._waiting: dict[str, deque[StoredBatch]] = {}
         """By key, as long as one of its batches runs."""

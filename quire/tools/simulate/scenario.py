@@ -112,6 +112,10 @@ def make_scenario(seed: int) -> Scenario:
         config = replace(
             config, max_checked_tokens=random.Random(-9 - seed).choice([1, 2, 5, 12, 30])
         )
+    if seed % 8 in (1, 6):
+        config, arrivals = _with_tenants(random.Random(-17 - seed), config, arrivals)
+    if seed % 9 in (2, 5, 7):
+        config = _with_targets(random.Random(-19 - seed), config)
     if seed % 4 == 3:
         arrivals = _pool_some(random.Random(-1 - seed), arrivals)
     with_faults = rng.random() < 0.4
@@ -133,7 +137,7 @@ def make_scenario(seed: int) -> Scenario:
         arrivals=tuple(arrivals),
         abort_chance=rng.choice([0.0, 0.0, 0.03, 0.15]),
         preempt_chance=rng.choice([0.0, 0.0, 0.05, 0.2]),
-        reprioritize_chance=rng.choice([0.0, 0.1]) if config.policy == "priority" else 0.0,
+        reprioritize_chance=rng.choice([0.0, 0.1]) if config.policy != "fcfs" else 0.0,
         step_faults=step_faults,
         copy_faults=frozenset(rng.sample(range(1, 8), k=2))
         if faults in ("copies", "all")
@@ -235,6 +239,28 @@ def _with_parts(rng: random.Random, arrivals: list[Arrival]) -> list[Arrival]:
     and images.
     """
     return [replace(one, key_parts=draw_parts(rng)) for one in arrivals]
+
+
+def _with_tenants(
+    rng: random.Random, config: SchedulerConfig, arrivals: list[Arrival]
+) -> tuple[SchedulerConfig, list[Arrival]]:
+    """Requests of several tenants, which get their shares."""
+    tenants = ["", "a", "b", "c"][: rng.randint(1, 4)]
+    weights = tuple((one, rng.choice([0.1, 1.0, 3.0])) for one in tenants if rng.random() < 0.5)
+    theirs = [
+        replace(one, params=replace(one.params, tenant=rng.choice(tenants))) for one in arrivals
+    ]
+    return replace(config, policy="fair", tenant_weights=weights), theirs
+
+
+def _with_targets(rng: random.Random, config: SchedulerConfig) -> SchedulerConfig:
+    """Promises of time, by a clock that tells nothing about the work."""
+    return replace(
+        config,
+        target_token_time=rng.choice([0.01, 0.4, 1.0, 3.0]),
+        target_first_token=rng.choice([None, 0.5, 4.0]),
+        gives_way=rng.choice(["first_token", "token_time"]),
+    )
 
 
 def draw_parts(rng: random.Random) -> tuple[KeyPart, ...]:

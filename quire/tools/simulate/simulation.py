@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 
 from quire.engine.block_manager import BlockManager
 from quire.engine.core import EngineCore
+from quire.engine.draft_tokens import Propose
 from quire.engine.invariants import check_invariants
 from quire.engine.request import PromptProgress, Request, make_requests
-from quire.engine.scheduler import Propose, Scheduler
+from quire.engine.scheduler import Scheduler
 from quire.errors import CapacityError, InvalidRequestError
 from quire.observe.engine_metrics import EngineMetrics
 from quire.observe.step_log import StepLog

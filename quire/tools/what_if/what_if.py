@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from quire.config import Duration
 from quire.engine import EngineCore, Scheduler, SchedulerConfig
 from quire.errors import CapacityError, InvalidRequestError
 from quire.observe.engine_metrics import EngineMetrics
@@ -65,14 +66,27 @@ def parse_changes(text: str, base: Setting) -> Setting:
                 depth = int(value)
             elif name == "rate":
                 rate = float(value)
-            elif name == "policy" and is_given:
+            elif name in ("policy", "gives_way") and is_given:
                 config[name] = value
+            elif name in ("target_token_time", "target_first_token"):
+                config[name] = None if value == "none" else Duration().check(name, value)
             elif name == "prefix_caching" and value in ("true", "false"):
                 config[name] = value == "true"
             else:
                 raise ValueError
         except ValueError:
-            known = ", ".join((*_CHANGES, "policy", "prefix_caching=true|false", "depth", "rate"))
+            known = ", ".join(
+                (
+                    *_CHANGES,
+                    "policy",
+                    "prefix_caching=true|false",
+                    "target_token_time",
+                    "target_first_token",
+                    "gives_way",
+                    "depth",
+                    "rate",
+                )
+            )
             raise InvalidRequestError(
                 "--what-if", f"{part!r}: give NAME=VALUE with one of {known}"
             ) from None

@@ -1,0 +1,154 @@
+"""A promise of time: how many prompt tokens a step may compute so that whoever is being answered
+gets the next token in time.
+
+How long a step takes is a plane over its numbers of tokens and of pairs (a query and a key it
+reads), fitted to the last few dozen steps. Times enter as everything else does, by the `now` of
+calls, so a replay with the same times decides the same. Answers don't depend on any of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+
+from quire.engine.config import SchedulerConfig
+from quire.engine.request import Request
+from quire.step import ScheduledRequest, Step, StepPromise
+
+_FORGET = 0.95
+"""Each step counts this much of the next one."""
+_TRUST = 0.02
+"""Weight of what was fitted before: it decides where the last steps were all alike."""
+_OUTLIER = 3.0
+"""A step that took longer than this many times the expected time counts as this long: it was
+disturbed. If steps have become slower, they are believed after a few.
+"""
+_AIM = 0.9
+"""The part of the promised time that a step is planned to take."""
+_FIRST_PROMPT_TOKENS = 64
+"""Planned for the first step, and at most twice the largest step so far after it: sizes that were
+never seen are approached, not jumped at.
+"""
+LEAST_PROMPT_TOKENS = 16
+"""Computed whatever was promised, so that prompts get on."""
+
+_position, _count = itemgetter(2), itemgetter(3)
+assert (ScheduledRequest._fields[2], ScheduledRequest._fields[3]) == ("start", "num_tokens")
+
+
+class TokenTimes:
+    """Learns how long steps take, and says how many prompt tokens the next one may compute."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        assert config.target_token_time is not None
+        self._token_time = config.target_token_time
+        self._first_token = config.target_first_token
+        self._gives_way = config.gives_way
+        self._sums = [[0.0] * 4 for _ in range(3)]
+        """Of the last steps: 1, tokens and pairs times 1, tokens, pairs and seconds."""
+        self._plane = (0.0, 0.0, 0.0)
+        """Seconds of a step, of each token, of each pair."""
+        self._last_commit = float("-inf")
+        self._most_tokens = 0
+        """Of any step so far."""
+
+    def seconds(self, num_tokens: int, num_pairs: float) -> float:
+        """How long such a step takes, by what is known now."""
+        base, per_token, per_pair = self._plane
+        return base + per_token * num_tokens + per_pair * num_pairs
+
+    def observe(self, step: Step, now: float) -> None:
+        """A step came back: it began when it was scheduled or when the one before it was done."""
+        seconds = now - max(step.now, self._last_commit)
+        self._last_commit = now
+        if seconds <= 0 or not step.scheduled:
+            return  # nobody tells the time
+        num_tokens = sum(map(_count, step.scheduled))
+        num_pairs = pairs_of(step.scheduled)
+        self._most_tokens = max(self._most_tokens, num_tokens)
+        expected = self.seconds(num_tokens, num_pairs)
+        if expected > 0:
+            seconds = min(seconds, _OUTLIER * expected)
+        values = (1.0, float(num_tokens), num_pairs)
+        for row, one in zip(self._sums, values, strict=True):
+            for column, other in enumerate((*values, seconds)):
+                row[column] = _FORGET * row[column] + one * other
+        self._plane = self._fit()
+
+    def _fit(self) -> tuple[float, float, float]:
+        """The plane with the least squares, none of whose parts is negative."""
+        rows = [row.copy() for row in self._sums]
+        for index, before in enumerate(self._plane):
+            trust = _TRUST * rows[index][index] if before else 1e-9 * rows[index][index] + 1e-300
+            rows[index][index] += trust
+            rows[index][3] += trust * before
+        _, per_token, per_pair = _solved(rows)
+        count, tokens, pairs, seconds = self._sums[0]
+        per_token, per_pair = max(per_token, 0.0), max(per_pair, 0.0)
+        base = (seconds - per_token * tokens - per_pair * pairs) / count
+        if base < 0:  # then all of it is the tokens'
+            scale = seconds / (per_token * tokens + per_pair * pairs)
+            return 0.0, per_token * scale, per_pair * scale
+        return base, per_token, per_pair
+
+    def promise(
+        self, decodes: Sequence[ScheduledRequest], prompt: Request | None, now: float, most: int
+    ) -> StepPromise:
+        """How many prompt tokens may be computed beside these decodes; `prompt` is the first that
+        waits for more of its tokens.
+        """
+        start = 0 if prompt is None else prompt.num_computed_tokens
+        beside = self.seconds(len(decodes), float(sum(map(_position, decodes))))
+        left, (_, per_token, per_pair) = _AIM * self._token_time - beside, self._plane
+        each = per_token + per_pair * start
+        count = 0.0 if left <= 0 else float(most)
+        if left > 0 and (each > 0 or per_pair > 0):
+            # left = each * count + per_pair * count ** 2 / 2
+            root = (each * each + 2 * per_pair * left) ** 0.5
+            count = min(count, 2 * left / (each + root))
+        known = max(2 * self._most_tokens - len(decodes), _FIRST_PROMPT_TOKENS)
+        least = min(LEAST_PROMPT_TOKENS, most)
+        allowed = max(least, min(int(count), known, most))
+        gave_way: str | None = "first_token" if count < least else None
+        needed = self._needed(prompt, now)
+        if needed > allowed:
+            gave_way = self._gives_way
+            if gave_way == "token_time":
+                allowed = min(needed, most)
+        work = (
+            len(decodes) + allowed,
+            sum(map(_position, decodes)) + allowed * (start + allowed / 2),
+        )
+        return StepPromise(allowed, self.seconds(*work), gave_way)
+
+    def _needed(self, prompt: Request | None, now: float) -> int:
+        """Tokens of this prompt that each step has to compute for its first token to come in time;
+        0 if nobody promised one.
+        """
+        if prompt is None or self._first_token is None or prompt.first_token is not None:
+            return 0
+        tokens = prompt.num_tokens - prompt.num_computed_tokens
+        left = prompt.arrival + self._first_token - now
+        steps = max(1, int(left / self._token_time))
+        return -(-tokens // steps)
+
+
+def pairs_of(scheduled: Sequence[ScheduledRequest]) -> float:
+    """Each query with every key that it reads, but for windows."""
+    return sum(one[3] * (one[2] + one[3] / 2) for one in scheduled)
+
+
+def _solved(rows: list[list[float]]) -> list[float]:
+    """Of a system of equations whose matrix is symmetric and positive."""
+    size = len(rows)
+    for index in range(size):
+        pivot = rows[index][index]
+        for below in range(index + 1, size):
+            factor = rows[below][index] / pivot
+            for column in range(index, size + 1):
+                rows[below][column] -= factor * rows[index][column]
+    found = [0.0] * size
+    for index in reversed(range(size)):
+        known = sum(rows[index][column] * found[column] for column in range(index + 1, size))
+        found[index] = (rows[index][size] - known) / rows[index][index]
+    return found

@@ -1,0 +1,179 @@
+"""Shares of tenants: by tokens computed over weights, whoever sends how much."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.engine.fair_shares import FairShares
+from quire.errors import InvalidRequestError
+from tests.engine.harness import Harness, config
+from tests.engine.timed_engine import TimedEngine
+
+
+def flooded(weights: dict[str, float], counts: dict[str, int], **settings: Any) -> TimedEngine:
+    """Requests of each tenant, as many as are said, all at once."""
+    engine = TimedEngine(policy="fair", tenant_weights=tuple(weights.items()), **settings)
+    rng = random.Random(3)
+    for tenant, count in counts.items():
+        for number in range(count):
+            prompt = [rng.randrange(50) for _ in range(rng.randint(1, 20))]
+            engine.at(
+                0.0, f"{tenant}{number}", prompt, max_tokens=8, tenant=tenant, ignore_eos=True
+            )
+    return engine
+
+
+@pytest.mark.parametrize("weights", [{"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 3.0}, {"a": 2.0}])
+@pytest.mark.parametrize("target", [None, 0.02])
+def test_shares_are_as_weights_over_any_200_steps(
+    weights: dict[str, float], target: float | None
+) -> None:
+    engine = flooded(weights, {"a": 360, "b": 360}, target_token_time=target)
+    engine.run()
+    engine.check_answers()
+    tenants = {name: request.tenant for name, request in engine.requests.items()}
+    last = dict.fromkeys("ab", 0)
+    for number, step in enumerate(engine.steps):
+        for admission in step.admitted:
+            last[tenants[admission.request_id]] = number
+    busy = engine.steps[: min(last.values())]  # from there on one of them has nothing waiting
+    assert len(busy) > 200
+    for start in range(0, len(busy) - 200, 50):
+        served = Counter[str]()
+        for step in busy[start : start + 200]:
+            for entry in step.scheduled:
+                served[tenants[entry.request_id]] += entry.num_tokens
+        share = served["a"] / served.total()
+        expected = weights["a"] / (weights["a"] + weights.get("b", 1.0))
+        assert share == pytest.approx(expected, rel=0.1)
+
+
+def test_a_flood_does_not_hold_up_others() -> None:
+    """One sends twenty times its share; another a request now and then."""
+
+    def first_tokens(policy: str, has_flood: bool) -> list[float]:
+        engine = TimedEngine(policy=policy)
+        rng = random.Random(5)
+        if has_flood:
+            for number in range(240):
+                prompt = [rng.randrange(50) for _ in range(40)]
+                engine.at(0.0, f"f{number}", prompt, max_tokens=40, tenant="flood", ignore_eos=True)
+        for number in range(20):
+            prompt = [rng.randrange(50) for _ in range(40)]
+            engine.at(
+                0.2 * number, f"q{number}", prompt, max_tokens=10, tenant="quiet", ignore_eos=True
+            )
+        engine.run()
+        engine.check_answers()
+        return sorted(engine.first_token_time(f"q{number}") for number in range(20))
+
+    fair, alone = first_tokens("fair", True), first_tokens("fair", False)
+    assert fair[18] <= 1.5 * alone[18] + 0.05  # a step or two of those who are being answered
+    assert first_tokens("fcfs", True)[18] > 20 * alone[18]
+
+
+def test_whoever_is_preempted_does_not_pay_twice_and_the_cache_is_free() -> None:
+    engine = Harness(config(policy="fair", max_num_seqs=2))
+    shares = engine.scheduler.table.shares
+    assert shares is not None
+    engine.add("one", list(range(12)), max_tokens=6, tenant="a")
+    engine.turn(3)
+    before = shares.served["a"]
+    engine.scheduler.preempt("one")
+    engine.turn()
+    assert shares.served["a"] <= before + 1
+    engine.run()
+    assert shares.served["a"] == 12 + 6 - 1
+    engine.add("again", list(range(12)), max_tokens=1, tenant="a")
+    engine.run()
+    assert shares.served["a"] == 12 + 6 - 1 + 4  # eight of its tokens were in full cached blocks
+    engine.check_answers()
+
+
+def test_nobody_saves_up_and_nobody_loses_debts_by_leaving() -> None:
+    shares = FairShares({"b": 2.0}, 4)
+    shares.enter("a")
+    shares.charge("a", 100)
+    shares.enter("b")
+    assert shares.served["b"] == 100
+    shares.charge("b", 40)
+    shares.leave("b", 9)
+    shares.enter("b")
+    assert shares.served["b"] == 120
+    shares.leave("a", 9)
+    shares.leave("b", 9)
+    shares.enter("c")
+    assert shares.served["c"] == 120
+
+
+def test_nobody_gives_its_only_row_or_more_than_its_share() -> None:
+    shares = FairShares({}, 4)
+    for tenant in "ab":
+        shares.enter(tenant)
+    for _ in range(3):
+        shares.start("a")
+    shares.charge("a", 10)
+    assert shares.giver("b") == "a"
+    shares.stop("a")
+    assert shares.giver("b") is None
+    for tenant in "cdefgh":
+        shares.enter(tenant)
+    shares.stop("a")
+    shares.charge("a", 10)
+    assert shares.giver("c") is None
+
+
+def test_priority_counts_within_a_tenant_only() -> None:
+    engine = Harness(config(policy="fair", max_num_seqs=1))
+    engine.add("a1", [1], max_tokens=2, tenant="a", priority=3)
+    engine.add("a2", [2], max_tokens=2, tenant="a", priority=-5)
+    engine.add("b1", [3], max_tokens=2, tenant="b", priority=9)
+    engine.scheduler.set_priority("a1", -9)
+    engine.run()
+    admitted = [admission.request_id for step in engine.steps for admission in step.admitted]
+    assert admitted == ["a1", "b1", "a2"]
+    engine.check_answers()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.sampled_from(["enter", "leave", "charge"])),
+        max_size=60,
+    )
+)
+def test_whoever_comes_has_had_as_much_as_the_least_served(
+    events: list[tuple[str, str]],
+) -> None:
+    shares = FairShares({"c": 3.0}, 2)
+    for tenant, event in events:
+        if event == "enter":
+            known = {one: shares.served[one] for one in shares.num_live}
+            before = shares.served.get(tenant, 0.0)
+            shares.enter(tenant)
+            assert shares.served[tenant] >= before
+            assert tenant in known or shares.served[tenant] >= min(known.values(), default=0.0)
+        elif shares.num_live[tenant] > 0:
+            if event == "leave":
+                shares.leave(tenant, 9)
+            else:
+                shares.charge(tenant, 7)
+    assert all(count > 0 for count in shares.num_live.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy": "fair", "tenant_weights": (("a", 0.0),)}, "tenant_weights: must be above 0"),
+        ({"tenant_weights": (("a", 1.0),)}, "tenant_weights: count under policy 'fair' only"),
+    ],
+)
+def test_weights_that_mean_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        replace(config(), **settings)

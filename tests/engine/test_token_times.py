@@ -1,0 +1,157 @@
+"""Promises of time: prompts in pieces so small that whoever is being answered gets tokens in time,
+with the same answers.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quire.engine.token_times import LEAST_PROMPT_TOKENS, TokenTimes, pairs_of
+from quire.errors import InvalidRequestError
+from quire.observe.packed_entry import pack, unpack
+from quire.observe.step_lines import LineReader, LineWriter
+from quire.step import ScheduledRequest, Step
+from tests.engine.harness import config
+from tests.engine.timed_engine import TimedEngine, usual_time
+
+TARGET = 0.03
+
+
+def with_load(engine: TimedEngine, seconds: float = 6.0) -> TimedEngine:
+    """Short requests, and one of ten with a prompt of 900 tokens."""
+    rng = random.Random(7)
+    time, number = 0.0, 0
+    while time < seconds:
+        length = 900 if number % 10 == 5 else rng.randint(5, 60)
+        prompt = [rng.randrange(50) for _ in range(length)]
+        engine.at(time, f"r{number}", prompt, max_tokens=rng.randint(8, 40), ignore_eos=True)
+        time, number = time + rng.expovariate(9.0), number + 1
+    engine.run()
+    return engine
+
+
+def percentile(values: list[float], part: float) -> float:
+    return values[min(len(values) - 1, int(part * len(values)))]
+
+
+def test_tokens_come_in_time_and_answers_are_the_same() -> None:
+    promised = with_load(TimedEngine(target_token_time=TARGET))
+    plain = with_load(TimedEngine())
+    promised.check_answers()
+    assert promised.tokens == plain.tokens
+    assert percentile(promised.gaps(), 0.99) <= 1.25 * TARGET
+    assert percentile(plain.gaps(), 0.99) > 2 * TARGET
+    assert promised.now <= plain.now / 0.93
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_and_steps_that_become_slower_are_learnt(seed: int) -> None:
+    """Times vary by a factor of 5 in one of ten steps; from the middle on all take twice as long."""
+    rng = random.Random(seed)
+    times = TokenTimes(config(target_token_time=TARGET))
+    now, slower = 0.0, 1.0
+    for number in range(200):
+        slower = 2.0 if number >= 100 else 1.0
+        decodes = [
+            ScheduledRequest(f"r{row}", row, rng.randint(10, 900), 1, True, ())
+            for row in range(rng.randint(1, 64))
+        ]
+        chunk = ScheduledRequest("p", 64, rng.randint(0, 500), rng.randint(1, 256), False, ())
+        step = Step(number, now, scheduled=(*decodes, chunk))
+        seconds = slower * usual_time(step)
+        now += seconds * (
+            5 ** rng.uniform(-0.5, 1) if rng.random() < 0.1 else rng.uniform(0.9, 1.1)
+        )
+        times.observe(step, now)
+        if number in (99, 149, 199):
+            expected = slower * usual_time(step)
+            found = times.seconds(step.num_tokens, pairs_of(step.scheduled))
+            assert found == pytest.approx(expected, rel=0.35 if number == 149 else 0.3)
+    exact = TokenTimes(config(target_token_time=TARGET))
+    now = 0.0
+    for number in range(150):  # without noise it is exact
+        scheduled = (
+            ScheduledRequest("d", 0, rng.randint(10, 900), 1, True, ()),
+            ScheduledRequest("p", 1, rng.randint(0, 500), rng.randint(1, 256), False, ()),
+        )
+        step = Step(number, now, scheduled=scheduled)
+        now += (2.0 if number >= 100 else 1.0) * usual_time(step)
+        exact.observe(step, now)
+    found = exact.seconds(step.num_tokens, pairs_of(step.scheduled))
+    assert found == pytest.approx(2 * usual_time(step), rel=0.15)
+
+
+def test_the_first_prompt_gets_half_and_short_ones_pass_it() -> None:
+    engine = TimedEngine(target_token_time=TARGET)
+    engine.at(0.0, "answered", [1, 2, 3], max_tokens=200, ignore_eos=True)
+    engine.at(0.5, "long", list(range(50)) * 18, max_tokens=4, ignore_eos=True)
+    engine.at(0.51, "short", [4, 5, 6], max_tokens=4, ignore_eos=True)
+    engine.run()
+    engine.check_answers()
+    assert engine.token_times["short"][0] < engine.token_times["long"][0]
+    for step in engine.steps:
+        entries = {entry.request_id: entry for entry in step.scheduled}
+        if step.promise is not None and "long" in entries and not entries["long"].samples:
+            assert entries["long"].num_tokens >= (step.promise.prompt_tokens + 1) // 2
+
+
+def test_a_target_that_decodes_alone_miss_still_lets_prompts_on() -> None:
+    engine = TimedEngine(target_token_time=0.001)
+    engine.at(0.0, "answered", [1, 2, 3], max_tokens=300, ignore_eos=True)
+    engine.at(0.5, "long", list(range(50)) * 10, max_tokens=2, ignore_eos=True)
+    engine.run()
+    engine.check_answers()
+    promises = [step.promise for step in engine.steps if step.promise is not None]
+    assert min(one.prompt_tokens for one in promises) == LEAST_PROMPT_TOKENS
+    assert {one.gave_way for one in promises[2:]} == {"first_token"}
+    assert engine.first_token_time("long") < 500 / LEAST_PROMPT_TOKENS * 0.02
+
+
+@pytest.mark.parametrize("gives_way", ["first_token", "token_time"])
+def test_which_target_gives_way_is_a_setting(gives_way: str) -> None:
+    settings: dict[str, Any] = {"target_token_time": 0.013, "target_first_token": 0.15}
+    engine = TimedEngine(**settings, gives_way=gives_way)
+    engine.at(0.0, "answered", [1, 2, 3], max_tokens=200, ignore_eos=True)
+    engine.at(0.5, "long", list(range(50)) * 16, max_tokens=2, ignore_eos=True)
+    engine.run()
+    ways = {step.promise.gave_way for step in engine.steps if step.promise is not None}
+    assert ways >= {gives_way}
+    late = engine.first_token_time("long") > 0.25
+    slow = percentile(engine.gaps("answered"), 0.999) > 2 * 0.013
+    assert (late, slow) == ((True, False) if gives_way == "first_token" else (False, True))
+
+
+def test_without_a_target_or_anybody_who_waits_nothing_is_promised() -> None:
+    assert all(step.promise is None for step in with_load(TimedEngine(), 1.0).steps)
+    alone = TimedEngine(target_token_time=TARGET)
+    alone.at(0.0, "long", list(range(50)) * 18, max_tokens=4, ignore_eos=True)
+    alone.run()
+    assert all(step.promise is None for step in alone.steps)
+    assert alone.steps[0].num_tokens == 512
+
+
+def test_the_log_keeps_promises() -> None:
+    engine = with_load(TimedEngine(target_token_time=TARGET), 1.0)
+    assert any(entry.step.promise for entry in engine.entries)
+    writer, reader = LineWriter(), LineReader()
+    for entry in engine.entries:
+        assert reader.decode(writer.encode(entry)).step == entry.step
+        assert unpack(pack(entry)).step == entry.step
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_token_time": 0.0}, "target_token_time: must be seconds above 0"),
+        ({"target_token_time": float("nan")}, "target_token_time: must be seconds above 0"),
+        ({"target_first_token": 1.0}, "target_first_token: needs target_token_time"),
+        ({"target_token_time": 1.0, "gives_way": "both"}, "gives_way: must be"),
+    ],
+)
+def test_what_can_not_be_promised_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        replace(config(), **settings)
