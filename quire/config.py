@@ -104,19 +104,6 @@ class File(check.Values):
         return "a path"
 
 
-def _check_weights(name: str, value: Any) -> tuple[tuple[str, float], ...]:
-    pairs = list(value.items()) if isinstance(value, Mapping) else value
-    well_formed = isinstance(pairs, list | tuple) and all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str)
-        for pair in pairs
-    )
-    if not well_formed:
-        raise InvalidRequestError(name, "must map names of tenants to numbers above 0")
-    for _, weight in pairs:
-        check.check_real(name, weight, 0.0, 1e9, low_open=True)
-    return tuple((tenant, float(weight)) for tenant, weight in pairs)
-
-
 class EngineOptions(TypedDict, total=False):
     """The options of `EngineConfig` as keywords, for editors; a test keeps the two equal."""
 
@@ -138,7 +125,6 @@ class EngineOptions(TypedDict, total=False):
     speculation: str
     acceptance: str
     policy: Literal["fcfs", "priority", "fair"]
-    tenant_weights: Mapping[str, float] | tuple[tuple[str, float], ...]
     target_token_time: float | str | None
     target_first_token: float | str | None
     gives_way: Literal["first_token", "token_time"]
@@ -274,16 +260,9 @@ class EngineConfig:
         "fair",
         help="Who goes first: by arrival; by priority and arrival; or by fair shares of tenants (keys).",
     )
-    """fair: the tenant for whom the fewest tokens were computed, over its weight; among its own
-    requests as priority does.
+    """fair: the tenant for whom the fewest tokens were computed; among its own requests as priority
+    does.
     """
-    tenant_weights: Mapping[str, float] | tuple[tuple[str, float], ...] = check.checked(
-        (),
-        _check_weights,
-        "tenants with numbers above 0",
-        help="Shares of tenants under policy fair; 1 of those that are not named.",
-    )
-    """Kept as a tuple of pairs."""
     target_token_time: float | str | None = check.parameter(
         None,
         Duration(),

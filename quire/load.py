@@ -216,7 +216,6 @@ def scheduler_config(
         max_model_len=plan.max_model_len,
         block_size=plan.block_size,
         policy=config.policy,
-        tenant_weights=tuple(dict(config.tenant_weights).items()),
         num_host_blocks=plan.num_host_blocks,
         prefix_caching=config.prefix_caching,
         groups=plan.groups.kept,
