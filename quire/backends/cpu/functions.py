@@ -154,7 +154,8 @@ def activate(
 def write_kv(
     *, keys: Tensor, keys_stride: int, values: Tensor, values_stride: int, key_cache: Tensor, value_cache: Tensor,
     key_scales: Tensor | None, value_scales: Tensor | None, key_scale: float, value_scale: float, slots: Tensor,
-    rows: int, heads: int, block_size: int, head_dim: int, keys_by_dimension: bool, num_threads: int,
+    rows: int, heads: int, block_size: int, head_dim: int, block_stride: int, scale_stride: int,
+    keys_by_dimension: bool, num_threads: int,
 ) -> None: ...  # fmt: skip
 
 
@@ -168,7 +169,8 @@ def attention(
     *, query: Tensor, query_stride: int, keys: Tensor, values: Tensor, key_scales: Tensor | None,
     value_scales: Tensor | None, query_start: Tensor, context_lens: Tensor, block_tables: Tensor, table_rows: Tensor,
     out: Tensor, num_sequences: int, max_blocks: int, num_heads: int, num_kv_heads: int, head_dim: int,
-    block_size: int, window: int, keys_by_dimension: bool, sinks: Tensor | None, scale: float, cap: float,
+    block_size: int, block_stride: int, scale_stride: int, window: int, keys_by_dimension: bool,
+    sinks: Tensor | None, scale: float, cap: float,
     value_scale: float, num_threads: int,
 ) -> None: ...  # fmt: skip
 

@@ -386,9 +386,6 @@ class CpuKernels(ReferenceKernels):
     def write_kv_(
         self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor
     ) -> None:
-        if not cache.values.is_contiguous():
-            super().write_kv_(keys, values, cache, slot_mapping)
-            return
         rows, heads, head_dim = keys.shape
         keys, values = _with_whole_rows(keys), _with_whole_rows(values)
         key_scale, value_scale = cache.fp8_scales
@@ -408,6 +405,8 @@ class CpuKernels(ReferenceKernels):
             heads=heads,
             block_size=cache.block_size,
             head_dim=head_dim,
+            block_stride=_block_stride(cache.keys, cache.values),
+            scale_stride=_block_stride(*cache.scales),
             keys_by_dimension=cache.keys_by_dimension,
             num_threads=_threads(),
         )
@@ -449,10 +448,6 @@ class CpuKernels(ReferenceKernels):
         spec: AttentionSpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        # Where layers keep different things, blocks are apart from each other: the C++ code takes
-        # no stride for that.
-        if not cache.values.is_contiguous():
-            return super().attention(query, cache, batch, spec, sinks)
         rows, num_heads, head_dim = query.shape
         if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
             raise UnsupportedModelError(
@@ -490,6 +485,8 @@ class CpuKernels(ReferenceKernels):
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             block_size=block_size,
+            block_stride=_block_stride(cache.keys, cache.values),
+            scale_stride=_block_stride(*cache.scales),
             window=spec.sliding_window or 0,
             keys_by_dimension=cache.keys_by_dimension,
             sinks=sinks,
@@ -599,6 +596,15 @@ def _packed_format(part: Part) -> Format | None:
 
 def _kind(cache: LayerCache) -> torch.dtype | None:
     return cache.keys.dtype if cache.keys.dtype in _CACHES else None
+
+
+def _block_stride(keys: Tensor | None, values: Tensor | None) -> int:
+    """Numbers from block to block: more than a block has where it holds other layers' numbers too."""
+    if keys is None or values is None:
+        return 0
+    if keys.stride(0) != values.stride(0):
+        raise ValueError(f"blocks of keys {keys.stride()} and of values {values.stride()} differ")
+    return values.stride(0)
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:

@@ -237,8 +237,8 @@ struct Activate {
 struct HeadInBlock {
   int64_t start, step;
 
-  HeadInBlock(int64_t block_and_head, int64_t offset, int64_t block_size, int64_t head_dim, bool by_dimension)
-      : start(block_and_head * block_size * head_dim + (by_dimension ? offset : offset * head_dim)),
+  HeadInBlock(int64_t head_start, int64_t offset, int64_t block_size, int64_t head_dim, bool by_dimension)
+      : start(head_start + (by_dimension ? offset : offset * head_dim)),
         step(by_dimension ? block_size : 1) {}
 
   template <class T>
@@ -286,7 +286,7 @@ void write_head(const T* x, int64_t size, HeadInBlock place, fp8* cache, float*,
 }
 
 // Keys and values of T into a cache of CACHED: int8_t has a scale for each token and head, fp8 one for all keys and one
-// for all values.
+// for all values. From block to block there are block_stride keys or values, and scale_stride scales.
 template <class T, class CACHED = T>
 struct WriteKv {
   const T* keys;
@@ -297,19 +297,21 @@ struct WriteKv {
   float *key_scales, *value_scales;
   float key_scale, value_scale;
   const int64_t* slots;
-  int64_t rows, heads, block_size, head_dim, keys_by_dimension;
+  int64_t rows, heads, block_size, head_dim, block_stride, scale_stride, keys_by_dimension;
   int num_threads;
   QUIRE_ARGUMENTS(keys, keys_stride, values, values_stride, key_cache, value_cache, key_scales, value_scales,
-                  key_scale, value_scale, slots, rows, heads, block_size, head_dim, keys_by_dimension, num_threads)
+                  key_scale, value_scale, slots, rows, heads, block_size, head_dim, block_stride, scale_stride,
+                  keys_by_dimension, num_threads)
 
   void run() const {
     parallel_shares(num_threads, rows, heads * head_dim, [&](int64_t row) {
       if (slots[row] < 0) return;  // padding
       int64_t block = slots[row] / block_size, offset = slots[row] % block_size;
       for (int64_t head = 0; head < heads; ++head) {
-        const int64_t place = (block * heads + head) * block_size + offset, at = head * head_dim;
-        HeadInBlock key(block * heads + head, offset, block_size, head_dim, keys_by_dimension);
-        HeadInBlock value(block * heads + head, offset, block_size, head_dim, false);
+        const int64_t place = block * scale_stride + head * block_size + offset, at = head * head_dim;
+        const int64_t head_start = block * block_stride + head * block_size * head_dim;
+        HeadInBlock key(head_start, offset, block_size, head_dim, keys_by_dimension);
+        HeadInBlock value(head_start, offset, block_size, head_dim, false);
         write_head(keys + row * keys_stride + at, head_dim, key, key_cache, key_scales, place, key_scale);
         write_head(values + row * values_stride + at, head_dim, value, value_cache, value_scales, place, value_scale);
       }
