@@ -22,13 +22,12 @@ from quire.backends.cpu.build import load_library
 from quire.backends.cpu.functions import ACTIVATIONS, FORMATS, Address
 from quire.backends.cpu.recording import DTYPES, Calls
 from quire.backends.cpu.recurrent import RecurrentKernels
-from quire.backends.cpu.strided import block_stride, with_whole_rows
+from quire.backends.cpu.strided import MAX_HEAD_DIM, block_stride, takes_head_dim, with_whole_rows
 from quire.errors import UnsupportedModelError
 from quire.kernels.formats import Format
 from quire.kernels.ops import Activation, AttentionSpec, LayerCache, PagedBatch
 from quire.kernels.weights import Part, Weight
 
-_MAX_HEAD_DIM = 256
 _KEY_RUN = 16
 _LOG2_E = math.log2(math.e)
 _CACHES = {None: "", torch.int8: "_int8", torch.float8_e4m3fn: "_fp8"}
@@ -450,9 +449,11 @@ class CpuKernels(RecurrentKernels):
         sinks: Tensor | None = None,
     ) -> Tensor:
         rows, num_heads, head_dim = query.shape
-        if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
+        if not takes_head_dim(head_dim):
+            if not cache.values.is_contiguous():  # models that have layers of other kinds, too
+                return super().attention(query, cache, batch, spec, sinks)
             raise UnsupportedModelError(
-                f"The CPU kernels take head sizes that are multiples of 8 up to {_MAX_HEAD_DIM}, not {head_dim}: "
+                f"The CPU kernels take head sizes that are multiples of 8 up to {MAX_HEAD_DIM}, not {head_dim}: "
                 'use kernels="reference".'
             )
         query = with_whole_rows(query)

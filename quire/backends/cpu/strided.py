@@ -1,8 +1,15 @@
-"""Tensors whose rows are in one piece, and may be apart from each other."""
+"""Which tensors the C++ code takes: rows in one piece, which may be apart from each other."""
 
 from __future__ import annotations
 
 from torch import Tensor
+
+MAX_HEAD_DIM = 256
+
+
+def takes_head_dim(head_dim: int) -> bool:
+    """Whether attention is computed with heads of this size."""
+    return head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM
 
 
 def with_whole_rows(x: Tensor) -> Tensor:
