@@ -78,7 +78,7 @@ class RecurrentKernels(ReferenceKernels):
             return takes_head_dim(mixer.heads.head_dim)
         return isinstance(mixer, (ConvolutionSpec, RecurrentSpec))
 
-    def convolve_(  # type: ignore[override]  # the reference's is a function
+    def convolve_(
         self,
         x: Tensor,
         weight: Tensor,
@@ -114,7 +114,7 @@ class RecurrentKernels(ReferenceKernels):
         )
         return out
 
-    def recur_(  # type: ignore[override]
+    def recur_(
         self,
         mixed: Tensor,
         gates: Tensor,
@@ -160,7 +160,7 @@ class RecurrentKernels(ReferenceKernels):
         )
         return out
 
-    def gated_norm(  # type: ignore[override]
+    def gated_norm(
         self, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, spec: GatedNormSpec
     ) -> Tensor:
         rows, size = x.shape
