@@ -47,15 +47,24 @@ std::vector<Run> runs_of(const Call& call) {
   return runs;
 }
 
-// Where a token's record lies, in numbers from the first one on, if a record has `size` of them.
+// Where a token's records lie.
+struct Slot {
+  int64_t block, offset;  // a negative block: nowhere, it is padding
+};
 template <class Call>
-int64_t record(const Call& call, const Run& run, int64_t position, int64_t stride, int64_t head, int64_t size) {
-  const int64_t block = call.block_tables[run.table * call.max_blocks + position / call.block_size];
-  return block * stride + (head * call.block_size + position % call.block_size) * size;
+Slot slot_at(const Call& call, const Run& run, int64_t position) {
+  const int64_t block = position / call.block_size;
+  return {call.block_tables[run.table * call.max_blocks + block], position - block * call.block_size};
 }
 template <class Call>
-int64_t record_at(const Call& call, int64_t slot, int64_t stride, int64_t head, int64_t size) {
-  return slot / call.block_size * stride + (head * call.block_size + slot % call.block_size) * size;
+Slot slot_of_row(const Call& call, int64_t row) {
+  const int64_t slot = call.slots[row], block = slot < 0 ? -1 : slot / call.block_size;
+  return {block, slot - block * call.block_size};
+}
+// Its record of one head, which has `size` numbers, in numbers from the first block's begin on.
+template <class Call>
+int64_t record(const Call& call, Slot slot, int64_t stride, int64_t head, int64_t size) {
+  return slot.block * stride + (head * call.block_size + slot.offset) * size;
 }
 
 // One head of the state at a chunk's begin. `places` has for each head which of a state's blocks it is in, its address
@@ -169,41 +178,54 @@ struct Convolve {
                   table_rows, slots, state_tables, rows, num_sequences, max_blocks, num_tables, state_blocks, channels,
                   taps, block_size, block_stride, silu, num_threads)
 
-  static constexpr int64_t TILE = 64;  // channels
+  static constexpr int64_t TILE = 256;  // channels
 
   void run() const {
+    switch (taps) {  // those that models have, so that loops over them have no ends to look for
+      case 3: return run_with<3>();
+      case 4: return run_with<4>();
+      default: return run_with<0>();
+    }
+  }
+
+  template <int TAPS>
+  void run_with() const {
     const std::vector<Run> runs = runs_of(*this);
     parallel_shares(num_threads, (channels + TILE - 1) / TILE, rows * TILE * (taps + 16), [&](int64_t tile) {
       thread_local Scratch weights, kept;
-      const int64_t begin = tile * TILE, size = std::min(TILE, channels - begin);
+      const int64_t begin = tile * TILE, size = std::min(TILE, channels - begin), count = TAPS ? TAPS : taps;
       float* factors = weights.get<float>(size_t((taps + 1) * TILE));  // by tap, and the bias
-      for (int64_t i = 0; i < size; ++i) {
-        for (int64_t tap = 0; tap < taps; ++tap) factors[tap * TILE + i] = weight[(begin + i) * taps + tap];
-        factors[taps * TILE + i] = bias ? bias[begin + i] : 0.0f;
-      }
+      for (int64_t i = 0; i < size; ++i)
+        for (int64_t tap = 0; tap < count; ++tap) factors[tap * TILE + i] = weight[(begin + i) * count + tap];
+      for (int64_t i = 0; bias && i < size; ++i) factors[taps * TILE + i] = bias[begin + i];
       T* before = kept.get<T>(size_t(taps * TILE));
-      for (const Run& run : runs) one_run(run, begin, size, factors, before);
+      for (const Run& run : runs) one_run<TAPS>(run, begin, size, factors, before);
     });
   }
 
+  template <int TAPS>
   void one_run(const Run& run, int64_t begin, int64_t size, const float* factors, T* before) const {
-    const int64_t earlier = taps - 1;
+    const int64_t earlier = taps - 1, count = TAPS ? TAPS : taps;
     // Read before anything is written: a later chunk's state may have the place of the one this run begins with.
     for (int64_t i = 0; i < earlier; ++i) find(run, run.start - earlier + i, begin, size, before + i * TILE);
     auto input = [&](int64_t i) {  // `earlier` before the run's first
       return i < earlier ? before + i * TILE : x + (run.row + i - earlier) * x_stride + begin;
     };
+    std::vector<const T*> several(size_t(TAPS ? 0 : taps));
+    const T* few[TAPS + 1];
+    const T** sources = TAPS ? few : several.data();
     for (int64_t i = 0; i < run.count; ++i) {
+      for (int64_t tap = 0; tap < count; ++tap) sources[tap] = input(i + tap);
       T* target = out + (run.row + i) * channels + begin;
-      for_vectors(size, [&](int64_t c, int count) {
+      for_vectors(size, [&](int64_t c, int lanes) {
         Vec total{};
-        for (int64_t tap = 0; tap < taps; ++tap)
-          total = fma(read(input(i + tap) + c, count), load(factors + tap * TILE + c), total);
+        for (int64_t tap = 0; tap < count; ++tap)
+          total = fma(read(sources[tap] + c, lanes), load(factors + tap * TILE + c), total);
         if (bias) total += load(factors + taps * TILE + c);
-        write(target + c, silu ? total * sigmoid(total) : total, count);
+        write(target + c, silu ? total * sigmoid(total) : total, lanes);
       });
-      if (const int64_t slot = slots[run.row + i]; slot >= 0)
-        copy(input(i + earlier), size, inputs + record_at(*this, slot, block_stride, 0, channels) + begin);
+      if (const Slot slot = slot_of_row(*this, run.row + i); slot.block >= 0)
+        copy(input(i + earlier), size, inputs + record(*this, slot, block_stride, 0, channels) + begin);
     }
     if (!tail_places) return;
     for (int64_t end = (run.start / CHUNK + 1) * CHUNK; end <= run.start + run.count; end += CHUNK)
@@ -219,7 +241,7 @@ struct Convolve {
     else if (position < chunk)
       copy(in_state<T>(*this, tail_places, position - chunk + taps - 1, run, chunk) + begin, size, target);
     else
-      copy(inputs + record(*this, run, position, block_stride, 0, channels) + begin, size, target);
+      copy(inputs + record(*this, slot_at(*this, run, position), block_stride, 0, channels) + begin, size, target);
   }
 
   static void copy(const T* from, int64_t size, T* to) { std::memcpy(to, from, size_t(size) * sizeof(T)); }
@@ -282,6 +304,8 @@ class Walk {
       known_ = first - begin_;
       count_ = std::min(last, begin_ + CHUNK) - begin_;
       row_ = run_.row + first - run_.start;
+      for (int64_t i = 0; i < count_; ++i)
+        slots_[i] = i < known_ ? slot_at(call_, run_, begin_ + i) : slot_of_row(call_, row_ + i - known_);
       find_keys(keeps_keys);
       find_overlaps();
       for (int64_t head = begin; head < end; ++head) one_head(head);
@@ -291,7 +315,6 @@ class Walk {
  private:
   float* new_key(int64_t i) const { return new_rows_ + 2 * (i - known_) * key_size_; }
   float* new_query(int64_t i) const { return new_key(i) + key_size_; }
-  int64_t slot(int64_t i) const { return call_.slots[row_ + i - known_]; }
   const T* mixed(int64_t i) const { return call_.mixed + (row_ + i - known_) * call_.mixed_stride; }
 
   // A known token's numbers, padded: in the cache, or in a copy.
@@ -304,7 +327,7 @@ class Walk {
   void find_keys(bool keeps_keys) {
     const int64_t size = call_.key_dim;
     for (int64_t i = 0; i < known_; ++i) {
-      const float* key = call_.keys + record(call_, run_, begin_ + i, call_.key_stride, key_head_, size);
+      const float* key = call_.keys + record(call_, slots_[i], call_.key_stride, key_head_, size);
       keys_[i] = padded(key, size, key_size_, old_keys_ + i * key_size_);
     }
     for (int64_t i = known_; i < count_; ++i) {
@@ -316,8 +339,8 @@ class Walk {
         norm(new_key(i), 1.0f);
       }
       keys_[i] = new_key(i);
-      if (keeps_keys && slot(i) >= 0)
-        copy(new_key(i), size, call_.keys + record_at(call_, slot(i), call_.key_stride, key_head_, size));
+      if (keeps_keys && slots_[i].block >= 0)
+        copy(new_key(i), size, call_.keys + record(call_, slots_[i], call_.key_stride, key_head_, size));
     }
   }
 
@@ -344,7 +367,7 @@ class Walk {
     float gate[CHUNK] = {}, steps[CHUNK];
     for (int64_t i = 0; i < CHUNK; ++i) decays_[i] = 0.0f;
     for (int64_t i = 0; i < known_; ++i)
-      decays_[i] = call_.decays[record(call_, run_, begin_ + i, call_.decay_stride, head, 1)];
+      decays_[i] = call_.decays[record(call_, slots_[i], call_.decay_stride, head, 1)];
     auto read_gates = [&](int64_t column) {
       for (int64_t i = known_; i < count_; ++i)
         gate[i] = read(call_.gates + (row_ + i - known_) * call_.gates_stride + column, 1)[0];
@@ -368,7 +391,7 @@ class Walk {
     for (int64_t i = known_; i < count_; ++i) {
       total += rate * steps[i];
       decays_[i] = total;
-      if (slot(i) >= 0) call_.decays[record_at(call_, slot(i), call_.decay_stride, head, 1)] = total;
+      if (slots_[i].block >= 0) call_.decays[record(call_, slots_[i], call_.decay_stride, head, 1)] = total;
     }
     for (int64_t i = 0; i < CHUNK; i += LANES) store(from_begin_ + i, exp(load(decays_ + i)));
   }
@@ -378,7 +401,7 @@ class Walk {
     const int64_t size = call_.value_dim;
     for (int64_t i = 0; i < count_; ++i) changes_[i] = own_changes_ + i * value_size_;
     for (int64_t i = 0; i < known_; ++i) {
-      const float* change = call_.changes + record(call_, run_, begin_ + i, call_.change_stride, head, size);
+      const float* change = call_.changes + record(call_, slots_[i], call_.change_stride, head, size);
       changes_[i] = padded(change, size, value_size_, own_changes_ + i * value_size_);
     }
     find_state(head);
@@ -432,7 +455,8 @@ class Walk {
       write(out + c, output, count);
     });
     for (int64_t c = (size + LANES - 1) / LANES * LANES; c < value_size_; c += LANES) store(change + c, Vec{});
-    if (slot(i) >= 0) copy(change, size, call_.changes + record_at(call_, slot(i), call_.change_stride, head, size));
+    if (slots_[i].block >= 0)
+      copy(change, size, call_.changes + record(call_, slots_[i], call_.change_stride, head, size));
   }
 
   void next_state(int64_t head) {
@@ -463,6 +487,7 @@ class Walk {
   float *new_rows_, *old_keys_, *faded_keys_, *said_, *own_changes_, *overlaps_, *state_copy_, *sums_, *factors_;
   const float *keys_[CHUNK], *changes_[CHUNK], *state_ = nullptr;
   float decays_[CHUNK], betas_[CHUNK], from_begin_[CHUNK];
+  Slot slots_[CHUNK];
 };
 
 template <class T>
