@@ -4,14 +4,18 @@ with drafts and from the prefix cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from quire.backends.cpu.kernels import CpuKernels
 from quire.engine.request import Request
+from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
+from quire.runner.recorded import RecordedSteps
 from quire.sampling_params import SamplingParams
 from tests.random_models import WITH_STATES, Bench, Transcript, random_decoder
 from tests.test_exactness import assert_same, solo
@@ -27,6 +31,7 @@ FEW: dict[str, dict[str, Any]] = {
         "max_batched_tokens": 96,
     },
     "no prefix cache": {"prefix_caching": False},
+    "nothing recorded": {"recorded": False},
 }
 
 
@@ -46,14 +51,35 @@ def prompts() -> tuple[list[list[int]], list[SamplingParams]]:
     return made, params
 
 
-@pytest.fixture(scope="module", params=WITH_STATES)
+KERNELS: dict[str, tuple[Callable[[], Kernels], torch.dtype]] = {
+    "definition": (ReferenceKernels, torch.float32),
+    "cpu": (CpuKernels, torch.float32),
+    "cpu bfloat16": (CpuKernels, torch.bfloat16),
+}
+
+
+# By far the slowest are those of the definition.
+_PARAMS = [
+    pytest.param(f"{model}, {kernels}", marks=[pytest.mark.slow] if kernels == "definition" else [])
+    for kernels in KERNELS
+    for model in WITH_STATES
+]
+
+
+@pytest.fixture(scope="module", params=_PARAMS)
 def decoder(request: pytest.FixtureRequest) -> Decoder:
-    return random_decoder(WITH_STATES[request.param], ReferenceKernels(), torch.float32)
+    model, kernels = request.param.split(", ")
+    make, dtype = KERNELS[kernels]
+    return random_decoder(WITH_STATES[model], make(), dtype)
 
 
 @pytest.fixture(scope="module")
 def expected(decoder: Decoder) -> Transcript:
     return solo(decoder, *prompts(), prefix_caching=False)
+
+
+def test_decode_steps_are_recorded_where_kernels_can_be(decoder: Decoder) -> None:
+    assert RecordedSteps.fit(decoder) == isinstance(decoder.kernels, CpuKernels)
 
 
 @pytest.mark.parametrize("scenario", FEW)

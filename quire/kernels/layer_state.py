@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -73,13 +74,28 @@ class CacheMemory(NamedTuple):
     keys_by_dimension: bool = False
 
 
-class CarriedPart(NamedTuple):
+@dataclass(frozen=True)
+class CarriedPart:
     """Where one layer's part of the states lies: heads in the blocks of a state, in runs that are
     together in one of them.
     """
 
     runs: tuple[tuple[int, Tensor], ...]
     """The number of the block among those of a state, and the memory [num_blocks, heads, *shape]."""
+
+    @cached_property
+    def places(self) -> Tensor:
+        """int64 [heads, 3], for kernels that go by addresses: of each head the number of its block,
+        its address in the first of all blocks, and the bytes from block to block. Memory that
+        sleeps has the same addresses when it wakes.
+        """
+        return torch.tensor(
+            [
+                (number, memory[0, head].data_ptr(), memory.stride(0) * memory.itemsize)
+                for number, memory in self.runs
+                for head in range(memory.shape[1])
+            ]
+        )
 
     def read(self, blocks: Tensor) -> Tensor:
         """[heads, *shape] of the state in these blocks."""

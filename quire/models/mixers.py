@@ -70,10 +70,7 @@ class Attention:
         kernels, paged, spec = batch.kernels, batch.paged[cache.group], self.spec
         qkv, gate = self.qkv(batch, x), None
         if self.is_gated:
-            packed, gate = qkv.split_with_sizes(
-                (qkv.shape[1] - spec.output_size, spec.output_size), 1
-            )
-            qkv = packed.contiguous()
+            qkv, gate = qkv.split_with_sizes((qkv.shape[1] - spec.output_size, spec.output_size), 1)
         if self.has_keys:
             query = kernels.qkv_to_cache_(
                 qkv,

@@ -18,6 +18,11 @@ void quire_scale_add_float32(const void*);
 void quire_soft_cap_float32(const void*);
 void quire_activate_float32(const void*);
 void quire_rope_float32(const void*);
+void quire_multiply_float32(const void*);
+void quire_sigmoid_mul_float32(const void*);
+void quire_gated_norm_float32(const void*);
+void quire_convolve_float32(const void*);
+void quire_recur_float32(const void*);
 void quire_attention_float32(const void*);
 void quire_attention_int8_float32(const void*);
 void quire_attention_fp8_float32(const void*);
@@ -40,6 +45,71 @@ static void print(const char* name, const std::vector<T>& v) {
   const unsigned char* bytes = reinterpret_cast<const unsigned char*>(v.data());
   for (size_t i = 0; i < v.size() * sizeof(T); ++i) hash = (hash ^ bytes[i]) * 1099511628211u;
   std::printf("%s %016llx\n", name, static_cast<unsigned long long>(hash));
+}
+
+// One sequence of 150 tokens in steps that end in the middle of chunks, through a convolution and a recurrence.
+static void recurrences() {
+  for (int64_t is_delta : {1, 0})
+    for (int64_t key_dim : {32, 20}) {
+      const int64_t key_heads = 2, value_heads = 4, value_dim = key_dim + 16, taps = 4, length = 150, blocks = 10;
+      const int64_t query = key_heads * key_dim, value = value_heads * value_dim, channels = 2 * query + value;
+      const std::vector<float> x = numbers(size_t(length * channels)), gates = numbers(size_t(length * 2 * value_heads));
+      const std::vector<float> taps_weight = numbers(size_t(channels * taps)), rates = numbers(3 * size_t(value_heads));
+      std::vector<float> inputs(size_t(blocks * 16 * channels)), keys(size_t(blocks * 16 * query));
+      std::vector<float> changes(size_t(blocks * 16 * value)), decays(size_t(blocks * 16 * value_heads));
+      std::vector<float> states(size_t(2 * value * key_dim)), tails(size_t(2 * 3 * channels)), all;
+      std::vector<int64_t> state_places, tail_places, slots;
+      auto place = [](std::vector<int64_t>& places, std::vector<float>& memory, int64_t heads, int64_t size) {
+        for (int64_t head = 0; head < heads; ++head)
+          for (int64_t number : {int64_t(0), int64_t(memory.data() + head * size), heads * size * 4}) places.push_back(number);
+      };
+      place(state_places, states, value_heads, key_dim * value_dim);
+      place(tail_places, tails, 3, channels);
+      std::vector<int32_t> table, zero = {0}, state_table = {0, 1};
+      for (int32_t i = 0; i < blocks; ++i) table.push_back(i * 3 % int32_t(blocks));
+      for (int64_t i = 0; i < length; ++i) slots.push_back(table[size_t(i / 16)] * 16 + i % 16);
+      const int64_t ends[] = {0, 70, 71, 127, 130, 150};
+      for (int step = 0; step < 5; ++step) {
+        const int64_t first = ends[step], rows = ends[step + 1] - first;
+        std::vector<int32_t> starts = {0, int32_t(rows)}, lengths = {int32_t(first + rows)};
+        std::vector<float> mixed(size_t(rows * channels)), out(size_t(rows * value));
+        struct {
+          const void* x;
+          int64_t x_stride;
+          const void *weight, *bias;
+          void *out, *inputs;
+          const void *tails, *query_start, *context_lens, *block_tables, *table_rows, *slots, *state_tables;
+          int64_t rows, num_sequences, max_blocks, num_tables, state_blocks, channels, taps, block_size, block_stride, silu;
+          int threads;
+        } convolve{x.data() + first * channels, channels, taps_weight.data(), is_delta ? nullptr : gates.data(),
+                   mixed.data(), inputs.data(), tail_places.data(), starts.data(), lengths.data(), table.data(),
+                   zero.data(), slots.data() + first, state_table.data(), rows, 1, blocks, 1, 1, channels, taps, 16,
+                   16 * channels, 1, 1};
+        quire_convolve_float32(&convolve);
+        struct {
+          const void* mixed;
+          int64_t mixed_stride;
+          const void* gates;
+          int64_t gates_stride;
+          const void *log_rate, *time_bias, *skip;
+          void *out, *keys, *changes, *decays;
+          const void *places, *query_start, *context_lens, *block_tables, *table_rows, *slots, *state_tables;
+          int64_t rows, num_sequences, max_blocks, num_tables, state_blocks, key_heads, value_heads, key_dim, value_dim;
+          int64_t block_size, key_stride, change_stride, decay_stride, is_delta;
+          float least, largest;
+          int threads;
+        } recur{mixed.data(), channels, gates.data() + first * 2 * value_heads, 2 * value_heads, rates.data(),
+                rates.data() + value_heads, is_delta ? nullptr : rates.data() + 2 * value_heads, out.data(), keys.data(),
+                changes.data(), decays.data(), state_places.data(), starts.data(), lengths.data(), table.data(),
+                zero.data(), slots.data() + first, state_table.data(), rows, 1, blocks, 1, 1, key_heads, value_heads,
+                key_dim, value_dim, 16, 16 * query, 16 * value, 16 * value_heads, is_delta, 0.001f, 4.0f, 1};
+        quire_recur_float32(&recur);
+        all.insert(all.end(), mixed.begin(), mixed.end());
+        all.insert(all.end(), out.begin(), out.end());
+      }
+      all.insert(all.end(), states.begin(), states.end());
+      print(is_delta ? "delta rule" : "state space", all);
+    }
 }
 
 int main() {
@@ -165,6 +235,38 @@ int main() {
   } rope{x.data(), depth, positions.data(), dense.data(), out.data(), rows, heads, head_dim, 1};
   quire_rope_float32(&rope);
   print("rope", out);
+  struct { const void* x; int64_t x_stride; const void* other; int64_t other_stride; void* out; int64_t rows, size; int threads; }
+      multiply{x.data(), depth, dense.data(), depth, out.data(), rows, 70, 1};
+  quire_multiply_float32(&multiply);
+  print("multiply", out);
+  struct {
+    const void* gate;
+    int64_t gate_stride, gate_size;
+    const void* x;
+    int64_t x_stride;
+    void* out;
+    int64_t rows, size;
+    int threads;
+  } sigmoid_mul{dense.data(), depth, 70, x.data(), depth, out.data(), rows, 70, 1};
+  quire_sigmoid_mul_float32(&sigmoid_mul);
+  print("sigmoid_mul", out);
+  for (int64_t gate_first : {0, 1}) {
+    struct {
+      const void* x;
+      int64_t x_stride;
+      const void* gate;
+      int64_t gate_stride;
+      const void* weight;
+      int64_t weight_size;
+      void* out;
+      int64_t rows, size, group_size, has_norm, gate_first;
+      float eps;
+      int threads;
+    } gated_norm{x.data(), depth, dense.data(), depth, scales.data(), 20, out.data(), rows, 60, 20, 1, gate_first, 1e-5f, 1};
+    quire_gated_norm_float32(&gated_norm);
+    print("gated_norm", out);
+  }
+  recurrences();
   // One sequence of 700 tokens, of which the last 13 are new, over 44 blocks of 16.
   const int64_t blocks = 44, kv_heads = 4;
   std::vector<float> keys = numbers(size_t(blocks * kv_heads * 16 * head_dim)), values = numbers(keys.size());
@@ -177,12 +279,14 @@ int main() {
       int64_t query_stride;
       const void *keys, *values, *key_scales, *value_scales, *query_start, *context_lens, *block_tables, *table_rows;
       void* out;
-      int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size, window, keys_by_dimension;
+      int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size, block_stride, scale_stride;
+      int64_t window, keys_by_dimension;
       const void* sinks;
       float scale, cap, value_scale;
       int threads;
     } attention{x.data(), depth, keys.data(), values.data(), nullptr, nullptr, starts.data(), lengths.data(),
-                table.data(), tables.data(), out.data(), 1, blocks, heads, kv_heads, head_dim, 16, window, by_dimension,
+                table.data(), tables.data(), out.data(), 1, blocks, heads, kv_heads, head_dim, 16,
+                kv_heads * 16 * head_dim, kv_heads * 16, window, by_dimension,
                 nullptr, 0.18f, 0, 1, 1};
     quire_attention_float32(&attention);
     print("attention", out);

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from quire.backends.cpu.kernels import CpuKernels
 from quire.errors import UnsupportedModelError
-from quire.kernels.ops import AttentionSpec, HeadShape
+from quire.kernels.ops import AttentionSpec, HeadShape, LayerCache
 from tests.decoding import attend
 from tests.kernels.cpu_support import (
     NAN,
@@ -214,6 +215,66 @@ def test_attention_of_one_long_sequence_equals_the_same_among_many(
             got = attend(kernels, query.expand(copies, -1, -1), one, batch, head_dim**-0.5, window)
             results += list(got)
         assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_blocks_that_hold_other_layers_numbers_too_give_the_same_bits(
+    kernels: CpuKernels, dtype: torch.dtype, stored: torch.dtype | None, turned: bool
+) -> None:
+    """Where a model's layers keep different things, a layer's part of a block is followed by others'."""
+    kv_heads, head_dim, lengths = 2, 24, [300, 37]
+    contexts = [
+        (
+            random(n, kv_heads, head_dim, dtype=dtype, seed=i),
+            random(n, kv_heads, head_dim, dtype=dtype, seed=i + 9),
+        )
+        for i, n in enumerate(lengths)
+    ]
+    plain, tables = make_cache(contexts, 16, seed=3, stored=stored)
+    if turned and stored != torch.float8_e4m3fn:
+        plain = by_dimension(plain)
+    apart = apart_from_each_other(plain)
+    assert not apart.values.is_contiguous()
+    batch = make_batch(tables, lengths, [3, 1])
+    query = random(4, 6, head_dim, dtype=dtype, seed=5)
+    expected = attend(kernels, query, plain, batch, 0.2, None)
+    assert torch.equal(attend(kernels, query, apart, batch, 0.2, None), expected)
+    new = [random(5, kv_heads, head_dim, dtype=dtype, seed=seed) for seed in (7, 8)]
+    slots = torch.tensor([0, 17, 40, -1, 96])
+    for cache in (plain, apart):
+        kernels.write_kv_(*new, cache, slots)
+    for one, other in zip(
+        (plain.keys, plain.values, *plain.scales),
+        (apart.keys, apart.values, *apart.scales),
+        strict=True,
+    ):
+        if one is not None and other is not None:
+            assert torch.equal(bits(other), bits(one))
+
+
+def bits(x: Tensor) -> Tensor:
+    """Also of NaN, which equals nothing."""
+    return x.contiguous().view(torch.uint8)
+
+
+def apart_from_each_other(cache: LayerCache) -> LayerCache:
+    """The same numbers, in blocks that are longer than these."""
+
+    def wider(side: Tensor) -> Tensor:
+        by_token = side.mT if side.dim() == 4 and side.stride(3) != 1 else side
+        kept = by_token[0].numel()
+        raw = torch.zeros(len(side), kept + 20, dtype=side.dtype)
+        part = raw[:, :kept].view(by_token.shape)
+        part.view(torch.uint8).copy_(by_token.view(torch.uint8))
+        return part if by_token is side else part.mT
+
+    scales = (None if one is None else wider(one) for one in cache.scales)
+    return replace(
+        cache,
+        **dict(zip(("keys", "values"), map(wider, (cache.keys, cache.values)), strict=True)),
+        **dict(zip(("key_scales", "value_scales"), scales, strict=True)),
+    )
 
 
 def test_scales_and_sinks_meet_as_in_the_reference(kernels: CpuKernels, dtype: torch.dtype) -> None:

@@ -1,10 +1,11 @@
-"""Layers with a state: against a recurrence token by token in float64, and the same bits however
-the tokens are divided into steps.
+"""Layers with a state, by the definition and in C++: against a recurrence token by token in float64,
+and the same bits however the tokens are divided into steps.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quire.backends.cpu.kernels import CpuKernels
+from quire.errors import DeviceError
 from quire.kernels.layer_state import CarriedPart
-from quire.kernels.ops import PagedBatch
+from quire.kernels.ops import Kernels, PagedBatch
 from quire.kernels.recurrent import (
     CHUNK,
     ConvolutionCache,
@@ -24,13 +27,39 @@ from quire.kernels.recurrent import (
     RecurrentSpec,
     RecurrentWeights,
 )
-from quire.kernels.reference import ReferenceKernels
+from tests.kernels.cpu_support import REFERENCE, VARIANTS, assert_close, is_best_again
 
-KERNELS = ReferenceKernels()
 BLOCK = 16
 DELTA = RecurrentSpec(2, 4, 8, 6, taps=4)
 SSD = RecurrentSpec(1, 3, 5, 8, taps=4, conv_bias=True, is_delta=False, time_limits=(0.001, 4.0))
 SPECS = {"delta": DELTA, "state space": SSD}
+WIDE = {
+    "delta": RecurrentSpec(2, 4, 128, 128, taps=4),
+    "state space": replace(SSD, num_key_heads=1, num_value_heads=6, key_dim=128, value_dim=64),
+}
+"""As large as heads of true models are: whole vectors, and work for several threads."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "definition",
+        *(
+            pytest.param(name, marks=[] if name == "best" else pytest.mark.slow)
+            for name in VARIANTS
+        ),
+    ],
+)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """The definition, and the C++ kernels in every variant this machine runs."""
+    if request.param == "definition":
+        return REFERENCE
+    if is_best_again(request.param):
+        pytest.skip("no AMX here: plain vectors are the best variant")
+    try:
+        return CpuKernels(*VARIANTS[request.param])
+    except DeviceError as error:
+        pytest.skip(str(error))
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -41,9 +70,11 @@ def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 class Layer:
     """Random weights and inputs of some sequences, and a cache in which NaN is where nobody wrote."""
 
+    kernels: Kernels
     spec: RecurrentSpec
     lengths: list[int]
     seed: int = 0
+    dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         spec, heads = self.spec, self.spec.num_value_heads
@@ -56,11 +87,13 @@ class Layer:
             None if spec.is_delta else random(heads, seed=self.seed + 5),
         )
         self.inputs = [
-            random(n, channels, seed=self.seed + 10 + i) for i, n in enumerate(self.lengths)
+            random(n, channels, seed=self.seed + 10 + i).to(self.dtype)
+            for i, n in enumerate(self.lengths)
         ]
         per_head = 2 if spec.is_delta else 1
         self.gates = [
-            random(n, heads * per_head, seed=self.seed + 30 + i) for i, n in enumerate(self.lengths)
+            random(n, heads * per_head, seed=self.seed + 30 + i).to(self.dtype)
+            for i, n in enumerate(self.lengths)
         ]
         per_sequence = -(-max(self.lengths) // BLOCK)
         num_blocks = 1 + len(self.lengths) * per_sequence
@@ -76,8 +109,11 @@ class Layer:
     def clear(self, num_blocks: int) -> None:
         spec, nan = self.spec, float("nan")
 
-        def side(heads: int, *shape: int) -> Tensor:
-            return torch.full((num_blocks, heads, BLOCK, *shape), nan)
+        def side(heads: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            """With others' numbers between the blocks."""
+            size = heads * BLOCK * math.prod(shape)
+            blocks = torch.full((num_blocks, size + 12), nan, dtype=dtype)
+            return blocks[:, :size].view(num_blocks, heads, BLOCK, *shape)
 
         num_states = 1 + self.states.numel()
         first = spec.num_value_heads // 2
@@ -89,10 +125,19 @@ class Layer:
             )
         )
         tail = CarriedPart(
-            ((1, torch.full((num_states, spec.taps - 1, spec.convolution.channels), nan)),)
+            (
+                (
+                    1,
+                    torch.full(
+                        (num_states, spec.taps - 1, spec.convolution.channels),
+                        nan,
+                        dtype=self.dtype,
+                    ),
+                ),
+            )
         )
         self.cache = RecurrentCache(
-            ConvolutionCache(side(1, spec.convolution.channels), tail, 0),
+            ConvolutionCache(side(1, spec.convolution.channels, dtype=self.dtype), tail, 0),
             side(spec.num_key_heads, spec.key_dim),
             side(spec.num_value_heads, spec.value_dim),
             side(spec.num_value_heads),
@@ -121,7 +166,7 @@ class Layer:
         )
         x = torch.cat([self.inputs[i][first:end] for i, first, end in parts])
         gates = torch.cat([self.gates[i][first:end] for i, first, end in parts])
-        mixed = KERNELS.convolve_(
+        mixed = self.kernels.convolve_(
             x,
             self.conv_weight,
             self.conv_bias,
@@ -129,7 +174,7 @@ class Layer:
             self.cache.convolution,
             batch,
         )
-        output = KERNELS.recur_(mixed, gates, self.weights, self.spec, self.cache, batch)
+        output = self.kernels.recur_(mixed, gates, self.weights, self.spec, self.cache, batch)
         return list(output.split(counts))
 
     def by_definition(self, index: int) -> Tensor:
@@ -180,25 +225,73 @@ class Layer:
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("length", [1, 3, 63, 64, 65, 200])
-def test_chunks_give_what_the_recurrence_gives(spec: RecurrentSpec, length: int) -> None:
-    layer = Layer(spec, [length], seed=length)
+def test_chunks_give_what_the_recurrence_gives(
+    kernels: Kernels, spec: RecurrentSpec, length: int
+) -> None:
+    layer = Layer(kernels, spec, [length], seed=length)
     (found,) = layer.step([(0, 0, length)])
     torch.testing.assert_close(found.double(), layer.by_definition(0), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("spec", WIDE.values(), ids=WIDE)
+def test_wide_heads_give_what_the_recurrence_gives(kernels: Kernels, spec: RecurrentSpec) -> None:
+    layer = Layer(kernels, spec, [130])
+    found = torch.cat([layer.step([(0, 0, 100)])[0], layer.step([(0, 100, 130)])[0]])
+    torch.testing.assert_close(found.double(), layer.by_definition(0), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "spec", [*SPECS.values(), *WIDE.values()], ids=[*SPECS, *map("wide {}".format, WIDE)]
+)
+def test_bfloat16_is_as_close_as_the_definition_and_its_bits_are_fixed(
+    kernels: Kernels, spec: RecurrentSpec
+) -> None:
+    layer = Layer(kernels, spec, [80], dtype=torch.bfloat16)
+    (found,) = layer.step([(0, 0, 80)])
+    (reference,) = Layer(REFERENCE, spec, [80], dtype=torch.bfloat16).step([(0, 0, 80)])
+    assert_close(found, layer.by_definition(0), reference)
+    again = Layer(kernels, spec, [80], dtype=torch.bfloat16)
+    bounds = [0, 1, 5, 63, 64, 66, 79, 80]
+    steps = [again.step([(0, first, end)])[0] for first, end in itertools.pairwise(bounds)]
+    assert torch.equal(torch.cat(steps), found)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("spec", WIDE.values(), ids=WIDE)
+def test_bits_do_not_depend_on_the_number_of_threads(kernels: Kernels, spec: RecurrentSpec) -> None:
+    found = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        layer = Layer(kernels, spec, [70])
+        found.append(torch.cat([layer.step([(0, 0, 66)])[0], layer.step([(0, 66, 70)])[0]]))
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_neighbouring_parts_of_a_sequence_in_one_step_are_computed_in_their_order(
+    kernels: Kernels, spec: RecurrentSpec
+) -> None:
+    """As recorded steps divide draft tokens for attention."""
+    (expected,) = Layer(kernels, spec, [70]).step([(0, 0, 70)])
+    layer = Layer(kernels, spec, [70])
+    (begin,) = layer.step([(0, 0, 60)])
+    parts = layer.step([(0, 60, 62), (0, 62, 63), (0, 63, 66), (0, 66, 70)])
+    assert torch.equal(torch.cat([begin, *parts]), expected)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_bits_do_not_depend_on_how_tokens_are_divided_into_steps(
-    spec: RecurrentSpec, data: st.DataObject
+    kernels: Kernels, spec: RecurrentSpec, data: st.DataObject
 ) -> None:
     """Chunks of prompts that end anywhere, single tokens, drafts that are computed again, other
     sequences beside it.
     """
     length = data.draw(st.integers(1, 200))
-    whole = Layer(spec, [length, 150])
+    whole = Layer(kernels, spec, [length, 150])
     (expected,) = whole.step([(0, 0, length)])
-    layer = Layer(spec, [length, 150])
+    layer = Layer(kernels, spec, [length, 150])
     found = torch.full_like(expected, float("nan"))
     at = other = 0
     while at < length:
@@ -215,17 +308,17 @@ def test_bits_do_not_depend_on_how_tokens_are_divided_into_steps(
     assert torch.equal(found, expected)
 
 
-def test_a_step_leaves_the_states_of_the_last_two_chunks() -> None:
+def test_a_step_leaves_the_states_of_the_last_two_chunks(kernels: Kernels) -> None:
     """So what is computed again from before a chunk's end finds the state it began with."""
-    layer = Layer(DELTA, [3 * CHUNK + 5])
+    layer = Layer(kernels, DELTA, [3 * CHUNK + 5])
     layer.step([(0, 0, 3 * CHUNK + 5)])
-    again = Layer(DELTA, [3 * CHUNK + 5])
+    again = Layer(kernels, DELTA, [3 * CHUNK + 5])
     again.step([(0, 0, 2 * CHUNK)])
     expected = again.step([(0, 2 * CHUNK, 2 * CHUNK + 9)])[0]
     assert torch.equal(layer.step([(0, 2 * CHUNK, 2 * CHUNK + 9)])[0], expected)
 
 
-def test_a_convolution_alone_reads_its_window_from_blocks() -> None:
+def test_a_convolution_alone_reads_its_window_from_blocks(kernels: Kernels) -> None:
     spec = ConvolutionSpec(5, 3, silu=False)
     x, weight = random(40, 5, seed=1), random(5, 3, seed=2)
     expected = sum(
@@ -247,7 +340,7 @@ def test_a_convolution_alone_reads_its_window_from_blocks() -> None:
                 slot_mapping=tables[0].long()[places // BLOCK] * BLOCK + places % BLOCK,
                 max_context_len=end,
             )
-            outputs.append(KERNELS.convolve_(x[first:end], weight, None, spec, cache, batch))
+            outputs.append(kernels.convolve_(x[first:end], weight, None, spec, cache, batch))
         return torch.cat(outputs)
 
     assert isinstance(expected, Tensor)
@@ -255,7 +348,7 @@ def test_a_convolution_alone_reads_its_window_from_blocks() -> None:
     assert torch.equal(steps([40]), steps([1, 2, 3, 18, 40]))
 
 
-def test_norms_with_gates() -> None:
+def test_norms_with_gates(kernels: Kernels) -> None:
     x, gate, weight = random(7, 12, seed=1), random(7, 12, seed=2), random(4, seed=3)
     silu = torch.nn.functional.silu(gate.double())
 
@@ -263,29 +356,29 @@ def test_norms_with_gates() -> None:
         grouped = rows.unflatten(1, (-1, size))
         return (grouped / (grouped.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(1)
 
-    first = KERNELS.gated_norm(x, gate, weight, 1e-5, GatedNormSpec(4))
+    first = kernels.gated_norm(x, gate, weight, 1e-5, GatedNormSpec(4))
     expected = normed(x.double(), 4) * weight.double().repeat(3) * silu
     torch.testing.assert_close(first.double(), expected, atol=1e-5, rtol=1e-5)
-    gated = KERNELS.gated_norm(x, gate, weight.repeat(3), 1e-5, GatedNormSpec(6, gate_first=True))
+    gated = kernels.gated_norm(x, gate, weight.repeat(3), 1e-5, GatedNormSpec(6, gate_first=True))
     expected = normed(x.double() * silu, 6) * weight.double().repeat(3)
     torch.testing.assert_close(gated.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_neighbour_that_is_not_a_number_changes_nothing() -> None:
-    layer = Layer(DELTA, [30, 70])
+def test_a_neighbour_that_is_not_a_number_changes_nothing(kernels: Kernels) -> None:
+    layer = Layer(kernels, DELTA, [30, 70])
     (expected,) = layer.step([(0, 0, 30)])
-    hurt = Layer(DELTA, [30, 70])
+    hurt = Layer(kernels, DELTA, [30, 70])
     hurt.inputs[1][:] = float("nan")
     assert torch.equal(hurt.step([(1, 0, 70), (0, 0, 30)])[1], expected)
 
 
-def test_value_heads_divided_among_devices_have_the_same_bits() -> None:
-    layer = Layer(DELTA, [100])
+def test_value_heads_divided_among_devices_have_the_same_bits(kernels: Kernels) -> None:
+    layer = Layer(kernels, DELTA, [100])
     (expected,) = layer.step([(0, 0, 100)])
     query, value = DELTA.query_size, DELTA.value_size
     for rank in range(2):
         half = replace(DELTA, num_key_heads=1, num_value_heads=2)
-        own = Layer(half, [100])
+        own = Layer(kernels, half, [100])
         heads = slice(2 * rank, 2 * rank + 2)
         rows = torch.arange(DELTA.convolution.channels)
         sides = rows.split((query, query, value))

@@ -30,7 +30,9 @@ struct Attention {
   const float *key_scales, *value_scales;
   const int32_t *query_start, *context_lens, *block_tables, *table_rows;
   T* out;
-  int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size, window;  // window 0: none
+  int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size;
+  int64_t block_stride, scale_stride;  // from block to block: numbers of keys and of values, and scales of either
+  int64_t window;  // 0: none
   int64_t keys_by_dimension;  // 1: a block's keys are [head_dim][block_size], 0: [block_size][head_dim]
   const float* sinks;  // a score of each head that no key stands for; null for none
   float scale;  // with log2(e) in it: weights are powers of two
@@ -39,17 +41,15 @@ struct Attention {
   int num_threads;
   QUIRE_ARGUMENTS(query, query_stride, keys, values, key_scales, value_scales, query_start, context_lens,
                   block_tables, table_rows, out, num_sequences, max_blocks, num_heads, num_kv_heads, head_dim,
-                  block_size, window, keys_by_dimension, sinks, scale, cap, value_scale, num_threads)
+                  block_size, block_stride, scale_stride, window, keys_by_dimension, sinks, scale, cap, value_scale, num_threads)
 
   int64_t group() const { return num_heads / num_kv_heads; }
   int64_t padded_dim() const { return (head_dim + 31) / 32 * 32; }
-  const CACHED* key(int64_t place) const { return keys + place * head_dim; }
-  const CACHED* value(int64_t place) const { return values + place * head_dim; }
-  // Of keys that lie by dimension: the first number of the key at this place; the others follow at block_size numbers.
-  const CACHED* first_dimension(int64_t place) const {
-    const int64_t offset = place % block_size;
-    return keys + (place - offset) * head_dim + offset;
-  }
+  const CACHED* key(int64_t place) const { return keys + place; }
+  const CACHED* value(int64_t place) const { return values + place; }
+  // Of keys that lie by dimension: the first number of the token at this place, the offset-th of its block; the others
+  // follow at block_size numbers.
+  const CACHED* first_dimension(int64_t place, int64_t offset) const { return keys + place - offset * (head_dim - 1); }
 };
 
 // Rows [first, first + rows) of one sequence and key head, where row r is query r / group, head r % group.
@@ -96,7 +96,7 @@ struct Visible {
 // it may be another request's, or nobody's.
 struct KeyTile {
   int64_t origin, begin, end;
-  int64_t place[KEY_TILE];  // in the cache, counted in tokens of one head
+  int64_t place[KEY_TILE];  // of a token's numbers of one head among all values, and keys if they lie by token
 
   bool has(int64_t i) const { return origin + i >= begin && origin + i < end; }
 };
@@ -115,13 +115,20 @@ struct Rows {
   }
   const T* query(int64_t r) const { return call.query + query_row(r) * call.query_stride + head(r) * call.head_dim; }
   T* out(int64_t r) const { return call.out + (query_row(r) * call.num_heads + head(r)) * call.head_dim; }
+  // Where the scales of a token are.
+  int64_t scale_place(int64_t token) const {
+    const int32_t* table = call.block_tables + call.table_rows[task.sequence] * call.max_blocks;
+    const int64_t in_block = task.kv_head * call.block_size + token % call.block_size;
+    return table[token / call.block_size] * call.scale_stride + in_block;
+  }
   // Fills in where tokens [tile.begin, tile.end) lie.
   void find(KeyTile& tile) const {
     const int32_t* table = call.block_tables + call.table_rows[task.sequence] * call.max_blocks;
     for (int64_t t = tile.begin; t < tile.end;) {
       int64_t block = t / call.block_size, next_block = std::min((block + 1) * call.block_size, tile.end);
-      int64_t place = (table[block] * call.num_kv_heads + task.kv_head) * call.block_size + t % call.block_size;
-      for (; t < next_block; ++t, ++place) tile.place[t - tile.origin] = place;
+      const int64_t in_block = (task.kv_head * call.block_size + t % call.block_size) * call.head_dim;
+      int64_t place = table[block] * call.block_stride + in_block;
+      for (; t < next_block; ++t, place += call.head_dim) tile.place[t - tile.origin] = place;
     }
   }
 };

@@ -122,7 +122,10 @@ class VectorWalk {
   void tile(const Rows<T, CACHED>& rows, const KeyTile& tile, const KeyTile& next, State* state) {
     if (!call_.keys_by_dimension) turn_keys(tile, next);
     for (int64_t i = tile.begin - tile.origin; i < tile.end - tile.origin; ++i) {
-      if (SCALED) key_scales_[i] = call_.key_scales[tile.place[i]], value_scales_[i] = call_.value_scales[tile.place[i]];
+      if (SCALED) {
+        const int64_t place = rows.scale_place(tile.origin + i);
+        key_scales_[i] = call_.key_scales[place], value_scales_[i] = call_.value_scales[place];
+      }
       if (copies_) widen(call_.value(tile.place[i]), values_ + i * dim_);
     }
     int64_t first = 0;
@@ -189,7 +192,7 @@ class VectorWalk {
   // nobody looks at their scores.
   const CACHED* key_run(const KeyTile& tile, int64_t key) const {
     const int64_t seen = std::min(std::max(key, tile.begin - tile.origin), tile.end - 1 - tile.origin);
-    const CACHED* run = call_.first_dimension(tile.place[seen]);
+    const CACHED* run = call_.first_dimension(tile.place[seen], (tile.origin + seen) % call_.block_size);
     return run - seen % KEY_RUN;
   }
 
@@ -212,8 +215,8 @@ class VectorWalk {
     if constexpr (!COPIED) {
       if (first > 0)  // they have just been read
         return add_values<ROWS>(seen, weights_, state->output + first * dim_, [&](int64_t key) {
-          const int64_t place = tile.place[key], end = key + call_.block_size - place % call_.block_size;
-          const CACHED* values = call_.value(place);
+          const CACHED* values = call_.value(tile.place[key]);
+          const int64_t end = block_end(tile, key);
           return Lines<CACHED>{values, values + KEY_RUN, values, dim_, end, 0, 0};
         });
       // As the memory lies, a few keys with all their columns at a time.
@@ -223,8 +226,8 @@ class VectorWalk {
           now[r] = {std::max(seen[r].begin, from), std::min(seen[r].end, from + KEY_RUN)};
         for (int64_t head = 0; head < heads_; ++head)
           add_values<ROWS>(now, weights_ + head * ROWS * KEY_TILE, state[head].output + first * dim_, [&](int64_t key) {
-            const int64_t place = tile.place[key], end = key + call_.block_size - place % call_.block_size;
-            const CACHED *values = call_.value(place) + head * head_size(), *ahead = values;
+            const int64_t end = block_end(tile, key);
+            const CACHED *values = call_.value(tile.place[key]) + head * head_size(), *ahead = values;
             if (tile.has(key + KEY_RUN) && key + KEY_RUN < KEY_TILE) ahead = call_.value(tile.place[key + KEY_RUN]);
             else if (next.has(key % KEY_RUN)) ahead = call_.value(next.place[key % KEY_RUN]);
             if (ahead != values) ahead += head * head_size();
@@ -232,6 +235,11 @@ class VectorWalk {
           });
       }
     }
+  }
+
+  // Where the block of the tile's key ends.
+  int64_t block_end(const KeyTile& tile, int64_t key) const {
+    return key + call_.block_size - (tile.origin + key) % call_.block_size;
   }
 
   // Numbers of a head in a block: so far apart are neighbouring heads.

@@ -127,6 +127,17 @@ def scale_add(
 ) -> None: ...
 
 
+def multiply(
+    *, x: Tensor, x_stride: int, other: Tensor, other_stride: int, out: Tensor, rows: int, size: int, num_threads: int,
+) -> None: ...  # fmt: skip
+
+
+def sigmoid_mul(
+    *, gate: Tensor, gate_stride: int, gate_size: int, x: Tensor, x_stride: int, out: Tensor, rows: int, size: int,
+    num_threads: int,
+) -> None: ...  # fmt: skip
+
+
 def soft_cap(
     *, x: Tensor, stride: int, rows: int, size: int, cap: float, num_threads: int
 ) -> None: ...
@@ -154,7 +165,8 @@ def activate(
 def write_kv(
     *, keys: Tensor, keys_stride: int, values: Tensor, values_stride: int, key_cache: Tensor, value_cache: Tensor,
     key_scales: Tensor | None, value_scales: Tensor | None, key_scale: float, value_scale: float, slots: Tensor,
-    rows: int, heads: int, block_size: int, head_dim: int, keys_by_dimension: bool, num_threads: int,
+    rows: int, heads: int, block_size: int, head_dim: int, block_stride: int, scale_stride: int,
+    keys_by_dimension: bool, num_threads: int,
 ) -> None: ...  # fmt: skip
 
 
@@ -168,8 +180,33 @@ def attention(
     *, query: Tensor, query_stride: int, keys: Tensor, values: Tensor, key_scales: Tensor | None,
     value_scales: Tensor | None, query_start: Tensor, context_lens: Tensor, block_tables: Tensor, table_rows: Tensor,
     out: Tensor, num_sequences: int, max_blocks: int, num_heads: int, num_kv_heads: int, head_dim: int,
-    block_size: int, window: int, keys_by_dimension: bool, sinks: Tensor | None, scale: float, cap: float,
+    block_size: int, block_stride: int, scale_stride: int, window: int, keys_by_dimension: bool,
+    sinks: Tensor | None, scale: float, cap: float,
     value_scale: float, num_threads: int,
+) -> None: ...  # fmt: skip
+
+
+def convolve(
+    *, x: Tensor, x_stride: int, weight: Tensor, bias: Tensor | None, out: Tensor, inputs: Tensor,
+    tail_places: Tensor | None, query_start: Tensor, context_lens: Tensor, block_tables: Tensor, table_rows: Tensor,
+    slots: Tensor, state_tables: Tensor | None, rows: int, num_sequences: int, max_blocks: int, num_tables: int,
+    state_blocks: int, channels: int, taps: int, block_size: int, block_stride: int, silu: bool, num_threads: int,
+) -> None: ...  # fmt: skip
+
+
+def recur(
+    *, mixed: Tensor, mixed_stride: int, gates: Tensor, gates_stride: int, log_rate: Tensor, time_bias: Tensor,
+    skip: Tensor | None, out: Tensor, keys: Tensor, changes: Tensor, decays: Tensor, state_places: Tensor,
+    query_start: Tensor, context_lens: Tensor, block_tables: Tensor, table_rows: Tensor, slots: Tensor,
+    state_tables: Tensor | None, rows: int, num_sequences: int, max_blocks: int, num_tables: int, state_blocks: int,
+    num_key_heads: int, num_value_heads: int, key_dim: int, value_dim: int, block_size: int, key_stride: int,
+    change_stride: int, decay_stride: int, is_delta: bool, least_step: float, largest_step: float, num_threads: int,
+) -> None: ...  # fmt: skip
+
+
+def gated_norm(
+    *, x: Tensor, x_stride: int, gate: Tensor, gate_stride: int, weight: Tensor | None, weight_size: int, out: Tensor,
+    rows: int, size: int, group_size: int, has_norm: bool, gate_first: bool, eps: float, num_threads: int,
 ) -> None: ...  # fmt: skip
 
 

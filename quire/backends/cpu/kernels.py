@@ -21,13 +21,13 @@ from quire.backends.cpu.arguments import check_names, check_packer, packer
 from quire.backends.cpu.build import load_library
 from quire.backends.cpu.functions import ACTIVATIONS, FORMATS, Address
 from quire.backends.cpu.recording import DTYPES, Calls
+from quire.backends.cpu.recurrent import RecurrentKernels
+from quire.backends.cpu.strided import MAX_HEAD_DIM, block_stride, takes_head_dim, with_whole_rows
 from quire.errors import UnsupportedModelError
 from quire.kernels.formats import Format
 from quire.kernels.ops import Activation, AttentionSpec, LayerCache, PagedBatch
-from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Part, Weight
 
-_MAX_HEAD_DIM = 256
 _KEY_RUN = 16
 _LOG2_E = math.log2(math.e)
 _CACHES = {None: "", torch.int8: "_int8", torch.float8_e4m3fn: "_fp8"}
@@ -56,7 +56,7 @@ class PackedWeight(Weight):
         return ctypes.create_string_buffer(b"".join(described))
 
 
-class CpuKernels(ReferenceKernels):
+class CpuKernels(RecurrentKernels):
     """C++ kernels on as many threads as torch has. Meets `quire.kernels.ops.Kernels`."""
 
     name = "cpu"
@@ -71,7 +71,7 @@ class CpuKernels(ReferenceKernels):
         check_names(library, "quire_formats", FORMATS)
         check_names(library, "quire_activations", [activation.name for activation in ACTIVATIONS])
         calls = Calls(library)
-        self._empty = calls.empty
+        super().__init__(calls)
         self.record = calls.record
         check_packer(library, functions.quantized_part)
         self._packed_size = calls.function(functions.packed_size)
@@ -199,7 +199,7 @@ class CpuKernels(ReferenceKernels):
             raise ValueError(
                 f"the weight {weight.shape} was not packed for x {tuple(x.shape)} {dtype}"
             )
-        x = _with_whole_rows(x)
+        x = with_whole_rows(x)
         if out is None:
             out = self._empty(rows, columns, dtype=dtype)
         parts = weight.quantized_parts
@@ -273,7 +273,7 @@ class CpuKernels(ReferenceKernels):
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        x = _with_whole_rows(x)
+        x = with_whole_rows(x)
         shape = x.shape
         out = self._empty(*shape, dtype=x.dtype)
         inner = shape[1] if len(shape) == 3 else 1
@@ -345,7 +345,7 @@ class CpuKernels(ReferenceKernels):
 
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         rows, heads, head_dim = x.shape
-        x = _with_whole_rows(x)
+        x = with_whole_rows(x)
         positions = positions.long().contiguous()
         out = self._empty(rows, heads, head_dim, dtype=x.dtype)
         self._rope[x.dtype](
@@ -369,7 +369,7 @@ class CpuKernels(ReferenceKernels):
 
     def _activated(self, x: Tensor, activation: Activation, size: int) -> Tensor:
         rows, width = x.shape
-        x = _with_whole_rows(x)
+        x = with_whole_rows(x)
         out = self._empty(rows, size, dtype=x.dtype)
         self._activate[x.dtype](
             x=x,
@@ -386,11 +386,8 @@ class CpuKernels(ReferenceKernels):
     def write_kv_(
         self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor
     ) -> None:
-        if not cache.values.is_contiguous():
-            super().write_kv_(keys, values, cache, slot_mapping)
-            return
         rows, heads, head_dim = keys.shape
-        keys, values = _with_whole_rows(keys), _with_whole_rows(values)
+        keys, values = with_whole_rows(keys), with_whole_rows(values)
         key_scale, value_scale = cache.fp8_scales
         self._write_kv[_kind(cache)][keys.dtype](
             keys=keys,
@@ -408,6 +405,8 @@ class CpuKernels(ReferenceKernels):
             heads=heads,
             block_size=cache.block_size,
             head_dim=head_dim,
+            block_stride=block_stride(cache.keys, cache.values),
+            scale_stride=block_stride(*cache.scales),
             keys_by_dimension=cache.keys_by_dimension,
             num_threads=_threads(),
         )
@@ -449,17 +448,15 @@ class CpuKernels(ReferenceKernels):
         spec: AttentionSpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        # Where layers keep different things, blocks are apart from each other: the C++ code takes
-        # no stride for that.
-        if not cache.values.is_contiguous():
-            return super().attention(query, cache, batch, spec, sinks)
         rows, num_heads, head_dim = query.shape
-        if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
+        if not takes_head_dim(head_dim):
+            if not cache.values.is_contiguous():  # models that have layers of other kinds, too
+                return super().attention(query, cache, batch, spec, sinks)
             raise UnsupportedModelError(
-                f"The CPU kernels take head sizes that are multiples of 8 up to {_MAX_HEAD_DIM}, not {head_dim}: "
+                f"The CPU kernels take head sizes that are multiples of 8 up to {MAX_HEAD_DIM}, not {head_dim}: "
                 'use kernels="reference".'
             )
-        query = _with_whole_rows(query)
+        query = with_whole_rows(query)
         _, kv_heads, block_size, _ = cache.keys.shape
         key_scale, value_scale = cache.fp8_scales
         if (
@@ -490,6 +487,8 @@ class CpuKernels(ReferenceKernels):
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             block_size=block_size,
+            block_stride=block_stride(cache.keys, cache.values),
+            scale_stride=block_stride(*cache.scales),
             window=spec.sliding_window or 0,
             keys_by_dimension=cache.keys_by_dimension,
             sinks=sinks,
@@ -513,7 +512,7 @@ class CpuKernels(ReferenceKernels):
                 f"logits {logits.dtype}, temperature {temperature.dtype}, keys {keys.dtype}"
             )
         logits, temperature, keys = (
-            _with_whole_rows(logits),
+            with_whole_rows(logits),
             temperature.contiguous(),
             keys.contiguous(),
         )
@@ -541,7 +540,7 @@ class CpuKernels(ReferenceKernels):
         token_ids: Tensor,
         out: Tensor | None = None,
     ) -> Tensor:
-        logits, (rows, size) = _with_whole_rows(logits), logits.shape
+        logits, (rows, size) = with_whole_rows(logits), logits.shape
         out = self._empty(2, rows, dtype=torch.int64) if out is None else out
         tokens, flags = out
         self._sample_rows[logits.dtype](
@@ -565,7 +564,7 @@ class CpuKernels(ReferenceKernels):
         rows, size = x.shape
         if x.dtype != torch.float32 or not 1 <= k <= size:
             raise ValueError(f"there are no {k} largest of {x.dtype} rows of {size}")
-        x = _with_whole_rows(x)
+        x = with_whole_rows(x)
         out = x.new_empty(rows, k)
         self._top_values(
             x=x, stride=x.stride(0), out=out, rows=rows, size=size, k=k, num_threads=_threads()
@@ -599,11 +598,3 @@ def _packed_format(part: Part) -> Format | None:
 
 def _kind(cache: LayerCache) -> torch.dtype | None:
     return cache.keys.dtype if cache.keys.dtype in _CACHES else None
-
-
-def _with_whole_rows(x: Tensor) -> Tensor:
-    """x, or a copy if a row is not contiguous; rows may be apart from each other, as in a slice of
-    a projection.
-    """
-    inner = x.stride()[1:]
-    return x if inner == (1,) or inner == (x.shape[-1], 1) else x.contiguous()

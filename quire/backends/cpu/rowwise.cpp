@@ -3,34 +3,10 @@
 #include "arguments.h"
 #include "simd.h"
 #include "threads.h"
+#include "vectors.h"
 
 namespace quire {
 namespace {
-
-// Calls body(offset, count) for each vector of a row, the last one perhaps partial.
-template <class Body>
-inline void for_vectors(int64_t size, Body body) {
-  int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) body(i, LANES);
-  if (i < size) body(i, int(size - i));
-}
-
-// Four running sums of SUM_LANES side by side, so that one addition needn't wait for the last.
-// `add` gets a vector, of which `count` numbers count, and the sum it belongs to.
-template <class T, class Add>
-float sum_over(const T* x, int64_t size, Add add) {
-  constexpr int64_t VECTORS = 4 * PER_SUM;
-  Vec sums[VECTORS] = {};
-  const int64_t even = size - size % (VECTORS * LANES);
-  for (int64_t i = 0; i < even; i += VECTORS * LANES)
-    for (int64_t v = 0; v < VECTORS; ++v) add(load(x + i + v * LANES), LANES, sums[v]);
-  for_vectors(size - even, [&](int64_t i, int count) {
-    add(read(x + even + i, count), count, sums[i / LANES % PER_SUM]);
-  });
-  for (int64_t v = 0; v < PER_SUM; ++v)
-    sums[v] = (sums[v] + sums[v + PER_SUM]) + (sums[v + 2 * PER_SUM] + sums[v + 3 * PER_SUM]);
-  return sum_lanes(fold_vectors(sums));
-}
 
 template <class T>
 void norm_row(const T* x, const T* weight, T* out, int64_t size, float eps, float offset) {
@@ -110,6 +86,54 @@ struct ScaleAdd {
         const int64_t at = row * size + i;
         Vec scaled = read(x + at, count) * scale;
         write(out + at, other ? round_to<T>(scaled) + read(other + at, count) : scaled, count);
+      });
+    });
+  }
+};
+
+// x * other, number by number.
+template <class T>
+struct Multiply {
+  const T* x;
+  int64_t x_stride;
+  const T* other;
+  int64_t other_stride;
+  T* out;
+  int64_t rows, size;
+  int num_threads;
+  QUIRE_ARGUMENTS(x, x_stride, other, other_stride, out, rows, size, num_threads)
+
+  void run() const {
+    parallel_shares(num_threads, rows, size, [&](int64_t row) {
+      const T *a = x + row * x_stride, *b = other + row * other_stride;
+      for_vectors(size, [&](int64_t i, int count) {
+        write(out + row * size + i, read(a + i, count) * read(b + i, count), count);
+      });
+    });
+  }
+};
+
+// sigmoid(gate), rounded, * x; a row has gates for all its numbers, or one.
+template <class T>
+struct SigmoidMul {
+  const T* gate;
+  int64_t gate_stride, gate_size;
+  const T* x;
+  int64_t x_stride;
+  T* out;
+  int64_t rows, size;
+  int num_threads;
+  QUIRE_ARGUMENTS(gate, gate_stride, gate_size, x, x_stride, out, rows, size, num_threads)
+
+  void run() const {
+    constexpr int64_t PRODUCTS = 32;  // as much work as an exponential
+    parallel_shares(num_threads, rows, size * PRODUCTS, [&](int64_t row) {
+      const T *gates = gate + row * gate_stride, *source = x + row * x_stride;
+      const bool is_one = gate_size == 1;
+      const Vec only = is_one ? splat(read(gates, 1)[0]) : Vec{};
+      for_vectors(size, [&](int64_t i, int count) {
+        const Vec factor = 1.0f / (1.0f + exp(-(is_one ? only : read(gates + i, count))));
+        write(out + row * size + i, round_to<T>(factor) * read(source + i, count), count);
       });
     });
   }
@@ -237,8 +261,8 @@ struct Activate {
 struct HeadInBlock {
   int64_t start, step;
 
-  HeadInBlock(int64_t block_and_head, int64_t offset, int64_t block_size, int64_t head_dim, bool by_dimension)
-      : start(block_and_head * block_size * head_dim + (by_dimension ? offset : offset * head_dim)),
+  HeadInBlock(int64_t head_start, int64_t offset, int64_t block_size, int64_t head_dim, bool by_dimension)
+      : start(head_start + (by_dimension ? offset : offset * head_dim)),
         step(by_dimension ? block_size : 1) {}
 
   template <class T>
@@ -286,7 +310,7 @@ void write_head(const T* x, int64_t size, HeadInBlock place, fp8* cache, float*,
 }
 
 // Keys and values of T into a cache of CACHED: int8_t has a scale for each token and head, fp8 one for all keys and one
-// for all values.
+// for all values. From block to block there are block_stride keys or values, and scale_stride scales.
 template <class T, class CACHED = T>
 struct WriteKv {
   const T* keys;
@@ -297,19 +321,21 @@ struct WriteKv {
   float *key_scales, *value_scales;
   float key_scale, value_scale;
   const int64_t* slots;
-  int64_t rows, heads, block_size, head_dim, keys_by_dimension;
+  int64_t rows, heads, block_size, head_dim, block_stride, scale_stride, keys_by_dimension;
   int num_threads;
   QUIRE_ARGUMENTS(keys, keys_stride, values, values_stride, key_cache, value_cache, key_scales, value_scales,
-                  key_scale, value_scale, slots, rows, heads, block_size, head_dim, keys_by_dimension, num_threads)
+                  key_scale, value_scale, slots, rows, heads, block_size, head_dim, block_stride, scale_stride,
+                  keys_by_dimension, num_threads)
 
   void run() const {
     parallel_shares(num_threads, rows, heads * head_dim, [&](int64_t row) {
       if (slots[row] < 0) return;  // padding
       int64_t block = slots[row] / block_size, offset = slots[row] % block_size;
       for (int64_t head = 0; head < heads; ++head) {
-        const int64_t place = (block * heads + head) * block_size + offset, at = head * head_dim;
-        HeadInBlock key(block * heads + head, offset, block_size, head_dim, keys_by_dimension);
-        HeadInBlock value(block * heads + head, offset, block_size, head_dim, false);
+        const int64_t place = block * scale_stride + head * block_size + offset, at = head * head_dim;
+        const int64_t head_start = block * block_stride + head * block_size * head_dim;
+        HeadInBlock key(head_start, offset, block_size, head_dim, keys_by_dimension);
+        HeadInBlock value(head_start, offset, block_size, head_dim, false);
         write_head(keys + row * keys_stride + at, head_dim, key, key_cache, key_scales, place, key_scale);
         write_head(values + row * values_stride + at, head_dim, value, value_cache, value_scales, place, value_scale);
       }
@@ -374,6 +400,10 @@ QUIRE_FUNCTION(layer_norm_float32, call->run(), LayerNorm<float>)
 QUIRE_FUNCTION(layer_norm_bfloat16, call->run(), LayerNorm<bf16>)
 QUIRE_FUNCTION(scale_add_float32, call->run(), ScaleAdd<float>)
 QUIRE_FUNCTION(scale_add_bfloat16, call->run(), ScaleAdd<bf16>)
+QUIRE_FUNCTION(multiply_float32, call->run(), Multiply<float>)
+QUIRE_FUNCTION(multiply_bfloat16, call->run(), Multiply<bf16>)
+QUIRE_FUNCTION(sigmoid_mul_float32, call->run(), SigmoidMul<float>)
+QUIRE_FUNCTION(sigmoid_mul_bfloat16, call->run(), SigmoidMul<bf16>)
 QUIRE_FUNCTION(soft_cap_float32, call->run(), SoftCap<float>)
 QUIRE_FUNCTION(soft_cap_bfloat16, call->run(), SoftCap<bf16>)
 QUIRE_FUNCTION(gather_inputs, call->run(), GatherInputs)

@@ -50,7 +50,8 @@ def random_decoder(
     generator = torch.Generator(device).manual_seed(seed)
     loaded: dict[str, Weight] = {}
     for name, parameter in spec.parameters().items():
-        value = torch.empty(parameter.shape, dtype=dtype, device=device)
+        stored = torch.float32 if parameter.keep_float32 else dtype
+        value = torch.empty(parameter.shape, dtype=stored, device=device)
         if "norm" in name.rpartition(".")[2]:
             value.fill_(1.0)
         else:
