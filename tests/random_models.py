@@ -175,7 +175,7 @@ class Transcript:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logits: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """By request and the position the logits predict."""
-    scores: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     prompt_logprobs: dict[str, dict[int, TokenLogprob]] = field(default_factory=dict)
     """By the name of the call (all its answers share them) and position."""
     steps: int = 0
@@ -199,7 +199,7 @@ class Bench:
         prefix_caching: bool = True,
         preempt_every: int = 0,
         depth: int = 1,
-        draft_token: Propose | None = None,
+        propose: Propose | None = None,
         observes: bool = True,
         recorded: bool = True,
         cache_dtype: torch.dtype | None = None,
@@ -247,7 +247,7 @@ class Bench:
         self.runner = Runner(decoder, cache, rows, graphs=graphs)
         self.log = StepLog()
         self.core = EngineCore(
-            Scheduler(config, draft_token=draft_token), self.runner, depth, on_step=self.log.append
+            Scheduler(config, propose=propose), self.runner, depth, on_step=self.log.append
         )
         self._preempt_every = preempt_every
         self._observes = observes

@@ -75,9 +75,9 @@ class SideBySide:
 
 Mixer = AttentionSpec | ConvolutionSpec | RecurrentSpec
 """What lets tokens see those before them. A new kind says how wide its packed input and its output
-are, what it keeps (`layer_state`, `layer_cache`) and what it costs (`bytes_read`, `flops`,
-`prompt_flops`). Which parameters it has says `ModelSpec.parameters`, how it is divided among devices
-`quire.parallel.division`, and how it is computed a class in the decoder.
+are, what it keeps (`layer_state`, `layer_cache`), how it is divided among devices (`share`) and what
+it costs (`bytes_read`, `flops`, `prompt_flops`). Which parameters it has says `ModelSpec.parameters`,
+and how it is computed a class in `mixers.py`.
 """
 
 

@@ -58,7 +58,7 @@ class Answers:
     """What became of the jobs, by request; prompt scores by job."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    scores: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     prompt_logprobs: dict[str, dict[int, TokenLogprob]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     steps: int = 0

@@ -37,7 +37,7 @@ def decoder() -> Decoder:
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
 def test_draft_tokens_change_no_bit(decoder: Decoder, right: float, depth: int) -> None:
     expected = Bench(decoder).run(prompts(), EVERYTHING)
-    got = Bench(decoder, depth=depth, draft_token=Proposer(expected.tokens, right, depth)).run(
+    got = Bench(decoder, depth=depth, propose=Proposer(expected.tokens, right, depth)).run(
         prompts(), EVERYTHING
     )
     assert_same(got, expected)
@@ -57,7 +57,7 @@ def test_plain_requests_run_ahead_of_their_draft_tokens(decoder: Decoder, right:
         SamplingParams(temperature=i % 3 * 0.5, seed=i, max_tokens=40) for i in range(len(texts))
     ]
     expected = Bench(decoder, observes=False).run(texts, params)
-    bench = Bench(decoder, depth=2, draft_token=Proposer(expected.tokens, right, 1), observes=False)
+    bench = Bench(decoder, depth=2, propose=Proposer(expected.tokens, right, 1), observes=False)
     got = bench.run(texts, params)
     assert got.tokens == expected.tokens
     assert any(entry.runs_ahead for line in bench.log for entry in line.step.scheduled)

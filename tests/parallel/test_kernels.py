@@ -75,7 +75,7 @@ def test_what_stands_between_an_experts_products_is_whole(ranks: Ranks) -> None:
         return kernels.moe(x, router_logits, experts, moe, scaled)
 
     expected = ReferenceKernels().moe(
-        x, router_logits, ExpertWeights(weights[gate_up], weights[down]), moe, between=scaled
+        x, router_logits, ExpertWeights(weights[gate_up], weights[down]), moe, scaled
     )
     for found in ranks.run(compute):
         assert torch.allclose(found, expected, atol=1e-5)
