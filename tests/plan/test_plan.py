@@ -245,7 +245,7 @@ def test_a_model_whose_layers_keep_a_state(tmp_path: Path) -> None:
     code, text = run("--model", str(config), "--gpu", "h200", "--requests", "16", *divided)
     assert code == 0, text
     assert "each request also has two states of 26.3 MiB" in text  # on each of the two
-    with pytest.raises(InvalidRequestError, match="value heads .* even only with 1, 2, 4, 8, 16"):
+    with pytest.raises(InvalidRequestError, match=r"value heads .* even only with 1, 2, 4, 8, 16"):
         run("--model", str(config), "--gpu", "h200", "--gpus", "3", "--tensor-parallel-size", "3")
 
 
