@@ -263,6 +263,8 @@ class Activation(Enum):
     """gate * sigmoid(1.702 * gate) * (up + 1), the gate at most 7 and up between -7 and 7; for
     gates only.
     """
+    RELU2 = "relu2"
+    """The square of what is positive, 0 elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,13 +293,17 @@ class MoeSpec:
     """Factor of the experts' weights, applied last."""
     bias: bool = False
     """Whether the router and the experts' products have biases."""
+    gated: bool = True
+    """If not, an expert is activation(up), then down; the shared one, too."""
 
 
 class ExpertWeights(NamedTuple):
     """One layer's experts, stacked, as the backend's `pack` returned them."""
 
     gate_up: Weight
-    """[num_experts, 2 * intermediate, hidden]: gate rows first, then up rows."""
+    """[num_experts, 2 * intermediate, hidden]: gate rows first, then up rows; up rows alone where
+    experts have no gate.
+    """
     down: Weight
     """[num_experts, hidden, intermediate]."""
     gate_up_bias: Tensor | None = None

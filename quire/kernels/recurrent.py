@@ -91,6 +91,8 @@ class GatedNormSpec:
     """The mean is taken over so many numbers; 0: there is no norm."""
     gate_first: bool = False
     """Whether the gate is applied before the norm."""
+    eps: float | None = None
+    """None: that of the model's other norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,12 @@ class RecurrentSpec:
     """State spaces: the least and the largest time step."""
     norm: GatedNormSpec = GatedNormSpec(0)
     projection_bias: bool = False
-    """Whether the products before and behind it have biases."""
+    """Whether the product before it has a bias."""
+    output_bias: bool = False
+    beta_scale: float = 1.0
+    """The delta rule: betas are sigmoids times this."""
+    input_scales: tuple[float, ...] = ()
+    """Factors of queries, keys, values, gates and time steps in a packed row; (): none."""
 
     @property
     def query_size(self) -> int:
@@ -169,17 +176,11 @@ class RecurrentSpec:
         value_heads = share_of(values, size, rank)
         key_heads = share_of(keys, size, rank) if size <= keys else _one(rank * keys // size)
         query, value = times(key_heads, self.key_dim), times(value_heads, self.value_dim)
-        start = 2 * self.query_size
-        mixed = (
-            query,
-            slice(self.query_size + query.start, self.query_size + query.stop),
-            slice(start + value.start, start + value.stop),
-        )
         own = replace(self, num_key_heads=length(key_heads), num_value_heads=length(value_heads))
         per_head = dict.fromkeys(("log_rate", "time_bias", "skip"), (value_heads,))
         rows = {
             "input": (query, query, value, value, value_heads, value_heads),
-            "convolution": mixed,
+            "convolution": (query, query, value),
             **per_head,
         }
         # A norm over more than a rank's values is computed of everybody's, with their gates
