@@ -276,7 +276,8 @@ def nemotron_h(config: Fields, spec: ModelSpec) -> ModelSpec:
     """Blocks of one kind each; here an MLP belongs to the mixer before it, if there is one."""
     only(
         config, mlp_hidden_act="relu2", mamba_hidden_act="silu", moe_latent_size=None,
-        sliding_window=None, n_group=1, residual_in_fp32=False,
+        sliding_window=None, n_group=1, residual_in_fp32=False, attention_bias=False,
+        tie_word_embeddings=False,
     )  # fmt: skip
     heads, groups = config.integer("mamba_num_heads", 128), config.integer("n_groups", 8)
     size = config.integer("mamba_head_dim", 64)
@@ -304,8 +305,7 @@ def nemotron_h(config: Fields, spec: ModelSpec) -> ModelSpec:
     }
     if "moe" in kinds:
         mlps["moe"] = _nemotron_experts(config)
-    bias = config.boolean("attention_bias", False)
-    attention = replace(plain, rope=None, mlp=None, qkv_bias=bias, output_bias=bias)
+    attention = replace(plain, rope=None, mlp=None)
     layers: list[LayerSpec] = []
     for kind in kinds:
         if kind not in mlps:
