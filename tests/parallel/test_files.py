@@ -96,6 +96,9 @@ def test_a_rank_reads_its_rows_in_every_layout(family: str, tmp_path: Path) -> N
         ("delta rule", "qwen3_next"),  # rows of a head are together, whatever they are
         ("state space", "granitemoehybrid"),
         ("convolution", "lfm2"),
+        ("delta rule", "olmo_hybrid"),
+        ("side by side", "falcon_h1"),
+        ("blocks", "nemotron_h"),
     ],
 )
 def test_a_rank_reads_its_rows_of_layers_with_states(
