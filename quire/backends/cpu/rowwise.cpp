@@ -203,7 +203,7 @@ struct Activate {
         return v / (1.0f + exp(-1.5957691216f * (v + 0.044715f * v * v * v)));
       });
       case RELU2: return run([](Vec v) {
-        const Vec positive = v > 0.0f ? v : splat(0.0f);
+        const Vec positive = v < 0.0f ? splat(0.0f) : v;  // what is no number stays none
         return positive * positive;
       });
       default: return run([](Vec v) { return v / (1.0f + exp(-1.702f * v)); });
