@@ -57,10 +57,11 @@ _CAPPED = replace(
     post_norms=True,
 )
 
-_DELTA = RecurrentSpec(2, 4, 8, 12, taps=4, norm=GatedNormSpec(12))
+_DELTA = RecurrentSpec(2, 4, 8, 12, taps=4, norm=GatedNormSpec(12), beta_scale=2.0)
 _STATE_SPACE = RecurrentSpec(
     1, 4, 8, 32, taps=4, conv_bias=True, is_delta=False, norm=GatedNormSpec(64, gate_first=True)
 )
+_PLAIN_EXPERTS = replace(_SIGMOID_EXPERTS, activation=Activation.RELU2, gated=False)
 _CONVOLUTION = ConvolutionSpec(64, 3, silu=False)
 _GATED = replace(_LAYER, gated_attention=True, qk_norm=True)
 
@@ -77,7 +78,26 @@ WITH_STATES: dict[str, ModelSpec] = {
     "side by side": replace(
         _PLAIN,
         family="falcon_h1",
-        layers=(replace(_LAYER, mixer=SideBySide((_LAYER.mixer, _STATE_SPACE))),) * 2,
+        layers=(
+            replace(
+                _LAYER,
+                mixer=SideBySide(
+                    (_LAYER.mixer, replace(_STATE_SPACE, input_scales=(0.7, 1.3, 0.9, 1.1, 0.8))),
+                    scales=((0.8, 1.2), (1.1, 0.6)),
+                ),
+                mlp=MlpSpec(96, input_scale=0.7, output_scale=1.4),
+            ),
+        )
+        * 2,
+    ),
+    "blocks": replace(
+        _PLAIN,
+        family="nemotron_h",
+        layers=(
+            LayerSpec(SideBySide(()), None, MlpSpec(96, Activation.RELU2, gated=False)),
+            LayerSpec(_STATE_SPACE, None, _PLAIN_EXPERTS),
+            replace(_LAYER, rope=None, mlp=None),
+        ),
     ),
 }
 """Layers that know earlier tokens by a state, or by their last few inputs."""

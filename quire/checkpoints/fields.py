@@ -96,10 +96,14 @@ class Fields:
     def numbers(self, key: str) -> tuple[float, ...]:
         found = self._take(key, _MISSING)
         if not isinstance(found, list) or not all(
-            isinstance(one, int | float) and one > 0 for one in found
+            isinstance(one, int | float) and 0 < one < math.inf for one in found
         ):
             raise self.error(key, "a list of positive numbers", found)
         return tuple(map(float, found))
+
+    def with_values(self, changed: Mapping[str, Any]) -> Fields:
+        """The same with these values changed or added."""
+        return Fields({**self._values, **changed}, self.file, self._prefix, self._renamed)
 
     def part(self, key: str) -> Fields:
         """A nested mapping; empty where it is absent."""

@@ -122,9 +122,13 @@ def _cache_blobs(folder: Path) -> list[Path]:
     ]
 
 
-def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, object]:
-    """The JSON object in a file of at most `max_bytes`."""
-    return parse_json(_read_member(path, max_bytes, "JSON"), path)
+def read_json(
+    path: Path, max_bytes: int = MAX_JSON_BYTES, *, may_be_infinite: bool = False
+) -> dict[str, object]:
+    """The JSON object in a file of at most `max_bytes`. `may_be_infinite`: numbers may be
+    `Infinity`, which JSON does not have, but Python writes: models' settings have it.
+    """
+    return parse_json(_read_member(path, max_bytes, "JSON"), path, may_be_infinite)
 
 
 def read_text(path: Path, max_bytes: int) -> str:
@@ -147,7 +151,7 @@ def _read_member(path: Path, max_bytes: int, what: str) -> bytes:
         return bytes(read_exact(file, path, 0, size))
 
 
-def parse_json(data: bytes, path: Path) -> dict[str, object]:
+def parse_json(data: bytes, path: Path, may_be_infinite: bool = False) -> dict[str, object]:
     """A JSON object within bounds: no double keys, no NaN, not too many values, not too deep."""
     # Counted before parsing, since a parsed value takes far more memory than its text.
     num_values = data.count(b",") + data.count(b"[") + data.count(b"{")
@@ -156,7 +160,8 @@ def parse_json(data: bytes, path: Path) -> dict[str, object]:
             f"{path}: expected at most {MAX_JSON_VALUES} JSON values, got {num_values}"
         )
     try:
-        value = json.loads(data, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        constant = _infinity if may_be_infinite else _no_constant
+        value = json.loads(data, object_pairs_hook=_unique_keys, parse_constant=constant)
     except RecursionError as error:
         raise ModelFormatError(f"{path}: the JSON is nested too deeply") from error
     except ValueError as error:  # covers bad JSON, bad UTF-8 and absurdly long numbers
@@ -172,6 +177,10 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
         key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"{quote(key)} is there twice")
     return result
+
+
+def _infinity(text: str) -> object:
+    return float(text) if text == "Infinity" else _no_constant(text)
 
 
 def _no_constant(text: str) -> object:

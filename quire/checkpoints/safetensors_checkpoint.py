@@ -75,7 +75,7 @@ def read_settings(config: Path) -> Fields:
     beside it.
     """
     beside = config.with_name(MODELOPT_FILE)
-    values = read_json(config) if config.is_file() else {}
+    values = read_json(config, may_be_infinite=True) if config.is_file() else {}
     if values.get("quantization_config") is None and beside.is_file():
         found = Fields(read_json(beside), str(beside)).part("quantization")
         values["quantization_config"] = {key: found.raw(key) for key in found.names()} | {

@@ -18,7 +18,7 @@ The rules of exactness, which tests check with `torch.equal`:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, dtype, float32, int8
 
+from quire.errors import InvalidRequestError
 from quire.kernels.formats import Format
 from quire.kernels.layer_state import CacheMemory, LayerState, StoredPart
 from quire.kernels.recurrent import (
@@ -36,6 +37,7 @@ from quire.kernels.recurrent import (
     RecurrentSpec,
     RecurrentWeights,
 )
+from quire.kernels.shares import MixerShare, length, share_of, times
 from quire.kernels.weights import Weight
 
 Int32Array = npt.NDArray[np.int32]
@@ -125,6 +127,52 @@ class HeadShape:
     num_kv_heads: int
     head_dim: int
 
+    def share(self, rank: int, size: int) -> HeadShare:
+        """Those of one rank. Where there are fewer key heads than ranks, several of them keep the
+        same one, and each takes some of the query heads that look at it.
+        """
+        if size > self.num_heads:
+            raise InvalidRequestError(
+                "tensor_parallel_size",
+                f"is {size}, but the model has only {self.num_heads} query heads to divide",
+            )
+        group = self.num_heads // self.num_kv_heads
+        if size <= self.num_kv_heads:
+            own = share_of(self.num_kv_heads, size, rank)
+            shape = replace(self, num_heads=length(own) * group, num_kv_heads=length(own))
+            return HeadShare(own.start * group, own.start, shape)
+        sharers = [share_of(size, self.num_kv_heads, head) for head in range(self.num_kv_heads)]
+        kv_head = next(head for head, ranks in enumerate(sharers) if rank < ranks.stop)
+        ranks = sharers[kv_head]
+        if length(ranks) > group:
+            raise InvalidRequestError(
+                "tensor_parallel_size",
+                f"is {size}, but each of the model's {self.num_kv_heads} key heads has only {group} query heads "
+                "to divide",
+            )
+        own = share_of(group, length(ranks), rank - ranks.start)
+        shape = replace(self, num_heads=length(own), num_kv_heads=1)
+        return HeadShare(kv_head * group + own.start, kv_head, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShare:
+    """The heads of one rank: some key heads, and the query heads that look at them."""
+
+    first: int
+    first_kv: int
+    shape: HeadShape
+
+    @property
+    def query(self) -> slice:
+        """Its query heads among all."""
+        return slice(self.first, self.first + self.shape.num_heads)
+
+    @property
+    def kv(self) -> slice:
+        """Its key and value heads among all."""
+        return slice(self.first_kv, self.first_kv + self.shape.num_kv_heads)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -169,6 +217,13 @@ class AttentionSpec:
             keys = keys.view(*keys.shape[:2], keys.shape[3], keys.shape[2]).mT
         return LayerCache(keys, values, key_scales, value_scales, memory.fp8_scales, memory.group)
 
+    def share(self, rank: int, size: int) -> MixerShare[AttentionSpec]:
+        """By heads. Behind queries, keys and values are the gates of the output, where it has some."""
+        own, each = self.heads.share(rank, size), self.heads.head_dim
+        query, kv = times(own.query, each), times(own.kv, each)
+        rows = {"qkv": (query, kv, kv, query), "sinks": (own.query,)}
+        return MixerShare(replace(self, heads=own.shape), rows, query, self.output_size)
+
     def bytes_read(self, context: int, itemsize: float) -> float:
         """Of the cache, by a token that is the last of so many; `itemsize` is a key's."""
         seen = min(context, self.sliding_window or context)
@@ -208,6 +263,8 @@ class Activation(Enum):
     """gate * sigmoid(1.702 * gate) * (up + 1), the gate at most 7 and up between -7 and 7; for
     gates only.
     """
+    RELU2 = "relu2"
+    """The square of what is positive, 0 elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,13 +293,17 @@ class MoeSpec:
     """Factor of the experts' weights, applied last."""
     bias: bool = False
     """Whether the router and the experts' products have biases."""
+    gated: bool = True
+    """If not, an expert is activation(up), then down; the shared one, too."""
 
 
 class ExpertWeights(NamedTuple):
     """One layer's experts, stacked, as the backend's `pack` returned them."""
 
     gate_up: Weight
-    """[num_experts, 2 * intermediate, hidden]: gate rows first, then up rows."""
+    """[num_experts, 2 * intermediate, hidden]: gate rows first, then up rows; up rows alone where
+    experts have no gate.
+    """
     down: Weight
     """[num_experts, hidden, intermediate]."""
     gate_up_bias: Tensor | None = None

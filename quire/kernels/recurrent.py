@@ -19,13 +19,15 @@ beta_i v_i.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from quire.errors import InvalidRequestError
 from quire.kernels.layer_state import CacheMemory, CarriedPart, LayerState, StoredPart
+from quire.kernels.shares import MixerShare, length, share_of, times
 
 CHUNK = 64
 """Tokens of a chunk, in all models: a multiple of every block size."""
@@ -50,6 +52,17 @@ class ConvolutionSpec:
     def layer_cache(self, memory: CacheMemory) -> ConvolutionCache:
         (inputs,) = memory.parts
         return ConvolutionCache(inputs, None, memory.group)
+
+    def share(self, rank: int, size: int) -> MixerShare[ConvolutionSpec]:
+        """By channels, of which none sees another."""
+        if self.channels % size:
+            raise InvalidRequestError(
+                "tensor_parallel_size",
+                f"is {size}, but must divide the {self.channels} channels of the model's convolutions",
+            )
+        own = share_of(self.channels, size, rank)
+        rows = {"input": (own,) * 3, "convolution": (own,)}
+        return MixerShare(replace(self, channels=length(own)), rows, own, self.channels)
 
     @property
     def input_size(self) -> int:
@@ -78,6 +91,8 @@ class GatedNormSpec:
     """The mean is taken over so many numbers; 0: there is no norm."""
     gate_first: bool = False
     """Whether the gate is applied before the norm."""
+    eps: float | None = None
+    """None: that of the model's other norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +113,12 @@ class RecurrentSpec:
     """State spaces: the least and the largest time step."""
     norm: GatedNormSpec = GatedNormSpec(0)
     projection_bias: bool = False
-    """Whether the products before and behind it have biases."""
+    """Whether the product before it has a bias."""
+    output_bias: bool = False
+    beta_scale: float = 1.0
+    """The delta rule: betas are sigmoids times this."""
+    input_scales: tuple[float, ...] = ()
+    """Factors of queries, keys, values, gates and time steps in a packed row; (): none."""
 
     @property
     def query_size(self) -> int:
@@ -136,6 +156,40 @@ class RecurrentSpec:
         convolution = ConvolutionCache(inputs, tail, memory.group)
         return RecurrentCache(convolution, keys, changes, decays, state, memory.group)
 
+    def share(self, rank: int, size: int) -> MixerShare[RecurrentSpec]:
+        """By value heads, as many for each rank; where there are fewer key heads than ranks, several
+        ranks keep the same one.
+        """
+        keys, values = self.num_key_heads, self.num_value_heads
+        if values % size or max(keys, size) % min(keys, size):
+            possible = [
+                n
+                for n in range(1, values + 1)
+                if not values % n and not max(keys, n) % min(keys, n)
+            ]
+            allowed = ", ".join(map(str, possible))
+            raise InvalidRequestError(
+                "tensor_parallel_size",
+                f"is {size}, but the {keys} key heads and {values} value heads of the model's recurrent layers come "
+                f"out even only with {allowed}",
+            )
+        value_heads = share_of(values, size, rank)
+        key_heads = share_of(keys, size, rank) if size <= keys else _one(rank * keys // size)
+        query, value = times(key_heads, self.key_dim), times(value_heads, self.value_dim)
+        own = replace(self, num_key_heads=length(key_heads), num_value_heads=length(value_heads))
+        per_head = dict.fromkeys(("log_rate", "time_bias", "skip"), (value_heads,))
+        rows = {
+            "input": (query, query, value, value, value_heads, value_heads),
+            "convolution": (query, query, value),
+            **per_head,
+        }
+        # A norm over more than a rank's values is computed of everybody's, with their gates
+        # (`ParallelKernels.gated_norm`). The delta rule's is the same for every head.
+        is_own = own.value_size % max(self.norm.group_size, 1) == 0
+        if is_own and not self.is_delta:
+            rows["norm"] = (value,)
+        return MixerShare(own, rows, value, self.value_size * (1 if is_own else 2))
+
     @property
     def num_gates(self) -> int:
         """Numbers of a row from which decays, and betas, are made."""
@@ -162,6 +216,10 @@ class RecurrentSpec:
 
     def prompt_flops(self, length: int) -> float:
         return length * self.flops(length)
+
+
+def _one(index: int) -> slice:
+    return slice(index, index + 1)
 
 
 class RecurrentWeights(NamedTuple):

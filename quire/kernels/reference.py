@@ -308,8 +308,11 @@ class ReferenceKernels:
         hidden = []
         for expert, part in zip(used, parts, strict=True):
             added = _row(experts.gate_up_bias, expert)
+            own, weight = x[part], experts.gate_up.experts[expert]
             hidden.append(
-                self.linear_gated(x[part], experts.gate_up.experts[expert], added, spec.activation)
+                self.linear_gated(own, weight, added, spec.activation)
+                if spec.gated
+                else self.activate(self.linear(own, weight, added), spec.activation)
             )
         if transform_activated is not None:
             hidden = list(transform_activated(torch.cat(hidden)).split_with_sizes(sizes))
@@ -390,6 +393,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: lambda x: x * sigmoid(x),
     Activation.GELU_TANH: lambda x: x * sigmoid(GELU_FACTOR * (x + 0.044715 * x * x * x)),
     Activation.CLAMPED_SWIGLU: lambda x: x * sigmoid(SWIGLU_SLOPE * x),
+    Activation.RELU2: lambda x: x.relu().square(),
 }
 
 

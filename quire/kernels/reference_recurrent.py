@@ -136,7 +136,7 @@ def decays_and_betas(
     heads, rate = spec.num_value_heads, -weights.log_rate.float().exp()
     steps = softplus(gates[:, :heads] + weights.time_bias)
     if spec.is_delta:
-        return rate * steps, sigmoid(gates[:, heads:])
+        return rate * steps, sigmoid(gates[:, heads:]) * spec.beta_scale
     steps = steps.clamp(*spec.time_limits)
     return rate * steps, steps
 

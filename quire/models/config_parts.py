@@ -19,6 +19,7 @@ MAX_CONFIG_BYTES = 16 * 2**20
 _ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU} | dict.fromkeys(
     ("gelu_pytorch_tanh", "gelu_new"), Activation.GELU_TANH
 )
+_ACTIVATIONS["relu2"] = Activation.RELU2
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 

@@ -61,10 +61,14 @@ class Mlp:
         self.down = parameters.linear(f"{name}.down")
 
     def __call__(self, batch: Batch, x: Tensor) -> Tensor:
-        activation = self.spec.activation
-        if self.spec.gated:
-            return self.down(batch, self.up.gated(batch, x, activation))
-        return self.down(batch, batch.kernels.activate(self.up(batch, x), activation))
+        spec, kernels = self.spec, batch.kernels
+        x = x if spec.input_scale == 1 else kernels.scale_add(x, spec.input_scale)
+        if spec.gated:
+            hidden = self.up.gated(batch, x, spec.activation)
+        else:
+            hidden = kernels.activate(self.up(batch, x), spec.activation)
+        output = self.down(batch, hidden)
+        return output if spec.output_scale == 1 else kernels.scale_add(output, spec.output_scale)
 
 
 class MoeMlp:
@@ -73,7 +77,7 @@ class MoeMlp:
     def __init__(self, parameters: Parameters, name: str, spec: MoeSpec) -> None:
         self.spec = spec
         weights = ExpertWeights(
-            parameters.matrix(f"{name}.gate_up"),
+            parameters.matrix(f"{name}.gate_up" if spec.gated else f"{name}.up"),
             parameters.matrix(f"{name}.down"),
             parameters.vector(f"{name}.gate_up_bias").squeeze(-1) if spec.bias else None,
             parameters.vector(f"{name}.down_bias").squeeze(-1) if spec.bias else None,
@@ -87,7 +91,7 @@ class MoeMlp:
             self.shared = Mlp(
                 parameters,
                 f"{name}.shared",
-                MlpSpec(spec.shared_intermediate_size, spec.activation),
+                MlpSpec(spec.shared_intermediate_size, spec.activation, gated=spec.gated),
             )
             self.shared_gate = (
                 parameters.linear(f"{name}.shared_gate") if spec.shared_gate else None
@@ -130,7 +134,8 @@ class DecoderLayer:
             [
                 make_mixer(parameters, f"{name}.{own}", spec, layer, mixer, table)
                 for own, mixer, table in mixers
-            ]
+            ],
+            layer.mixer_scales,
         )
         self.mlp: Mlp | MoeMlp | None = None
         if layer.mlp is not None:
@@ -144,6 +149,10 @@ class DecoderLayer:
         fused with the norm), and returns this layer's output in the same way, with the residual
         stream before it.
         """
+        if not self.attention.parts:
+            assert self.mlp is not None
+            normed, residual = _enter(batch, x, residual, self.mlp_norm)
+            return self._leave(batch, self.mlp(batch, normed), self.mlp_post_norm), residual
         normed, residual = _enter(batch, x, residual, self.attention_norm)
         attended = self._leave(
             batch, self.attention(batch, normed, caches), self.attention_post_norm

@@ -8,7 +8,6 @@ the same functions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +16,6 @@ from typing import Any
 from quire.checkpoints.fields import Fields
 from quire.errors import UnsupportedModelError
 from quire.kernels.ops import Activation, MoeSpec
-from quire.kernels.recurrent import ConvolutionSpec, GatedNormSpec, RecurrentSpec
 from quire.models.config_parts import (
     ROPE_TYPES,
     read_rope,
@@ -26,7 +24,29 @@ from quire.models.config_parts import (
     with_window,
     with_windows,
 )
-from quire.models.spec import Mixer, MlpSpec, ModelSpec, RopeSpec
+from quire.models.recurrent_families import (
+    BAMBA_NAMES,
+    LFM2_MOE_NAMES,
+    LFM2_NAMES,
+    MAMBA_NAMES,
+    NEMOTRON_H_NAMES,
+    OLMO_HYBRID_NAMES,
+    QWEN3_5_NAMES,
+    QWEN3_NEXT_NAMES,
+    bamba,
+    falcon_h1,
+    lfm2,
+    lfm2_moe,
+    mamba2,
+    mixed_layers,
+    nemotron_h,
+    nemotron_h_settings,
+    olmo_hybrid,
+    qwen3_5_moe,
+    qwen3_next,
+    qwen_linear,
+)
+from quire.models.spec import MlpSpec, ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +93,16 @@ class Family:
     """The same for GGUF files, which may have q and k in another order than Hugging Face's."""
     alternating_gate_up: bool = False
     """Gate and up rows of stacked experts alternate (row 0 gate, row 1 up, ...)."""
-    final_norm: str = "model.norm"
+    final_norm: str = "norm"
+    embedding: str = "embed_tokens"
+    prefixes: tuple[str, ...] = ("model",)
+    """What the names of embedding, layers and final norm begin with; the first one is usual."""
+    unused: tuple[str, ...] = ()
+    """What the names of tensors begin with that are not for text: they are left out."""
+    settings: Callable[[Fields], Fields] | None = None
+    """Brings config.json into the usual form before it is read."""
+    numbers_blocks: bool = False
+    """Mixers and MLPs are layers of their own in the files, each with one norm."""
     has_drafting_layers: bool = False
     """Files may hold layers for multi-token prediction, after the last one or under a name of their
     own; they are ignored.
@@ -243,40 +272,9 @@ def _granite_hybrid(config: Fields, spec: ModelSpec) -> ModelSpec:
     else:
         shared = config.integer("shared_intermediate_size", 1024)
         spec = _granite(config, spec).with_layers(mlp=MlpSpec(shared))
-    mamba = _mamba2(config, spec)
+    mamba = mamba2(config, spec)
     kinds = {"mamba": mamba, "linear_attention": mamba}
-    return _mixed_layers(config, spec, ["mamba"] * spec.num_layers, kinds)
-
-
-def _mamba2(config: Fields, spec: ModelSpec) -> RecurrentSpec:
-    """A state space layer as Granite, Bamba and others write it."""
-    heads, groups = config.integer("mamba_n_heads", 128), config.integer("mamba_n_groups", 1)
-    inner = config.integer("mamba_expand", 2) * spec.hidden_size
-    if inner % heads or inner % groups:
-        raise config.error("mamba_n_heads", f"a divisor of {inner}, as its groups are", heads)
-    return RecurrentSpec(
-        num_key_heads=groups,
-        num_value_heads=heads,
-        key_dim=config.integer("mamba_d_state", 256),
-        value_dim=inner // heads,
-        taps=config.integer("mamba_d_conv", 4, low=2),
-        conv_bias=config.boolean("mamba_conv_bias", True),
-        is_delta=False,
-        time_limits=_time_limits(config),
-        norm=GatedNormSpec(inner // groups, gate_first=True),
-        projection_bias=config.boolean("mamba_proj_bias", False),
-    )
-
-
-def _time_limits(config: Fields) -> tuple[float, float]:
-    found = config.raw("time_step_limit")
-    if found is None:
-        return 0.0, math.inf
-    if isinstance(found, list):  # how transformers writes what JSON has no number for
-        found = [math.inf if one == {"__float__": "Infinity"} else one for one in found]
-        if len(found) == 2 and all(isinstance(one, int | float) and one >= 0 for one in found):
-            return float(found[0]), float(found[1])
-    raise config.error("time_step_limit", "two numbers from 0 on", found)
+    return mixed_layers(config, spec, ["mamba"] * spec.num_layers, kinds)
 
 
 def _glm(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -327,86 +325,6 @@ def _hunyuan(config: Fields, spec: ModelSpec) -> ModelSpec:
     return _llama(config, spec).with_layers(qk_norm=True, qk_norm_after_rope=True)
 
 
-def _mixed_layers(
-    config: Fields, spec: ModelSpec, default: list[str], others: Mapping[str, Mixer]
-) -> ModelSpec:
-    """Layers whose `layer_types` are not attention get the mixers of `others`."""
-    kinds = config.list_of("layer_types", str, default)
-    attention = ("full_attention", "attention")
-    if len(kinds) != spec.num_layers or not set(kinds) <= {*attention, *others}:
-        allowed = " or ".join(("full_attention", *others))
-        raise config.error("layer_types", f"{spec.num_layers} of {allowed}", kinds)
-    layers = (
-        layer
-        if kind in attention
-        else replace(
-            layer, mixer=others[kind], rope=None, qk_norm=False, qkv_bias=False, output_bias=False,
-            gated_attention=False,
-        )
-        for layer, kind in zip(spec.layers, kinds, strict=True)
-    )  # fmt: skip
-    return replace(spec, layers=tuple(layers))
-
-
-def _qwen_linear(config: Fields, spec: ModelSpec) -> ModelSpec:
-    """Gated attention in every fourth layer, the gated delta rule in the others."""
-    values = config.integer("linear_value_head_dim", 128)
-    delta = RecurrentSpec(
-        num_key_heads=config.integer("linear_num_key_heads", 16),
-        num_value_heads=config.integer("linear_num_value_heads", 32),
-        key_dim=config.integer("linear_key_head_dim", 128),
-        value_dim=values,
-        taps=config.integer("linear_conv_kernel_dim", 4, low=2),
-        norm=GatedNormSpec(values),
-    )
-    bias = config.boolean("attention_bias", False)
-    spec = replace(spec, norm_offset=1.0).with_layers(
-        qk_norm=True, gated_attention=True, qkv_bias=bias, output_bias=bias
-    )
-    every = config.integer("full_attention_interval", 4)
-    default = [
-        "linear_attention" if (i + 1) % every else "full_attention" for i in range(spec.num_layers)
-    ]
-    return _mixed_layers(config, spec, default, {"linear_attention": delta})
-
-
-def _qwen3_next(config: Fields, spec: ModelSpec) -> ModelSpec:
-    shared = config.integer("shared_expert_intermediate_size", 512, low=0)
-    return with_qwen_experts(config, _qwen_linear(config, spec), shared)
-
-
-def _qwen3_5_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
-    shared = config.integer("shared_expert_intermediate_size", 512, low=0)
-    moe = MoeSpec(
-        num_experts=config.integer("num_experts", 256, high=65_536),
-        top_k=config.integer("num_experts_per_tok", 8),
-        intermediate_size=config.integer("moe_intermediate_size", 512),
-        normalize_weights=True,
-        shared_intermediate_size=shared,
-    )
-    return _qwen_linear(config, spec).with_layers(mlp=moe)
-
-
-def _lfm2(config: Fields, spec: ModelSpec) -> ModelSpec:
-    size = config.integer("block_ff_dim", config.integer("intermediate_size", 12_288))
-    if config.boolean("block_auto_adjust_ff_dim", True):
-        size = int(config.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
-        multiple = config.integer("block_multiple_of", 256)
-        size = -(-size // multiple) * multiple
-    conv = ConvolutionSpec(
-        spec.hidden_size,
-        config.integer("conv_L_cache", 3, low=2),
-        config.boolean("conv_bias", False),
-        silu=False,
-    )
-    full = config.list_of("full_attn_idxs", int, list(range(spec.num_layers)))
-    default = ["full_attention" if i in full else "conv" for i in range(spec.num_layers)]
-    spec = replace(spec, rms_norm_eps=config.number("norm_eps", 1e-5)).with_layers(
-        qk_norm=True, mlp=MlpSpec(size)
-    )
-    return _mixed_layers(config, spec, default, {"conv": conv})
-
-
 def _gpt_oss(config: Fields, spec: ModelSpec) -> ModelSpec:
     limits = config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)
     if limits != (7.0, 1.702):
@@ -440,45 +358,6 @@ _GRANITE_MOE_NAMES = {
 _GRANITE4_NAMES = _GRANITE_MOE_NAMES | {
     "gate_up": "shared_mlp.input_linear",
     "down": "shared_mlp.output_linear",
-}
-_MAMBA_NAMES = {
-    "mixer_input": "mamba.in_proj",
-    "convolution": "mamba.conv1d",
-    "mixer_log_rate": "mamba.A_log",
-    "mixer_time_bias": "mamba.dt_bias",
-    "mixer_skip": "mamba.D",
-    "mixer_norm": "mamba.norm",
-    "mixer_output": "mamba.out_proj",
-}
-_DELTA_NAMES = {
-    "convolution": "linear_attn.conv1d",
-    "mixer_log_rate": "linear_attn.A_log",
-    "mixer_time_bias": "linear_attn.dt_bias",
-    "mixer_norm": "linear_attn.norm",
-    "mixer_output": "linear_attn.out_proj",
-}
-_QWEN3_NEXT_NAMES = _DELTA_NAMES | {
-    "mixer_input": "linear_attn.in_proj_qkvz",
-    "mixer_gates": "linear_attn.in_proj_ba",
-}
-_QWEN3_5_NAMES = _DELTA_NAMES | {
-    "mixer_qkv": "linear_attn.in_proj_qkv",
-    "mixer_gate": "linear_attn.in_proj_z",
-    "mixer_decay": "linear_attn.in_proj_a",
-    "mixer_beta": "linear_attn.in_proj_b",
-}
-_LFM2_NAMES = {
-    "attention_norm": "operator_norm",
-    "mlp_norm": "ffn_norm",
-    "output": "self_attn.out_proj",
-    "query_norm": "self_attn.q_layernorm",
-    "key_norm": "self_attn.k_layernorm",
-    "gate": "feed_forward.w1",
-    "up": "feed_forward.w3",
-    "down": "feed_forward.w2",
-    "mixer_input": "conv.in_proj",
-    "convolution": "conv.conv",
-    "mixer_output": "conv.out_proj",
 }
 _GLM_NAMES = {"gate_up": "mlp.gate_up_proj"}
 _GLM4_NAMES = {
@@ -543,23 +422,43 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "granitemoehybrid", "Granite 4", ("GraniteMoeHybridForCausalLM",), _granite_hybrid,
-        names=_GRANITE4_NAMES | _MAMBA_NAMES,
+        names=_GRANITE4_NAMES | MAMBA_NAMES,
     ),
     Family(
-        "qwen3_next", "Qwen3-Next", ("Qwen3NextForCausalLM",), _qwen3_next,
-        head_dim=256, partial_rotary=0.25, names=_QWEN3_NEXT_NAMES, has_drafting_layers=True,
+        "qwen3_next", "Qwen3-Next", ("Qwen3NextForCausalLM",), qwen3_next,
+        head_dim=256, partial_rotary=0.25, names=QWEN3_NEXT_NAMES, has_drafting_layers=True,
     ),
     Family(
-        "qwen3_5_text", "Qwen3.5 (text)", ("Qwen3_5ForCausalLM",), _qwen_linear,
-        head_dim=256, partial_rotary=0.25, names=_QWEN3_5_NAMES, has_drafting_layers=True,
+        "qwen3_5_text", "Qwen3.5 (text)", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), qwen_linear,
+        head_dim=256, partial_rotary=0.25, names=QWEN3_5_NAMES, has_drafting_layers=True,
+        prefixes=("model", "model.language_model"), unused=("model.visual.",),
     ),
     Family(
-        "qwen3_5_moe_text", "Qwen3.5 with experts (text)", ("Qwen3_5MoeForCausalLM",), _qwen3_5_moe,
-        head_dim=256, partial_rotary=0.25, names=_QWEN3_5_NAMES, has_drafting_layers=True,
+        "qwen3_5_moe_text", "Qwen3.5 with experts (text)",
+        ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), qwen3_5_moe,
+        head_dim=256, partial_rotary=0.25, names=QWEN3_5_NAMES, has_drafting_layers=True,
+        prefixes=("model", "model.language_model"), unused=("model.visual.",),
+    ),
+    Family("olmo_hybrid", "OLMo Hybrid", ("OlmoHybridForCausalLM",), olmo_hybrid, names=OLMO_HYBRID_NAMES),
+    Family(
+        "nemotron_h", "Nemotron-H, Nemotron Nano 2 and 3", ("NemotronHForCausalLM",), nemotron_h,
+        activation="relu2", head_dim=128, names=NEMOTRON_H_NAMES, final_norm="norm_f", embedding="embeddings",
+        prefixes=("backbone", "model"), settings=nemotron_h_settings, numbers_blocks=True, has_drafting_layers=True,
     ),
     Family(
-        "lfm2", "LFM2", ("Lfm2ForCausalLM",), _lfm2, tie_embeddings=True, rope_theta=1_000_000.0,
-        names=_LFM2_NAMES, final_norm="model.embedding_norm",
+        "falcon_h1", "Falcon-H1", ("FalconH1ForCausalLM",), falcon_h1, names=BAMBA_NAMES, final_norm="final_layernorm",
+    ),
+    Family(
+        "bamba", "Bamba", ("BambaForCausalLM",), bamba, partial_rotary=0.5, names=BAMBA_NAMES,
+        final_norm="final_layernorm",
+    ),
+    Family(
+        "lfm2", "LFM2", ("Lfm2ForCausalLM",), lfm2, tie_embeddings=True, rope_theta=1_000_000.0,
+        names=LFM2_NAMES, final_norm="embedding_norm",
+    ),
+    Family(
+        "lfm2_moe", "LFM2 with experts", ("Lfm2MoeForCausalLM",), lfm2_moe, tie_embeddings=True,
+        rope_theta=1_000_000.0, names=LFM2_MOE_NAMES, final_norm="embedding_norm",
     ),
     Family(
         "glm", "GLM-4-9B", ("GlmForCausalLM",), _glm,

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from quire.kernels.ops import AttentionSpec, Batches, HeadNorms, LayerCache, MixerCache
+from quire.kernels.ops import AttentionSpec, Batches, HeadNorms, Kernels, LayerCache, MixerCache
 from quire.kernels.recurrent import (
     ConvolutionCache,
     ConvolutionSpec,
@@ -95,7 +96,7 @@ class Recurrent:
         self, parameters: Parameters, name: str, spec: ModelSpec, mixer: RecurrentSpec
     ) -> None:
         self.spec = mixer
-        self.eps = spec.rms_norm_eps
+        self.eps = spec.rms_norm_eps if mixer.norm.eps is None else mixer.norm.eps
         self.input = parameters.linear(f"{name}.input")
         self.taps = parameters.vector(f"{name}.convolution.weight")
         self.taps_bias = parameters.optional_vector(f"{name}.convolution.bias")
@@ -112,13 +113,23 @@ class Recurrent:
         kernels, paged, spec = batch.kernels, batch.paged[cache.group], self.spec
         convolution = spec.convolution
         sizes = (convolution.channels, spec.value_size, spec.num_gates)
-        mixed, gate, gates = self.input(batch, x).split_with_sizes(sizes, 1)
+        packed = self.input(batch, x)
+        if spec.input_scales:
+            packed = _scaled(kernels, packed, spec)
+        mixed, gate, gates = packed.split_with_sizes(sizes, 1)
         mixed = kernels.convolve_(
             mixed, self.taps, self.taps_bias, convolution, cache.convolution, paged
         )
         output = kernels.recur_(mixed, gates, self.weights, spec, cache, paged)
         output = kernels.gated_norm(output, gate, self.norm, self.eps, spec.norm)
         return self.output(batch, output)
+
+
+def _scaled(kernels: Kernels, packed: Tensor, spec: RecurrentSpec) -> Tensor:
+    """A packed row whose parts have factors of their own."""
+    sizes = (spec.query_size, spec.query_size, spec.value_size, spec.value_size, spec.num_gates)
+    parts = zip(packed.split_with_sizes(sizes, 1), spec.input_scales, strict=True)
+    return torch.cat([kernels.scale_add(part.contiguous(), scale) for part, scale in parts], 1)
 
 
 class ShortConvolution:
@@ -159,13 +170,17 @@ def make_mixer(
 class Mixers:
     """A layer's mixer, or several that are side by side: their outputs are added."""
 
-    def __init__(self, parts: Sequence[MixerModule]) -> None:
+    def __init__(self, parts: Sequence[MixerModule], scales: Sequence[tuple[float, float]]) -> None:
         self.parts = parts
+        self._scales = scales
+        """Of what each takes and gives."""
 
     def __call__(self, batch: Batch, x: Tensor, caches: Sequence[MixerCache]) -> Tensor:
         total: Tensor | None = None
-        for part, cache in zip(self.parts, caches, strict=True):
-            output = part(batch, x, cache)
-            total = output if total is None else batch.kernels.scale_add(total, 1.0, output)
+        scale_add = batch.kernels.scale_add
+        for part, cache, (before, behind) in zip(self.parts, caches, self._scales, strict=True):
+            output = part(batch, x if before == 1 else scale_add(x, before), cache)
+            output = output if behind == 1 else scale_add(output, behind)
+            total = output if total is None else scale_add(total, 1.0, output)
         assert total is not None
         return total

@@ -26,9 +26,15 @@ from quire.models.spec import LayerSpec, MlpSpec, ModelSpec
 
 def read_config(path: Path) -> ModelSpec:
     """The spec of a model in Hugging Face layout, from its config.json and generation_config.json."""
-    config = Fields(read_json(path, MAX_CONFIG_BYTES), str(path))
+    config = Fields(read_json(path, MAX_CONFIG_BYTES, may_be_infinite=True), str(path))
     family = _find_family(config)
     read_layout(config)  # refuses ways of quantising that can't be read
+    if "text_config" in config:  # of a model that also sees: its text part
+        tied = config.raw("tie_word_embeddings")
+        config = config.part("text_config")
+        config = config if tied is None else config.with_values({"tie_word_embeddings": tied})
+    if family.settings is not None:
+        config = family.settings(config)
     return spec_of(family, config, path.with_name("generation_config.json"))
 
 

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quire.kernels.recurrent import RecurrentSpec
+from quire.kernels.ops import AttentionSpec, MoeSpec
+from quire.kernels.recurrent import ConvolutionSpec, RecurrentSpec
 from quire.models.families import family_named
-from quire.models.spec import LayerSpec, ModelSpec, Parameter
+from quire.models.spec import LayerSpec, ModelSpec, Parameter, mixer_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,7 @@ _LINEARS = {
     "mlp.up": ("up",),
     "mlp.gate_up": ("gate_up", "gate", "up"),
     "mlp.down": ("down",),
+    "mlp.shared.up": ("shared_up",),
     "mlp.shared.gate_up": ("shared_gate_up", "shared_gate", "shared_up"),
     "mlp.shared.down": ("shared_down",),
     "mlp.shared_gate": ("shared_router",),
@@ -149,22 +151,13 @@ _HUGGINGFACE, _GGUF = ({part: pair[i] for part, pair in _LAYER_NAMES.items()} fo
 
 
 def recurrent_pieces(
-    names: Mapping[str, str], layer: LayerSpec, linear: str, kind: str, path: str
+    names: Mapping[str, str], mixer: ConvolutionSpec | RecurrentSpec, own: str, kind: str, path: str
 ) -> Iterator[Piece]:
-    """The tensors of a mixer that is no attention; `linear` and `kind` are its parameter's name."""
-    (mixer,) = layer.mixers
-    own = linear.removeprefix("attention").removeprefix(".")
+    """The tensors of a mixer that is no attention; `own` and `kind` are its parameter's name."""
     if own == "output":
         yield Piece(f"{names['mixer_output']}.{kind}", path)
     elif own == "convolution":
-        order = None
-        if isinstance(mixer, RecurrentSpec) and not mixer.is_delta:
-            # values, keys, queries
-            values, rows = mixer.value_size, mixer.query_size
-            picked = ((values + rows, rows), (values, rows), (0, values))
-            order = RowRuns(picked, mixer.convolution.channels)
-        is_weight = kind == "weight"
-        yield Piece(f"{names['convolution']}.{kind}", path, order=order, has_middle=is_weight)
+        yield from _convolution_pieces(names, mixer, kind, path)
     elif own == "input" and isinstance(mixer, RecurrentSpec):
         for part, (tensor, runs, total) in enumerate(input_rows(mixer, names)):
             yield Piece(f"{tensor}.{kind}", path, part, order=RowRuns(runs, total))
@@ -173,6 +166,24 @@ def recurrent_pieces(
     else:
         tensor = names[f"mixer_{kind}"]
         yield Piece(f"{tensor}.weight" if kind == "norm" else tensor, path)
+
+
+def _convolution_pieces(
+    names: Mapping[str, str], mixer: ConvolutionSpec | RecurrentSpec, kind: str, path: str
+) -> Iterator[Piece]:
+    is_weight = kind == "weight"
+    if "convolution" not in names:  # one for queries, one for keys, one for values
+        for part, side in enumerate(("query", "key", "value")):
+            tensor = f"{names[f'{side}_convolution']}.{kind}"
+            yield Piece(tensor, path, part, has_middle=is_weight)
+        return
+    order = None
+    if isinstance(mixer, RecurrentSpec) and not mixer.is_delta:
+        # values, keys, queries
+        values, rows = mixer.value_size, mixer.query_size
+        picked = ((values + rows, rows), (values, rows), (0, values))
+        order = RowRuns(picked, mixer.convolution.channels)
+    yield Piece(f"{names['convolution']}.{kind}", path, order=order, has_middle=is_weight)
 
 
 def input_rows(
@@ -204,8 +215,12 @@ def input_rows(
             yield names["mixer_gates"], gates, 2 * heads
     else:
         total = 2 * rows + values
-        for first, size in ((0, rows), (rows, rows), (2 * rows, values)):
-            yield names["mixer_qkv"], ((first, size),), total
+        sides = (("query", 0, rows), ("key", rows, rows), ("value", 2 * rows, values))
+        for side, first, size in sides:
+            if "mixer_qkv" in names:
+                yield names["mixer_qkv"], ((first, size),), total
+            else:
+                yield names[f"mixer_{side}"], ((0, size),), size
         yield names["mixer_gate"], ((0, values),), values
         yield names["mixer_decay"], ((0, heads),), heads
         yield names["mixer_beta"], ((0, heads),), heads
@@ -214,11 +229,14 @@ def input_rows(
 def huggingface_pieces(spec: ModelSpec, present: Collection[str]) -> Iterator[Piece]:
     """`present` are the names in the checkpoint: experts come one by one or stacked."""
     family = family_named(spec.family)
-    ends = ("model.embed_tokens", family.final_norm, "lm_head")
+    prefix = next(
+        (one for one in family.prefixes if f"{one}.{family.embedding}.weight" in present),
+        family.prefixes[0],
+    )
     return _pieces(
         spec,
-        ends,
-        "model.layers",
+        (f"{prefix}.{family.embedding}", f"{prefix}.{family.final_norm}", "lm_head"),
+        f"{prefix}.layers",
         {**_HUGGINGFACE, **family.names},
         family.interleaved_rope,
         present,
@@ -236,15 +254,49 @@ def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
     """Tensors of a checkpoint that are not loaded: the decoder does not need them, or they are part
     of its spec.
     """
-    further = (*(f"{prefix}.{spec.num_layers}." for prefix in ("model.layers", "blk")), "mtp.")
+    family = family_named(spec.family)
+    prefixes = (*(f"{prefix}.layers" for prefix in family.prefixes), "blk")
+    further = (*(f"{prefix}.{_num_stored(spec)}." for prefix in prefixes), "mtp.")
     unused = {name for name in present if name.endswith(".rotary_emb.inv_freq")}
+    unused |= names_not_for_text(spec, present)
     if any(layer.rope is not None and layer.rope.kind == "factors" for layer in spec.layers):
         unused |= {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
-    if family_named(spec.family).has_drafting_layers:
+    if family.has_drafting_layers:
         unused |= {name for name in present if name.startswith(further)}
     if spec.tie_embeddings:
         unused.add("lm_head.weight")
     return unused
+
+
+def names_not_for_text(spec: ModelSpec, present: Collection[str]) -> set[str]:
+    """Tensors of a model's part that sees images."""
+    prefixes = family_named(spec.family).unused
+    return {name for name in present if name.startswith(prefixes)} if prefixes else set()
+
+
+_MLP_PARTS = ("mlp_norm", "mlp_post_norm", "router", "choice_bias", *_MLP)
+
+
+def _is_of_mlp(part: str) -> bool:
+    return part in _MLP_PARTS or part.startswith(("shared_", "expert", "gate_up"))
+
+
+def _stored_numbers(spec: ModelSpec) -> list[tuple[int, int]]:
+    """The numbers in the files of each layer's mixer and of its MLP."""
+    if not family_named(spec.family).numbers_blocks:
+        return [(i, i) for i in range(spec.num_layers)]
+    found, number = [], 0
+    for layer in spec.layers:
+        behind = number + bool(layer.mixers)
+        found.append((number, behind))
+        number = behind + (layer.mlp is not None)
+    return found
+
+
+def _num_stored(spec: ModelSpec) -> int:
+    """Layers in the files."""
+    (mixer, mlp), last = _stored_numbers(spec)[-1], spec.layers[-1]
+    return mixer + 1 if last.mlp is None else mlp + 1
 
 
 def _pieces(
@@ -263,8 +315,12 @@ def _pieces(
     }
     outside["final_norm_bias"] = f"{norm}.bias"
     found: list[_Layer] = []
-    for i, layer in enumerate(spec.layers):
-        own = {part: f"{layers}.{i}.{name}" for part, name in names.items() if name}
+    for layer, (mixer, mlp) in zip(spec.layers, _stored_numbers(spec), strict=True):
+        own = {
+            part: f"{layers}.{mlp if _is_of_mlp(part) else mixer}.{name}"
+            for part, name in names.items()
+            if name
+        }
         found.append(_Layer(spec, layer, own, interleaved, present))
     for path, parameter in spec.parameters().items():
         if path in outside:
@@ -287,8 +343,10 @@ class _Layer(NamedTuple):
     def pieces(self, name: str, path: str, parameter: Parameter) -> Iterator[Piece]:
         """The tensors that fill the layer's parameter `name`, which is `path` in the decoder."""
         names, (linear, _, kind) = self.names, name.rpartition(".")
-        if name.startswith("attention.") and self.layer.attention is None:
-            yield from recurrent_pieces(names, self.layer, linear, kind, path)
+        mixer_name, _, own = linear.partition(".")
+        mixer = dict(zip(mixer_names(self.layer), self.layer.mixers, strict=True)).get(mixer_name)
+        if mixer is not None and not isinstance(mixer, AttentionSpec):
+            yield from recurrent_pieces(names, mixer, own, kind, path)
         elif linear == "attention.qkv" and self.layer.gated_attention:
             yield from self._gated(kind, path)
         elif linear in _LINEARS:
@@ -346,15 +404,18 @@ class _Layer(NamedTuple):
         by one.
         """
         names, (matrix, bias, _) = self.names, name.partition("_bias")
-        if names.get("experts_gate_up") in self.present or "expert_gate" not in names:
+        assert isinstance(self.layer.mlp, MoeSpec)
+        first = "gate" if self.layer.mlp.gated else "up"
+        stacked = names.get("experts_gate_up" if self.layer.mlp.gated else "experts_up")
+        if stacked in self.present or f"expert_{first}" not in names:
             alternate, size = family_named(self.spec.family).alternating_gate_up, parameter.shape[1]
             order = (
                 RowOrder(1, size, size, True, axis=1) if alternate and matrix == "gate_up" else None
             )
             yield Piece(f"{names[f'experts_{matrix}']}{bias}", path, order=order)
             return
-        parts = (("gate", 0), ("up", 1)) if matrix == "gate_up" else (("down", None),)
-        for expert in range(parameter.shape[0]) if "{expert}" in names["expert_gate"] else (None,):
+        parts = (("gate", 0), ("up", 1)) if matrix == "gate_up" else ((matrix, None),)
+        for expert in range(parameter.shape[0]) if "{expert}" in names["expert_down"] else (None,):
             for part, index in parts:
                 tensor = names[f"expert_{part}"].format(expert=expert)
                 yield Piece(f"{tensor}.{'bias' if bias else 'weight'}", path, index, expert)

@@ -62,22 +62,27 @@ class MlpSpec:
     bias: bool = False
     gated: bool = True
     """If not, it is activation(up), then down."""
+    input_scale: float = 1.0
+    output_scale: float = 1.0
+    """Factors of what it takes and gives."""
 
 
 @dataclass(frozen=True, slots=True)
 class SideBySide:
     """Several mixers of one layer: they take the same input, and their outputs are added in this
-    order.
+    order. A layer that is an MLP alone has none.
     """
 
     parts: tuple[Mixer, ...]
+    scales: tuple[tuple[float, float], ...] = ()
+    """Factors of what each takes and gives; (): none."""
 
 
 Mixer = AttentionSpec | ConvolutionSpec | RecurrentSpec
 """What lets tokens see those before them. A new kind says how wide its packed input and its output
-are, what it keeps (`layer_state`, `layer_cache`) and what it costs (`bytes_read`, `flops`,
-`prompt_flops`). Which parameters it has says `ModelSpec.parameters`, how it is divided among devices
-`quire.parallel.division`, and how it is computed a class in the decoder.
+are, what it keeps (`layer_state`, `layer_cache`), how it is divided among devices (`share`) and what
+it costs (`bytes_read`, `flops`, `prompt_flops`). Which parameters it has says `ModelSpec.parameters`,
+and how it is computed a class in `mixers.py`.
 """
 
 
@@ -128,8 +133,15 @@ class LayerSpec:
         """The same layer with each of its mixers changed."""
         own = tuple(map(changed, self.mixers))
         return replace(
-            self, mixer=SideBySide(own) if isinstance(self.mixer, SideBySide) else own[0]
+            self,
+            mixer=replace(self.mixer, parts=own) if isinstance(self.mixer, SideBySide) else own[0],
         )
+
+    @property
+    def mixer_scales(self) -> tuple[tuple[float, float], ...]:
+        """Factors of what each of its mixers takes and gives."""
+        found = self.mixer.scales if isinstance(self.mixer, SideBySide) else ()
+        return found or ((1.0, 1.0),) * len(self.mixers)
 
     def with_attention(self, **changes: Any) -> LayerSpec:
         """The same layer with these fields of its attention changed."""
@@ -140,17 +152,11 @@ class LayerSpec:
     @property
     def norms(self) -> tuple[str, ...]:
         """The names of the layer's norms, besides those of queries and keys."""
-        before = (
-            ("attention_norm",)
-            if self.parallel or self.mlp is None
-            else ("attention_norm", "mlp_norm")
-        )
-        after = (
-            ("attention_post_norm",)
-            if self.mlp is None
-            else ("attention_post_norm", "mlp_post_norm")
-        )
-        return (before if self.pre_norms else ()) + (after if self.post_norms else ())
+        parts = (["attention"] if self.mixers else []) + (["mlp"] if self.mlp is not None else [])
+        before = parts[:1] if self.parallel else parts
+        names = [f"{part}_norm" for part in before] if self.pre_norms else []
+        names += [f"{part}_post_norm" for part in parts] if self.post_norms else []
+        return tuple(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +266,10 @@ class ModelSpec:
             yield from _mlp("mlp", hidden, mlp)
             return
         size, shared = mlp.intermediate_size, mlp.shared_intermediate_size
-        yield "mlp.gate_up", Parameter((mlp.num_experts, 2 * size, hidden), (size, size))
+        if mlp.gated:
+            yield "mlp.gate_up", Parameter((mlp.num_experts, 2 * size, hidden), (size, size))
+        else:
+            yield "mlp.up", Parameter((mlp.num_experts, size, hidden))
         yield "mlp.down", Parameter((mlp.num_experts, hidden, size))
         # matrices of one column: their rows are stacked, ordered and divided as the weights' are
         if mlp.bias:
@@ -271,7 +280,7 @@ class ModelSpec:
         if mlp.choice_bias:
             yield "mlp.choice_bias", Parameter((mlp.num_experts,), keep_float32=True)
         if shared:
-            yield from _mlp("mlp.shared", hidden, MlpSpec(shared))
+            yield from _mlp("mlp.shared", hidden, MlpSpec(shared, gated=mlp.gated))
         if shared and mlp.shared_gate:
             yield from _linear("mlp.shared_gate", hidden, (1,))
 
@@ -299,13 +308,13 @@ class ModelSpec:
         sizes = (mixer.query_size, mixer.query_size, mixer.value_size, mixer.value_size)
         gates = (heads,) * (mixer.num_gates // heads)
         yield from _linear("input", hidden, (*sizes, *gates), mixer.projection_bias)
-        yield from _convolution(mixer.convolution)
+        yield from _convolution(mixer.convolution, sizes[:3])
         for name in ("log_rate", "time_bias", *(() if mixer.is_delta else ("skip",))):
             yield name, Parameter((heads,), keep_float32=True)
         if mixer.norm.group_size:
             size = mixer.value_dim if mixer.is_delta else mixer.value_size
             yield "norm", Parameter((size,))
-        yield from _linear("output", mixer.value_size, (hidden,), mixer.projection_bias)
+        yield from _linear("output", mixer.value_size, (hidden,), mixer.output_bias)
 
     def _attention_parameters(
         self, layer: LayerSpec, heads: HeadShape
@@ -327,7 +336,8 @@ class ModelSpec:
 
 def mixer_names(layer: LayerSpec) -> tuple[str, ...]:
     """What the names of its mixers' parameters begin with."""
-    return ("attention", *(f"attention_{number}" for number in range(1, len(layer.mixers))))
+    names = ("attention", *(f"attention_{number}" for number in range(1, len(layer.mixers))))
+    return names[: len(layer.mixers)]
 
 
 def _linear(
@@ -339,10 +349,12 @@ def _linear(
         yield f"{name}.bias", Parameter((sum(rows),), stacked)
 
 
-def _convolution(mixer: ConvolutionSpec) -> Iterator[tuple[str, Parameter]]:
-    yield "convolution.weight", Parameter((mixer.channels, mixer.taps), keep_float32=True)
+def _convolution(
+    mixer: ConvolutionSpec, rows: tuple[int, ...] = ()
+) -> Iterator[tuple[str, Parameter]]:
+    yield "convolution.weight", Parameter((mixer.channels, mixer.taps), rows, keep_float32=True)
     if mixer.bias:
-        yield "convolution.bias", Parameter((mixer.channels,), keep_float32=True)
+        yield "convolution.bias", Parameter((mixer.channels,), rows, keep_float32=True)
 
 
 def _mlp(name: str, hidden: int, mlp: MlpSpec) -> Iterator[tuple[str, Parameter]]:

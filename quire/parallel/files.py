@@ -73,20 +73,30 @@ def _own_pieces(
         stored = rows
         if piece.order is not None:
             stored = piece.order.index(num_rows)[torch.tensor(rows)].tolist()
-        first = min(stored)
-        assert max(stored) - first + 1 == len(stored), (
-            f"{piece.name}: rows of a rank lie in one piece"
-        )
+        first, count = min(stored), max(stored) - min(stored) + 1
         local = tuple(row - first for row in stored)
-        order = (
-            None if local == tuple(range(len(local))) else PickedRows(0, 0, 0, False, rows=local)
-        )
+        order: RowOrder | RowRuns | None = None
+        if count > len(local):  # what lies between them is read, and left out
+            order = RowRuns(_runs(local), count)
+        elif local != tuple(range(count)):
+            order = PickedRows(0, 0, 0, False, rows=local)
         for expert in range(parameter.shape[0]) if is_stack else (piece.expert,):
             begin = first + (expert * num_rows if is_stack and expert is not None else 0)
-            cut = _cut(info, begin, len(rows), is_stack)
+            cut = _cut(info, begin, count, is_stack)
             if is_stack and len(cut.shape) == 1:  # biases are matrices of one column
                 cut = replace(cut, shape=(*cut.shape, 1))
             yield replace(piece, name=cut.name, part=part, expert=expert, order=order), cut
+
+
+def _runs(rows: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """First row and number of rows of those that follow each other."""
+    found: list[list[int]] = []
+    for row in rows:
+        if found and row == found[-1][0] + found[-1][1]:
+            found[-1][1] += 1
+        else:
+            found.append([row, 1])
+    return tuple((first, count) for first, count in found)
 
 
 def _alternates(order: RowOrder | RowRuns | None, num_rows: int) -> bool:

@@ -1,15 +1,15 @@
 """A rank's kernels: those of its device, which compute its own outputs, and gather everybody's
 where all are needed.
 
-Four gathers per layer: of attention's heads, of the output projection, and of what stands between
-and behind the two products of the MLP. Queries, keys and values are never gathered (but for models
-that norm all heads together).
+Four gathers per layer: before and behind the product of a mixer's output, and between and behind the
+two products of the MLP. What a mixer computes of its heads or channels is never gathered (but for
+models that norm all of them together).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,16 +17,15 @@ from torch import Tensor
 from quire.errors import UnsupportedModelError
 from quire.kernels.ops import (
     Activation,
-    AttentionSpec,
     ExpertWeights,
     HeadNorms,
     HeadShape,
     Kernels,
     LayerCache,
     MoeSpec,
-    PagedBatch,
     TransformActivated,
 )
+from quire.kernels.recurrent import GatedNormSpec
 from quire.kernels.weights import Weight
 from quire.models.parameters import WeightSource
 from quire.parallel.division import Division
@@ -41,6 +40,8 @@ class DividedWeight(Weight):
     """The same as the rank's kernels see it."""
     widths: tuple[int, ...]
     """Of all ranks' parts of a product."""
+    input_widths: tuple[int, ...] | None = None
+    """Of all ranks' parts of what is multiplied with it; None: every rank has that whole."""
 
 
 class DividedSource:
@@ -50,17 +51,18 @@ class DividedSource:
         self._loaded = loaded
         parameters = division.spec.parameters()
         self._widths = {
-            name: division.gathered(name, parameter) for name, parameter in parameters.items()
+            name: (division.gathered(name, parameter), division.gathered_inputs(name))
+            for name, parameter in parameters.items()
         }
 
     def __contains__(self, name: object) -> bool:
         return name in self._loaded
 
     def pop(self, name: str) -> Weight:
-        weight, widths = self._loaded.pop(name), self._widths[name]
-        return (
-            weight if widths is None else DividedWeight(weight.shape, weight.parts, weight, widths)
-        )
+        weight, (widths, input_widths) = self._loaded.pop(name), self._widths[name]
+        if widths is None:
+            return weight
+        return DividedWeight(weight.shape, weight.parts, weight, widths, input_widths)
 
 
 def parallel_kernels(kernels: Kernels, group: Group, division: Division) -> Kernels:
@@ -95,10 +97,10 @@ class ParallelKernels:
         self.sigmoid_mul = kernels.sigmoid_mul
         self.multiply = kernels.multiply
         self.captures = kernels.captures
-        # Layers with states are not divided: `Division` refuses them.
+        # Of the rank's own heads and channels; the product behind them gathers.
+        self.attention = kernels.attention
         self.convolve_ = kernels.convolve_
         self.recur_ = kernels.recur_
-        self.gated_norm = kernels.gated_norm
         self.gather_inputs = kernels.gather_inputs
         # Of logits, which the head's product has gathered.
         self.soft_cap_ = kernels.soft_cap_
@@ -114,9 +116,10 @@ class ParallelKernels:
         self.shorten_attention_work_ = kernels.shorten_attention_work_
         self._group = group
         self._division = division
-        self._heads = {division.heads(heads).shape: heads for heads in division.spec.head_shapes}
+        shapes = division.spec.head_shapes
+        self._heads = {heads.share(group.rank, group.size).shape: heads for heads in shapes}
         """By a rank's own heads: those of the whole layer."""
-        if len(self._heads) < len(division.spec.head_shapes):
+        if len(self._heads) < len(shapes):
             raise UnsupportedModelError(
                 "layers with different heads have the same on a rank: use another number of them"
             )
@@ -133,7 +136,7 @@ class ParallelKernels:
         if not isinstance(weight, DividedWeight):
             return self._own.pack(weight)
         packed = self._own.pack(weight.own)
-        return DividedWeight(packed.shape, packed.parts, packed, weight.widths)
+        return replace(weight, shape=packed.shape, parts=packed.parts, own=packed)
 
     def pack_into(self, packed: Weight, loaded: Weight) -> None:
         """Of a divided weight, `loaded` are this rank's rows."""
@@ -147,6 +150,9 @@ class ParallelKernels:
     ) -> Tensor:
         if not isinstance(weight, DividedWeight):
             return self._own.linear(x, weight, bias, out)
+        inputs = weight.input_widths
+        if inputs is not None and x.shape[1] < sum(inputs):
+            x = self._gather(x, inputs)
         return self._gather(self._own.linear(x, weight.own, bias), weight.widths, out)
 
     def linear_gated(
@@ -197,18 +203,15 @@ class ParallelKernels:
             )
         return self._own.query_heads(query, shape, norms, positions, cos_sin)
 
-    def attention(
-        self,
-        query: Tensor,
-        cache: LayerCache,
-        batch: PagedBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, spec: GatedNormSpec
     ) -> Tensor:
-        attended = self._own.attention(query, cache, batch, spec, sinks)
-        return self._gather(
-            attended.flatten(1), self._division.head_widths(self._heads[spec.heads])
-        )
+        """Of a rank's own values; of everybody's, where they are normed together."""
+        width = x.shape[1]
+        if spec.group_size and width % spec.group_size:
+            both = self._group.all_gather(torch.cat((x, gate), 1)).transpose(0, 1)
+            x, gate = both[..., :width].flatten(1), both[..., width:].flatten(1)
+        return self._own.gated_norm(x, gate, weight, eps, spec)
 
     def moe(
         self,
@@ -237,7 +240,7 @@ class ParallelKernels:
         """Only where gathers can be captured, and where every rank finds the same graphs large
         enough for a step.
         """
-        can_capture = self._group.can_capture and self._division.has_equal_heads
+        can_capture = self._group.can_capture and self._division.has_equal_mixers
         return self._own.decode_lists(fewest, most, max_context_len, shape) if can_capture else {}
 
     def _gather(self, own: Tensor, widths: tuple[int, ...], out: Tensor | None = None) -> Tensor:
@@ -261,13 +264,13 @@ class ParallelKernels:
         if norms.after_rope:
             raise UnsupportedModelError("a norm over all heads comes before rope")
         division = self._division
-        share, size = division.heads(heads), heads.head_dim
+        others = [heads.share(rank, division.size) for rank in range(division.size)]
+        share, size = others[division.rank], heads.head_dim
         local = share.shape
         query, key, value = qkv.split_with_sizes(
             [count * size for count in (local.num_heads, local.num_kv_heads, local.num_kv_heads)], 1
         )
-        queries = self._gather(query, division.head_widths(heads))
-        others = [division.heads(heads, rank) for rank in range(division.size)]
+        queries = self._gather(query, tuple(one.shape.num_heads * size for one in others))
         gathered = self._gather(key, tuple(one.shape.num_kv_heads * size for one in others))
         # Ranks that share a key head have sent the same: one of them is enough.
         places = {

@@ -129,10 +129,7 @@ def _check_division(source: ModelSource, size: int) -> None:
     """Says what can't be divided before processes are started for it."""
     files = open_model(source.path)
     files.checkpoint.close()
-    for rank in range(size):
-        division = Division(files.spec, rank, size)
-        for heads in files.spec.head_shapes:
-            division.heads(heads)
+    Division(files.spec, 0, size)
 
 
 def _abort(ranks: weakref.ref[Ranks]) -> None:

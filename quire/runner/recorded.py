@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.ops import Int32Array, MixerCache
+from quire.kernels.recurrent import RecurrentSpec
 from quire.models.decoder import Decoder
 from quire.models.spec import MlpSpec
 from quire.runner.batch import BatchShape
@@ -62,6 +63,9 @@ class RecordedSteps:
         layers = decoder.spec.layers
         is_plain = all(
             isinstance(layer.mlp, MlpSpec) and layer.reads_layer is None for layer in layers
+        )
+        is_plain = is_plain and not any(
+            isinstance(one, RecurrentSpec) and one.input_scales for one in decoder.spec.mixers
         )
         is_plain = is_plain and len(decoder.spec.head_shapes) == 1
         is_plain = is_plain and all(map(decoder.kernels.captures, decoder.spec.mixers))

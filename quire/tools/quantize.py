@@ -139,7 +139,11 @@ def quantize_model(
             "the model that it was made of"
         )
     check_names_and_shapes(files, spec.parameters())
-    config = read_json(path / "config.json") if is_folder else config_of(checkpoint, str(path))
+    config = (
+        read_json(path / "config.json", may_be_infinite=True)
+        if is_folder
+        else config_of(checkpoint, str(path))
+    )
     sources = list(_sources(files, to))
     plain = [
         source

@@ -96,13 +96,13 @@ static void recurrences() {
           const void *places, *query_start, *context_lens, *block_tables, *table_rows, *slots, *state_tables;
           int64_t rows, num_sequences, max_blocks, num_tables, state_blocks, key_heads, value_heads, key_dim, value_dim;
           int64_t block_size, key_stride, change_stride, decay_stride, is_delta;
-          float least, largest;
+          float least, largest, beta_scale;
           int threads;
         } recur{mixed.data(), channels, gates.data() + first * 2 * value_heads, 2 * value_heads, rates.data(),
                 rates.data() + value_heads, is_delta ? nullptr : rates.data() + 2 * value_heads, out.data(), keys.data(),
                 changes.data(), decays.data(), state_places.data(), starts.data(), lengths.data(), table.data(),
                 zero.data(), slots.data() + first, state_table.data(), rows, 1, blocks, 1, 1, key_heads, value_heads,
-                key_dim, value_dim, 16, 16 * query, 16 * value, 16 * value_heads, is_delta, 0.001f, 4.0f, 1};
+                key_dim, value_dim, 16, 16 * query, 16 * value, 16 * value_heads, is_delta, 0.001f, 4.0f, 1.5f, 1};
         quire_recur_float32(&recur);
         all.insert(all.end(), mixed.begin(), mixed.end());
         all.insert(all.end(), out.begin(), out.end());

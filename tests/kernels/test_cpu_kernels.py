@@ -208,6 +208,18 @@ def test_silu_mul_is_close_to_float64(
     assert torch.equal(kernels.gate(gate_up[-1:], SILU), got[-1:])
 
 
+def test_the_square_of_what_is_positive_has_the_references_bits(
+    kernels: CpuKernels, dtype: torch.dtype
+) -> None:
+    x = random(37, 50, dtype=dtype) * 20
+    x[0, :4] = torch.tensor([NAN, float("inf"), -float("inf"), -0.0])
+    got = kernels.activate(x, Activation.RELU2)
+    assert torch.equal(got.nan_to_num(-1), REFERENCE.activate(x, Activation.RELU2).nan_to_num(-1))
+    assert got[0, 0].isnan()
+    assert torch.equal(got[1:], x[1:].double().relu().square().to(dtype))
+    assert torch.equal(kernels.activate(x[-1:], Activation.RELU2), got[-1:])
+
+
 def test_sigmoid_mul_is_close_to_float64_and_rows_do_not_meet(
     kernels: CpuKernels, dtype: torch.dtype
 ) -> None:

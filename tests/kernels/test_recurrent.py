@@ -32,7 +32,7 @@ from tests.kernels.cpu_support import REFERENCE, VARIANTS, assert_close, is_best
 BLOCK = 16
 DELTA = RecurrentSpec(2, 4, 8, 6, taps=4)
 SSD = RecurrentSpec(1, 3, 5, 8, taps=4, conv_bias=True, is_delta=False, time_limits=(0.001, 4.0))
-SPECS = {"delta": DELTA, "state space": SSD}
+SPECS = {"delta": DELTA, "delta, betas up to 2": replace(DELTA, beta_scale=2.0), "state space": SSD}
 WIDE = {
     "delta": RecurrentSpec(2, 4, 128, 128, taps=4),
     "state space": replace(SSD, num_key_heads=1, num_value_heads=6, key_dim=128, value_dim=64),
@@ -204,7 +204,7 @@ class Layer:
                 side / (side.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for side in (query, key)
             )
             query = query / spec.key_dim**0.5
-            beta = gates[:, heads:].sigmoid()
+            beta = gates[:, heads:].sigmoid() * spec.beta_scale
         else:
             steps = steps.clamp(*spec.time_limits)
             beta = steps

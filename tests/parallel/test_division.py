@@ -14,15 +14,17 @@ from torch import Tensor
 
 from quire.backends.cpu.kernels import CpuKernels
 from quire.errors import InvalidRequestError
+from quire.kernels.recurrent import RecurrentSpec
 from quire.kernels.weights import Weight
 from quire.models.config_parts import plain_attention
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.parallel.division import Division
 from quire.parallel.group import Group
+from quire.sampling_params import SamplingParams
 from tests.decoding import all_logits, make_caches, run_tokens
 from tests.parallel.ranks import Ranks, rank_decoder, whole_weights
-from tests.random_models import SPECS
+from tests.random_models import SPECS, WITH_STATES, Bench, Transcript
 from tests.test_quantized_exactness import in_format, widened
 
 PROMPT = [(7 * i + 3) % 97 for i in range(50)]
@@ -65,12 +67,73 @@ def check(
             assert torch.equal(found, expected), f"{spec.family} on {size} ranks"
 
 
+def check_states(ranks: Callable[[int], Ranks], spec: ModelSpec, dtype: torch.dtype) -> None:
+    """Through the engine: prompts over several chunks, in pieces, preempted, and answers."""
+    weights = whole_weights(spec, dtype)
+    prompts = [PROMPT * 3, PROMPT[:21]]
+    params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)] * 2
+
+    def run(decoder: Decoder) -> Transcript:
+        bench = Bench(decoder, max_num_seqs=2, max_batched_tokens=60, preempt_every=4)
+        return bench.run(prompts, params)
+
+    def compute(group: Group) -> Transcript:
+        return run(rank_decoder(spec, weights, CpuKernels(), dtype, group))
+
+    expected = run(Decoder(spec, CpuKernels(), dict(weights), dtype))
+    assert expected.preemptions > 0
+    for size in (2, 4):
+        for found in ranks(size).run(compute):
+            assert found.tokens == expected.tokens
+            for key, rows in expected.logits.items():
+                assert torch.equal(found.logits[key], rows), f"{key} on {size} ranks"
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", SPECS)
 def test_every_family_gives_the_same_bits_on_any_number_of_ranks(
     ranks: Callable[[int], Ranks], family: str, dtype: torch.dtype
 ) -> None:
     check(ranks, SPECS[family], dtype, (2, 4) if family != "llama" else (1, 2, 4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", WITH_STATES)
+def test_layers_with_states_give_the_same_bits_on_any_number_of_ranks(
+    ranks: Callable[[int], Ranks], kind: str, dtype: torch.dtype
+) -> None:
+    check_states(ranks, WITH_STATES[kind], dtype)
+
+
+@pytest.mark.parametrize("keys", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["delta rule", "state space"])
+def test_recurrent_heads_share_keys_on_any_number_of_ranks(
+    ranks: Callable[[int], Ranks], kind: str, keys: int
+) -> None:
+    """Key heads are divided, or several ranks keep the same one; norms over the values of a key
+    head are within a rank, or over several.
+    """
+    spec = WITH_STATES[kind]
+    mixer = spec.layers[0].mixer
+    assert isinstance(mixer, RecurrentSpec)
+    values = mixer.value_dim * (1 if mixer.is_delta else 4 // keys)
+    mixer = replace(
+        mixer, num_key_heads=keys, num_value_heads=4, norm=replace(mixer.norm, group_size=values)
+    )
+    layers = (replace(spec.layers[0], mixer=mixer), *spec.layers[1:])
+    check_states(ranks, replace(spec, layers=layers), torch.float32)
+
+
+def test_states_that_do_not_come_out_even_are_refused_with_what_is_possible() -> None:
+    with pytest.raises(InvalidRequestError, match=r"is 3, .* even only with 1, 2, 4"):
+        Division(WITH_STATES["delta rule"], 0, 3)
+    with pytest.raises(InvalidRequestError, match=r"is 3, but must divide the 64 channels"):
+        Division(WITH_STATES["convolution"], 0, 3)
+    attention = plain_attention(3, 3, 16)
+    spec = WITH_STATES["convolution"]
+    uneven = replace(spec, layers=(spec.layers[0], replace(spec.layers[1], mixer=attention)))
+    with pytest.raises(InvalidRequestError, match=r"is 2, .* attention don't .* possible: 1$"):
+        Division(uneven, 0, 2)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "olmo2"])
@@ -96,7 +159,7 @@ def test_quantised_weights_are_divided_by_rows(
 def test_every_head_and_row_has_one_owner(heads: int, kv_heads: int, size: int) -> None:
     spec = SPECS["qwen2"].with_layers(mixer=plain_attention(heads, kv_heads, 16))
     (shape,) = spec.head_shapes
-    shares = [Division(spec, rank, size).heads(shape) for rank in range(size)]
+    shares = [shape.share(rank, size) for rank in range(size)]
     assert [head for one in shares for head in range(one.query.start, one.query.stop)] == list(
         range(heads)
     )
@@ -118,7 +181,7 @@ def test_more_ranks_than_heads_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="4 query heads"):
         Division(SPECS["llama"], 0, 5)
     uneven = SPECS["llama"].with_layers(mixer=plain_attention(6, 6, 16))
-    assert Division(uneven, 5, 6).heads(uneven.head_shapes[0]).shape.num_heads == 1
+    assert Division(uneven, 5, 6).local_spec.head_shapes[0].num_heads == 1
 
 
 def test_collectives_are_few(ranks: Callable[[int], Ranks]) -> None:

@@ -178,6 +178,22 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
     assert torch.get_num_threads() == threads
 
 
+def test_a_model_with_states_answers_the_same_on_two_processes(model_with_states: Path) -> None:
+    """Prompts over several chunks, sampled and greedy, the second time from the cache."""
+    options = SMALL | {"kv_cache_memory": "8MiB"}
+    params = [
+        SamplingParams(max_tokens=8, temperature=i % 2, seed=i, logprobs=2, ignore_eos=True)
+        for i in range(len(PROMPTS))
+    ]
+    found = []
+    for size in (1, 2):
+        with LLM(model_with_states, tensor_parallel_size=size, **options) as llm:
+            outputs = [output for _ in range(2) for output in llm.generate(PROMPTS, params)]
+        assert [output.error for output in outputs] == [None] * len(outputs)
+        found.append([(one.token_ids, one.logprobs) for o in outputs for one in o.completions])
+    assert found[0] == found[1]
+
+
 def check_sleep(llm: LLM) -> None:
     """All ranks sleep and wake; what each would have to load again is refused, and the group lives
     on.

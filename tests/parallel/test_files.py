@@ -28,7 +28,7 @@ from quire.parallel.files import divide_files
 from quire.tools.quantize import quantize_model
 from tests.models import test_foreign_quantization as foreign
 from tests.parallel.ranks import divided
-from tests.random_models import SPECS
+from tests.random_models import SPECS, WITH_STATES
 from tests.test_quantized_exactness import widened
 
 CPU = torch.device("cpu")
@@ -86,6 +86,26 @@ def test_a_rank_reads_its_rows_in_every_layout(family: str, tmp_path: Path) -> N
         folder = tmp_path / str(number)
         folder.mkdir()
         check(files_of(SPECS[family], pieces, folder), 2)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        ("delta rule", "qwen3_5_text"),
+        ("delta rule", "qwen3_next"),  # rows of a head are together, whatever they are
+        ("state space", "granitemoehybrid"),
+        ("convolution", "lfm2"),
+        ("delta rule", "olmo_hybrid"),
+        ("side by side", "falcon_h1"),
+        ("blocks", "nemotron_h"),
+    ],
+)
+def test_a_rank_reads_its_rows_of_layers_with_states(
+    kind: str, family: str, size: int, tmp_path: Path
+) -> None:
+    spec = replace(WITH_STATES[kind], family=family)
+    check(files_of(spec, list(huggingface_pieces(spec, ())), tmp_path), size)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -242,8 +242,11 @@ def test_a_model_whose_layers_keep_a_state(tmp_path: Path) -> None:
     assert "each request also has two states of 50.2 MiB" in text
     assert "layers with a state have none yet" in text
     divided = ("--gpus", "2", "--tensor-parallel-size", "2")
-    with pytest.raises(InvalidRequestError, match="recurrent layers runs on one device"):
-        run("--model", str(config), "--gpu", "h200", *divided)
+    code, text = run("--model", str(config), "--gpu", "h200", "--requests", "16", *divided)
+    assert code == 0, text
+    assert "each request also has two states of 26.3 MiB" in text  # on each of the two
+    with pytest.raises(InvalidRequestError, match=r"value heads .* even only with 1, 2, 4, 8, 16"):
+        run("--model", str(config), "--gpu", "h200", "--gpus", "3", "--tensor-parallel-size", "3")
 
 
 def test_the_command_with_nothing_but_a_config(tmp_path: Path) -> None:

@@ -25,7 +25,12 @@ FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8
 library's list (`QUIRE_FORMATS`) is compared with it.
 """
 
-ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU)
+ACTIVATIONS = (
+    Activation.SILU,
+    Activation.GELU_TANH,
+    Activation.CLAMPED_SWIGLU,
+    Activation.RELU2,
+)
 """An activation's number is its index, as in `QUIRE_ACTIVATIONS`."""
 
 
@@ -200,7 +205,8 @@ def recur(
     query_start: Tensor, context_lens: Tensor, block_tables: Tensor, table_rows: Tensor, slots: Tensor,
     state_tables: Tensor | None, rows: int, num_sequences: int, max_blocks: int, num_tables: int, state_blocks: int,
     num_key_heads: int, num_value_heads: int, key_dim: int, value_dim: int, block_size: int, key_stride: int,
-    change_stride: int, decay_stride: int, is_delta: bool, least_step: float, largest_step: float, num_threads: int,
+    change_stride: int, decay_stride: int, is_delta: bool, least_step: float, largest_step: float, beta_scale: float,
+    num_threads: int,
 ) -> None: ...  # fmt: skip
 
 

@@ -262,13 +262,13 @@ struct Recur {
   const int32_t* state_tables;
   int64_t rows, num_sequences, max_blocks, num_tables, state_blocks, num_key_heads, num_value_heads, key_dim, value_dim;
   int64_t block_size, key_stride, change_stride, decay_stride, is_delta;
-  float least_step, largest_step;
+  float least_step, largest_step, beta_scale;
   int num_threads;
   QUIRE_ARGUMENTS(mixed, mixed_stride, gates, gates_stride, log_rate, time_bias, skip, out, keys, changes, decays,
                   state_places, query_start, context_lens, block_tables, table_rows, slots, state_tables, rows,
                   num_sequences, max_blocks, num_tables, state_blocks, num_key_heads, num_value_heads, key_dim,
                   value_dim, block_size, key_stride, change_stride, decay_stride, is_delta, least_step, largest_step,
-                  num_threads)
+                  beta_scale, num_threads)
 
   void run() const;
 };
@@ -384,7 +384,7 @@ class Walk {
     }
     if (call_.is_delta) {
       read_gates(call_.num_value_heads + head);
-      for (int64_t i = 0; i < CHUNK; i += LANES) store(betas_ + i, sigmoid(load(gate + i)));
+      for (int64_t i = 0; i < CHUNK; i += LANES) store(betas_ + i, sigmoid(load(gate + i)) * splat(call_.beta_scale));
     }
     const float rate = -exp(splat(call_.log_rate[head]))[0];
     float total = known_ ? decays_[known_ - 1] : 0.0f;

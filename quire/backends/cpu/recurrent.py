@@ -155,6 +155,7 @@ class RecurrentKernels(ReferenceKernels):
             is_delta=spec.is_delta,
             least_step=least,
             largest_step=largest,
+            beta_scale=spec.beta_scale,
             num_threads=_threads(),
             **_sequences(batch),
         )

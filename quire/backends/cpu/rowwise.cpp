@@ -207,7 +207,7 @@ struct Rope {
   }
 };
 
-#define QUIRE_ACTIVATIONS SILU, GELU_TANH, CLAMPED_SWIGLU  // as in `functions.py`
+#define QUIRE_ACTIVATIONS SILU, GELU_TANH, CLAMPED_SWIGLU, RELU2  // as in `functions.py`
 enum Activation : int64_t { QUIRE_ACTIVATIONS };
 
 // activation(gate) * up of rows [gate | up]; or of rows without up, activation(x).
@@ -225,6 +225,10 @@ struct Activate {
       case SILU: return run([](Vec v) { return v / (1.0f + exp(-v)); });
       case GELU_TANH: return run([](Vec v) {  // (1 + tanh(y)) / 2 is the sigmoid of 2y
         return v / (1.0f + exp(-1.5957691216f * (v + 0.044715f * v * v * v)));
+      });
+      case RELU2: return run([](Vec v) {
+        const Vec positive = v < 0.0f ? splat(0.0f) : v;  // what is no number stays none
+        return positive * positive;
       });
       default: return run([](Vec v) { return v / (1.0f + exp(-1.702f * v)); });
     }

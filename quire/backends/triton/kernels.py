@@ -49,10 +49,13 @@ from quire.kernels.formats import Format
 from quire.kernels.ops import (
     Activation,
     AttentionSpec,
+    ExpertWeights,
     HeadShape,
     Int32Array,
     LayerCache,
+    MoeSpec,
     PagedBatch,
+    TransformActivated,
 )
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Weight
@@ -99,11 +102,9 @@ class TritonKernels(ReferenceKernels):
     add_rms_norm = staticmethod(rowwise.add_rms_norm)
     layer_norm = staticmethod(rowwise.layer_norm)
     gate = staticmethod(rowwise.gate)
-    activate = staticmethod(rowwise.activate)
     soft_cap_ = staticmethod(rowwise.soft_cap_)
     qkv_to_cache_ = staticmethod(heads.qkv_to_cache_)
     sigmoid_mul = staticmethod(rowwise.sigmoid_mul)
-    moe = staticmethod(experts_kernels.moe)
     gather_inputs = staticmethod(inputs.gather_inputs)
     shorten_attention_work_ = staticmethod(shorten_attention_work_)
     gumbel_argmax = staticmethod(sampling.gumbel_argmax)
@@ -168,6 +169,23 @@ class TritonKernels(ReferenceKernels):
         if activation is Activation.SILU and self._quantized.fuses(x.shape[0], weight):
             return self._quantized.linear(x, weight, bias, None, silu_mul=True)
         return self.gate(self.linear(x, weight, bias), activation)
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        if activation in rowwise.NUMBERS:
+            return rowwise.activate(x, activation)
+        return super().activate(x, activation)
+
+    def moe(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        experts: ExpertWeights,
+        spec: MoeSpec,
+        transform_activated: TransformActivated | None = None,
+    ) -> Tensor:
+        # Experts without gates have no kernel of their own yet.
+        compute = experts_kernels.moe if spec.gated else super().moe
+        return compute(x, router_logits, experts, spec, transform_activated)
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         return (

@@ -120,11 +120,14 @@ def gathered(
     if ranks == 1:
         return 0, 0.0
     hidden = spec.hidden_size
-    numbers = 0
+    numbers = gathers = 0
     for layer in spec.layers:
-        numbers += sum(mixer.output_size for mixer in layer.mixers) + mlp_width(layer) + 2 * hidden
+        products = len(layer.mixers) + (layer.mlp is not None)  # each gathers before and behind it
+        gathers += 2 * products
+        numbers += products * hidden + mlp_width(layer)
+        numbers += sum(mixer.share(0, ranks).num_gathered for mixer in layer.mixers)
     total = rows * (numbers + ranks * hidden) + num_scored * spec.vocab_size
-    return 4 * len(spec.layers) + 2, total * itemsize * (ranks - 1) / ranks
+    return gathers + 2, total * itemsize * (ranks - 1) / ranks
 
 
 def layer_inputs(spec: ModelSpec) -> int:

@@ -195,10 +195,7 @@ class Model:
         if self._source is None:
             return "these weights have no files"
         try:
-            for rank in range(size):
-                division = Division(self.spec, rank, size)
-                for heads in self.spec.head_shapes:
-                    division.heads(heads)
+            Division(self.spec, 0, size)
         except InvalidRequestError as error:
             return str(error)
         if not self.device.is_gpu and _num_cores() < size:
