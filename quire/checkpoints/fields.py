@@ -108,6 +108,10 @@ class Fields:
             raise self.error(key, "an object", value)
         return Fields(value, f"{self.file}, {key}")
 
+    def with_values(self, others: Fields) -> Fields:
+        """The same fields with those of the others, which count more."""
+        return Fields({**self._values, **others._values}, self.file, self._prefix, self._renamed)
+
     def error(self, key: str, expected: str, got: object) -> ModelFormatError:
         text = repr(got)
         shown = text if len(text) <= 80 else text[:77] + "..."

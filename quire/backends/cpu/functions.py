@@ -25,7 +25,13 @@ FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT8
 library's list (`QUIRE_FORMATS`) is compared with it.
 """
 
-ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU)
+ACTIVATIONS = (
+    Activation.SILU,
+    Activation.GELU_TANH,
+    Activation.CLAMPED_SWIGLU,
+    Activation.RELU_SQUARED,
+    Activation.GELU,
+)
 """An activation's number is its index, as in `QUIRE_ACTIVATIONS`."""
 
 

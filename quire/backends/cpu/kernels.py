@@ -41,6 +41,10 @@ _pack_part = packer(functions.quantized_part)
 _threads = torch.get_num_threads
 
 
+def has_head_size(head_dim: int) -> bool:
+    return head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM
+
+
 class PackedWeight(Weight):
     """A weight in the layout of the C++ kernels."""
 
@@ -116,6 +120,10 @@ class CpuKernels(ReferenceKernels):
 
     def computes(self, format: Format) -> bool:
         return format.name in FORMATS
+
+    def captures(self, mixer: object) -> bool:
+        """Attention by the C++ code; other head sizes are computed by the reference kernels."""
+        return isinstance(mixer, AttentionSpec) and has_head_size(mixer.heads.head_dim)
 
     def pack(self, weight: Weight) -> Weight:
         """Plain numbers and formats of `FORMATS` get the layouts of `linear`; parts in other
@@ -451,14 +459,9 @@ class CpuKernels(ReferenceKernels):
     ) -> Tensor:
         # Where layers keep different things, blocks are apart from each other: the C++ code takes
         # no stride for that.
-        if not cache.values.is_contiguous():
+        if not cache.values.is_contiguous() or not self.captures(spec):
             return super().attention(query, cache, batch, spec, sinks)
         rows, num_heads, head_dim = query.shape
-        if head_dim % 8 or head_dim > _MAX_HEAD_DIM:
-            raise UnsupportedModelError(
-                f"The CPU kernels take head sizes that are multiples of 8 up to {_MAX_HEAD_DIM}, not {head_dim}: "
-                'use kernels="reference".'
-            )
         query = _with_whole_rows(query)
         _, kv_heads, block_size, _ = cache.keys.shape
         key_scale, value_scale = cache.fp8_scales

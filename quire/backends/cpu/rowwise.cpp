@@ -183,7 +183,7 @@ struct Rope {
   }
 };
 
-#define QUIRE_ACTIVATIONS SILU, GELU_TANH, CLAMPED_SWIGLU  // as in `functions.py`
+#define QUIRE_ACTIVATIONS SILU, GELU_TANH, CLAMPED_SWIGLU, RELU_SQUARED, GELU  // as in `functions.py`
 enum Activation : int64_t { QUIRE_ACTIVATIONS };
 
 // activation(gate) * up of rows [gate | up]; or of rows without up, activation(x).
@@ -201,6 +201,19 @@ struct Activate {
       case SILU: return run([](Vec v) { return v / (1.0f + exp(-v)); });
       case GELU_TANH: return run([](Vec v) {  // (1 + tanh(y)) / 2 is the sigmoid of 2y
         return v / (1.0f + exp(-1.5957691216f * (v + 0.044715f * v * v * v)));
+      });
+      case RELU_SQUARED: return run([](Vec v) {
+        Vec positive = v < 0.0f ? splat(0.0f) : v;
+        return positive * positive;
+      });
+      case GELU: return run([](Vec v) {  // by the error function: see `kernels/elementwise.py`
+        Vec size = v < 0.0f ? -v : v, part = 1.0f / (1.0f + 0.2316418882f * size);
+        Vec lacking = splat(1.061405429f) * part;
+        lacking = (lacking - 1.453152027f) * part;
+        lacking = (lacking + 1.421413741f) * part;
+        lacking = (lacking - 0.284496736f) * part;
+        lacking = (lacking + 0.254829592f) * part;
+        return (v < 0.0f ? splat(0.0f) : v) - 0.5f * size * lacking * exp(-0.5f * v * v);
       });
       default: return run([](Vec v) { return v / (1.0f + exp(-1.702f * v)); });
     }
