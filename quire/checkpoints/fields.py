@@ -108,9 +108,9 @@ class Fields:
             raise self.error(key, "an object", value)
         return Fields(value, f"{self.file}, {key}")
 
-    def with_values(self, others: Fields) -> Fields:
-        """The same fields with those of the others, which count more."""
-        return Fields({**self._values, **others._values}, self.file, self._prefix, self._renamed)
+    def with_values(self, changed: Mapping[str, Any]) -> Fields:
+        """The same with these values changed or added."""
+        return Fields({**self._values, **changed}, self.file, self._prefix, self._renamed)
 
     def error(self, key: str, expected: str, got: object) -> ModelFormatError:
         text = repr(got)

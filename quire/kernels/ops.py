@@ -208,7 +208,8 @@ class Activation(Enum):
     """gate * sigmoid(1.702 * gate) * (up + 1), the gate at most 7 and up between -7 and 7; for
     gates only.
     """
-    RELU_SQUARED = "relu_squared"
+    RELU2 = "relu2"
+    """The square of what is positive, 0 elsewhere."""
     GELU = "gelu"
     """GELU by the error function, as `quire.kernels.elementwise.gelu` approximates it."""
 

@@ -401,7 +401,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: lambda x: x * sigmoid(x),
     Activation.GELU_TANH: lambda x: x * sigmoid(GELU_FACTOR * (x + 0.044715 * x * x * x)),
     Activation.CLAMPED_SWIGLU: lambda x: x * sigmoid(SWIGLU_SLOPE * x),
-    Activation.RELU_SQUARED: lambda x: x.clamp(min=0) * x.clamp(min=0),
+    Activation.RELU2: lambda x: x.clamp(min=0) * x.clamp(min=0),
     Activation.GELU: gelu,
 }
 

@@ -22,7 +22,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "gelu_new": Activation.GELU_TANH,
     "gelu": Activation.GELU,
-    "relu2": Activation.RELU_SQUARED,
+    "relu2": Activation.RELU2,
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "factors")
 
@@ -53,7 +53,8 @@ def _rope_settings(config: Fields, kind_of_layer: str) -> tuple[Fields, bool]:
     is_apart = kind_of_layer in found
     if is_apart:
         found = found.part(kind_of_layer)
-        return (found.with_values(added) if kind_of_layer == "full_attention" else found), True
+        stretched = {name: added.raw(name) for name in added.names()}
+        return found.with_values(stretched if kind_of_layer == "full_attention" else {}), True
     return (added if added.names() else found), False
 
 

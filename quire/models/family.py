@@ -34,11 +34,6 @@ class Family:
     """Whether `partial_rotary_factor` is read; other families rotate whole heads."""
     has_rope_alpha: bool = False
     """Whether dynamic rope has a fixed `alpha`, which changes its base."""
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Settings that this family's config.json has under names of its own, by the usual ones."""
-    embedding: str = "model.embed_tokens"
-    layers: str = "model.layers"
-    head: str = "lm_head"
     names: Mapping[str, str] = field(default_factory=dict)
     """Names of a layer's tensors that are not the usual ones (see `names.py`), "" where there is no
     such tensor.

@@ -27,7 +27,6 @@ from quire.kernels.formats import Format
 from quire.kernels.quantize import quantize
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
-from quire.models.families import family_named
 from quire.models.gguf_spec import read_gguf_spec
 from quire.models.model_config import read_config
 from quire.models.names import Piece, RowRuns, gguf_pieces, huggingface_pieces
@@ -84,9 +83,9 @@ def open_model(path: Path) -> ModelFiles:
 
 def has_own_head(spec: ModelSpec, checkpoint: Checkpoint) -> bool:
     """Whether a tied model's files hold another head than its embedding: then that one counts."""
-    family = family_named(spec.family)
-    head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
-    tensors = checkpoint.tensors
+    tensors, head = checkpoint.tensors, "lm_head.weight"
+    pieces = huggingface_pieces(spec, tensors.keys())
+    embedding = next(piece.name for piece in pieces if piece.parameter == "embedding")
     if head not in tensors or embedding not in tensors:
         return False
     if tensors[head].shape != tensors[embedding].shape:

@@ -32,7 +32,7 @@ def read_config(path: Path) -> ModelSpec:
     config = Fields(values, str(path))
     family = _find_family(config)
     read_layout(config)  # refuses ways of quantising that can't be read
-    config = Fields(with_defaults(family.name, values), str(path), renamed=family.renamed)
+    config = Fields(with_defaults(family.name, values), str(path))
     return spec_of(family, config, path.with_name("generation_config.json"))
 
 

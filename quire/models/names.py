@@ -222,11 +222,11 @@ def input_rows(
 def huggingface_pieces(spec: ModelSpec, present: Collection[str]) -> Iterator[Piece]:
     """`present` are the names in the checkpoint: experts come one by one or stacked."""
     family = family_named(spec.family)
-    ends = (family.embedding, family.final_norm, family.head)
+    ends = ("model.embed_tokens", family.final_norm, "lm_head")
     return _pieces(
         spec,
         ends,
-        family.layers,
+        "model.layers",
         {**_HUGGINGFACE, **family.names},
         family.interleaved_rope,
         present,

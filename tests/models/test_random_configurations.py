@@ -39,7 +39,8 @@ def check_configuration(family: str, seed: int, folder: Path) -> None:
     files = open_model(folder)
     for kernels in (ReferenceKernels(), CpuKernels()):
         decoder = load_decoder(files, kernels, torch.float32, CPU)
-        torch.testing.assert_close(all_logits(decoder, prompt), expected, atol=1e-4, rtol=0)
+        # float32 has seven digits: some logits are larger than 10
+        torch.testing.assert_close(all_logits(decoder, prompt), expected, atol=1e-4, rtol=1e-5)
     check_greedy(model, prompt, greedy(decoder, prompt, 8))
 
 

@@ -29,7 +29,7 @@ ACTIVATIONS = (
     Activation.SILU,
     Activation.GELU_TANH,
     Activation.CLAMPED_SWIGLU,
-    Activation.RELU_SQUARED,
+    Activation.RELU2,
     Activation.GELU,
 )
 """An activation's number is its index, as in `QUIRE_ACTIVATIONS`."""

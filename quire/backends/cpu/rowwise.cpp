@@ -183,7 +183,7 @@ struct Rope {
   }
 };
 
-#define QUIRE_ACTIVATIONS SILU, GELU_TANH, CLAMPED_SWIGLU, RELU_SQUARED, GELU  // as in `functions.py`
+#define QUIRE_ACTIVATIONS SILU, GELU_TANH, CLAMPED_SWIGLU, RELU2, GELU  // as in `functions.py`
 enum Activation : int64_t { QUIRE_ACTIVATIONS };
 
 // activation(gate) * up of rows [gate | up]; or of rows without up, activation(x).
@@ -202,7 +202,7 @@ struct Activate {
       case GELU_TANH: return run([](Vec v) {  // (1 + tanh(y)) / 2 is the sigmoid of 2y
         return v / (1.0f + exp(-1.5957691216f * (v + 0.044715f * v * v * v)));
       });
-      case RELU_SQUARED: return run([](Vec v) {
+      case RELU2: return run([](Vec v) {
         Vec positive = v < 0.0f ? splat(0.0f) : v;
         return positive * positive;
       });

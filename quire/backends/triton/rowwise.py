@@ -157,12 +157,12 @@ def _launch_by_blocks(kernel: Any, rows: int, size: int, **arguments: Any) -> No
 
 
 SILU, GELU_TANH, CLAMPED_SWIGLU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-RELU_SQUARED, GELU = tl.constexpr(3), tl.constexpr(4)
+RELU2, GELU = tl.constexpr(3), tl.constexpr(4)
 NUMBERS = {
     Activation.SILU: 0,
     Activation.GELU_TANH: 1,
     Activation.CLAMPED_SWIGLU: 2,
-    Activation.RELU_SQUARED: 3,
+    Activation.RELU2: 3,
     Activation.GELU: 4,
 }
 
@@ -180,7 +180,7 @@ def activated(x, ACTIVATION: tl.constexpr):
         return silu(x)
     if ACTIVATION == GELU_TANH:  # (1 + tanh(y)) / 2 is the sigmoid of 2y
         return x / (1.0 + tl.exp(-1.5957691216 * (x + 0.044715 * x * x * x)))
-    if ACTIVATION == RELU_SQUARED:
+    if ACTIVATION == RELU2:
         positive = tl.where(x < 0.0, 0.0, x)  # NaN stays
         return positive * positive
     if ACTIVATION == GELU:  # by the error function: see `kernels/elementwise.py`
