@@ -290,7 +290,6 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
             "beta_slow": 1.0,
             "truncate": False,
             "original_max_position_embeddings": 4096,
-            "rope_theta": 150_000.0,
         },
     },
     "gemma": {

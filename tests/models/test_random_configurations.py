@@ -26,7 +26,7 @@ from tests.models.test_recurrent_families import RECURRENT
 
 CPU = torch.device("cpu")
 TRIED = [family.name for family in FAMILIES if family.name not in RECURRENT]
-QUICK_SEEDS, SEEDS = 1, 12
+SEEDS = 12
 
 
 def check_configuration(family: str, seed: int, folder: Path) -> None:
@@ -44,10 +44,8 @@ def check_configuration(family: str, seed: int, folder: Path) -> None:
     check_greedy(model, prompt, greedy(decoder, prompt, 8))
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("family", TRIED)
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(i, marks=pytest.mark.slow) if i >= QUICK_SEEDS else i for i in range(SEEDS)],
-)
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_drawn_configuration_matches_transformers(family: str, seed: int, tmp_path: Path) -> None:
     check_configuration(family, seed, tmp_path)
