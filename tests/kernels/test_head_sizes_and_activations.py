@@ -84,5 +84,5 @@ def test_a_model_with_such_heads_answers_and_the_log_says_so(tmp_path: Path) -> 
     write_tokenizer(300, tmp_path)
     with LLM(str(tmp_path), device="cpu", dtype="float32", kv_cache_memory=0.01) as llm:
         (output,) = llm.generate(["a b"], SamplingParams(max_tokens=4, ignore_eos=True))
-        assert len(output.outputs[0].token_ids) == 4
+        assert len(output.token_ids) == 4
         assert "heads of 20" in llm.description

@@ -241,6 +241,8 @@ def adjust(rng: Random, family: str, values: Values) -> None:
         if rope["rope_type"] not in ("default", "longrope"):
             values["rope_parameters"] = {"rope_theta": 10_000.0, "rope_type": "default"}
         values["original_max_position_embeddings"] = 8
+    if family == "hunyuan_v1_moe":  # transformers can't run it without
+        values["head_dim"] = rng.choice([8, 12, 16, 20])
     if family == "helium":
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
     if family in ("minimax_m2", "stablelm"):
