@@ -101,16 +101,16 @@ class Fields:
             raise self.error(key, "a list of positive numbers", found)
         return tuple(map(float, found))
 
-    def with_values(self, changed: Mapping[str, Any]) -> Fields:
-        """The same with these values changed or added."""
-        return Fields({**self._values, **changed}, self.file, self._prefix, self._renamed)
-
     def part(self, key: str) -> Fields:
         """A nested mapping; empty where it is absent."""
         value = self._take(key, {})
         if not isinstance(value, Mapping):
             raise self.error(key, "an object", value)
         return Fields(value, f"{self.file}, {key}")
+
+    def with_values(self, changed: Mapping[str, Any]) -> Fields:
+        """The same with these values changed or added."""
+        return Fields({**self._values, **changed}, self.file, self._prefix, self._renamed)
 
     def error(self, key: str, expected: str, got: object) -> ModelFormatError:
         text = repr(got)

@@ -265,6 +265,8 @@ class Activation(Enum):
     """
     RELU2 = "relu2"
     """The square of what is positive, 0 elsewhere."""
+    GELU = "gelu"
+    """GELU by the error function, as `quire.kernels.elementwise.gelu` approximates it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +286,7 @@ class MoeSpec:
     shared_gate: bool = True
     """Whether the shared expert's output is multiplied by a sigmoid gate of its own."""
     sigmoid_scores: bool = False
-    """Probabilities are sigmoids of the router's logits, which are float32 then, not their softmax."""
+    """Probabilities are sigmoids of the router's logits, not their softmax."""
     choice_bias: bool = False
     """`ExpertWeights.choice_bias` is added to the probabilities to choose experts, not to weigh
     them.
@@ -295,6 +297,16 @@ class MoeSpec:
     """Whether the router and the experts' products have biases."""
     gated: bool = True
     """If not, an expert is activation(up), then down; the shared one, too."""
+    num_groups: int = 1
+    """Experts are in so many groups of neighbours; a token's are of its best `top_groups` groups. A
+    group is as good as the sum of its two best scores, with the choice bias.
+    """
+    top_groups: int = 1
+
+    @property
+    def has_float32_router(self) -> bool:
+        """Whether the router's logits are computed in float32: a choice bias is made for that."""
+        return self.sigmoid_scores or self.choice_bias
 
 
 class ExpertWeights(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.elementwise import sigmoid
+from quire.kernels.elementwise import gelu, sigmoid
 from quire.kernels.filters import filter_rows_
 from quire.kernels.formats import Format
 from quire.kernels.logprobs import gather_logprobs
@@ -375,12 +375,23 @@ def route(
     """Each row's experts and their weights, [rows, top_k] both, the likeliest to be chosen first."""
     scores = sigmoid(router_logits) if spec.sigmoid_scores else router_logits.float().softmax(-1)
     ranked = scores if choice_bias is None else scores + choice_bias.float()
+    if spec.num_groups > 1:
+        ranked = _in_best_groups(ranked, spec)
     # A stable sort, because topk leaves the order of equal values open.
     chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
     weights = scores.gather(1, chosen)
     if spec.normalize_weights:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights * spec.weight_scale, chosen
+
+
+def _in_best_groups(ranked: Tensor, spec: MoeSpec) -> Tensor:
+    """The scores [rows, experts], minus infinity outside of each row's best groups."""
+    groups = ranked.view(len(ranked), spec.num_groups, -1)
+    totals = groups.sort(dim=-1, descending=True, stable=True).values[..., :2].sum(-1)
+    best = totals.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_groups]
+    is_best = torch.zeros_like(totals, dtype=torch.bool).scatter_(1, best, True)
+    return groups.masked_fill(~is_best.unsqueeze(-1), float("-inf")).flatten(1)
 
 
 def soft_capped(x: Tensor, cap: float) -> Tensor:
@@ -394,6 +405,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.GELU_TANH: lambda x: x * sigmoid(GELU_FACTOR * (x + 0.044715 * x * x * x)),
     Activation.CLAMPED_SWIGLU: lambda x: x * sigmoid(SWIGLU_SLOPE * x),
     Activation.RELU2: lambda x: x.relu().square(),
+    Activation.GELU: gelu,
 }
 
 

@@ -13,14 +13,18 @@ from quire.checkpoints.fields import Fields
 from quire.checkpoints.files import read_json
 from quire.errors import UnsupportedModelError
 from quire.kernels.ops import Activation, AttentionSpec, HeadShape, MoeSpec
-from quire.models.spec import ModelSpec, RopeSpec
+from quire.models.spec import MlpSpec, ModelSpec, RopeSpec
 
 MAX_CONFIG_BYTES = 16 * 2**20
-_ACTIVATIONS = {"silu": Activation.SILU, "swish": Activation.SILU} | dict.fromkeys(
-    ("gelu_pytorch_tanh", "gelu_new"), Activation.GELU_TANH
-)
-_ACTIVATIONS["relu2"] = Activation.RELU2
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu": Activation.GELU,
+    "relu2": Activation.RELU2,
+}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "factors")
 
 
 def plain_attention(
@@ -30,49 +34,66 @@ def plain_attention(
     return AttentionSpec(HeadShape(num_heads, num_kv_heads, head_dim), head_dim**-0.5, window)
 
 
-def read_activation(config: Fields, allowed: str) -> Activation:
-    """The activation; any other than the one the family is known to have is refused."""
+def read_activation(config: Fields, default: str) -> Activation:
+    """The activation; one that no kernel computes is refused."""
     key = "hidden_activation" if "hidden_activation" in config else "hidden_act"
-    name = config.string(key, allowed)
-    if _ACTIVATIONS.get(name) is not _ACTIVATIONS[allowed]:
+    name = config.string(key, default)
+    if name not in _ACTIVATIONS:
         raise UnsupportedModelError(
-            f"{config.file}: {key} {name!r} is not supported, only {allowed} is."
+            f"{config.file}: {key} {name!r} is not supported, only {', '.join(_ACTIVATIONS)} are."
         )
-    return _ACTIVATIONS[allowed]
+    return _ACTIVATIONS[name]
+
+
+def _rope_settings(config: Fields, kind_of_layer: str) -> tuple[Fields, bool]:
+    """The settings of a kind of layer, and whether they stand apart from other kinds'. What
+    `rope_scaling` says counts more than `rope_parameters`: users add it to files that have both.
+    """
+    found, added = config.part("rope_parameters"), config.part("rope_scaling")
+    is_apart = kind_of_layer in found
+    if is_apart:
+        found = found.part(kind_of_layer)
+        stretched = {name: added.raw(name) for name in added.names()}
+        return found.with_values(stretched if kind_of_layer == "full_attention" else {}), True
+    return (added if added.names() else found), False
 
 
 def read_rope(
     config: Fields,
     head_dim: int,
+    kind_of_layer: str = "full_attention",
+    *,
     theta: float,
-    partial: float | None,
-    types: tuple[str, ...],
-    kind_of_layer: str,
+    is_partial: bool = False,
+    has_alpha: bool = False,
 ) -> RopeSpec:
     """Reads all ways of writing rope: `rope_parameters`, for all layers or by kind of layer, and
-    the older `rope_theta` with `rope_scaling`. `partial` is the default of `partial_rotary_factor`;
-    None: the family rotates whole heads.
+    the older `rope_theta` with `rope_scaling`. `theta` is the base that an absent `rope_theta`
+    means; for the rest see `Family`.
     """
-    scaling = config.part("rope_parameters" if "rope_parameters" in config else "rope_scaling")
-    scaling = scaling.part(kind_of_layer) if kind_of_layer in scaling else scaling
-    theta = scaling.number("rope_theta", config.number("rope_theta", theta), low=1e-6)
-    share = scaling.number(
-        "partial_rotary_factor", config.number("partial_rotary_factor", partial or 1.0)
-    )
-    rotated = int(head_dim * share)
-    if share != 1.0 and (partial is None or rotated % 2 or not 0 < rotated <= head_dim):
+    scaling, is_apart = _rope_settings(config, kind_of_layer)
+    theta = scaling.number("rope_theta", theta, low=1e-6)
+    kind = scaling.string("rope_type", scaling.string("type", "default"))
+    if kind not in ROPE_TYPES:
         raise UnsupportedModelError(
-            f"{config.file}: rope over this part of the head dimension is not supported."
+            f"{config.file}: rope type {kind!r} is not supported, only {', '.join(ROPE_TYPES)} are."
+        )
+    share = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    if not is_partial and kind == "default":  # nobody reads it
+        share = 1.0
+    rotated = int(head_dim * share)
+    if share != 1.0 and (not is_partial or rotated % 2 or not 0 < rotated <= head_dim):
+        raise UnsupportedModelError(
+            f"{config.file}: partial_rotary_factor {share:g} is not supported in this model: "
+            "rope turns whole heads, or an even number of a head's dimensions."
         )
     plain = RopeSpec(theta, rotated=rotated if rotated < head_dim else 0)
-    kind = scaling.string("rope_type", scaling.string("type", "default"))
-    if kind not in types:
-        raise UnsupportedModelError(
-            f"{config.file}: rope type {kind!r} is not supported, only {', '.join(types)} are."
-        )
     max_position = config.integer("max_position_embeddings", 2048, high=2**31)
-    original = config.integer("original_max_position_embeddings", max_position, high=2**31)
-    original = scaling.integer("original_max_position_embeddings", original, high=2**31)
+    # where it stands on both levels, the outer one counts
+    outer = "original_max_position_embeddings" in config and not is_apart
+    original = (config if outer else scaling).integer(
+        "original_max_position_embeddings", max_position, high=2**31
+    )
     if kind == "linear":
         return replace(plain, kind="linear", factor=scaling.number("factor", low=1e-6))
     if kind == "llama3":
@@ -120,9 +141,11 @@ def read_rope(
         )
     if kind == "factors":
         return replace(plain, kind="factors", freq_factors=scaling.numbers("factors"))
-    if kind == "dynamic":  # with a fixed alpha, which only changes the base
+    if kind == "dynamic" and has_alpha and "alpha" in scaling:
         alpha = scaling.number("alpha", low=1e-6)
         return replace(plain, theta=theta * alpha ** (head_dim / (head_dim - 2)))
+    # Otherwise dynamic rope turns as plain rope does up to the length that the model was made for;
+    # it is not stretched beyond that, where a sequence's first keys would change as it grows.
     return plain
 
 
@@ -158,13 +181,13 @@ def kinds_of_layers(config: Fields, spec: ModelSpec, default: list[str] | int) -
     """`layer_types`; where that is absent: the default list, or full attention in every
     `default`-th layer.
     """
-    if isinstance(default, int):
+    if isinstance(default, int) and "layer_types" not in config:
         full = config.integer("sliding_window_pattern", default)
         default = [
             "sliding_attention" if (i + 1) % full else "full_attention"
             for i in range(spec.num_layers)
         ]
-    kinds = config.list_of("layer_types", str, default)
+    kinds = config.list_of("layer_types", str, default if isinstance(default, list) else [])
     if len(kinds) != spec.num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise config.error(
             "layer_types", f"{spec.num_layers} of full_attention or sliding_attention", kinds
@@ -186,12 +209,37 @@ def with_windows(
     layers = []
     for layer, kind in zip(spec.layers, kinds_of_layers(config, spec, default), strict=True):
         if kind == "sliding_attention":
+            if window is None:
+                raise config.error(
+                    "sliding_window", "a number, as layer_types has sliding_attention", None
+                )
             layer = replace(
                 layer.with_attention(sliding_window=window),
                 rope=layer.rope if rope is None else rope,
             )
         layers.append(layer)
     return replace(spec, layers=tuple(layers))
+
+
+def with_qwen_windows(config: Fields, spec: ModelSpec, windows: list[bool]) -> ModelSpec:
+    """Windows on the layers of `layer_types`, or by default on those of `windows`; there is none
+    without `use_sliding_window`.
+    """
+    is_used = config.boolean("use_sliding_window", False)
+    has_window = is_used and read_window(config, 4096) is not None
+    default = ["sliding_attention" if has_window and one else "full_attention" for one in windows]
+    if not is_used and "sliding_attention" in kinds_of_layers(config, spec, default):
+        raise config.error(
+            "use_sliding_window", "true, as layer_types has sliding_attention", False
+        )
+    return with_windows(config, spec, default)
+
+
+def activation_of(spec: ModelSpec) -> Activation:
+    """The model's, which experts have, too."""
+    dense = spec.layers[0].mlp
+    assert isinstance(dense, MlpSpec)
+    return dense.activation
 
 
 def with_qwen_experts(config: Fields, spec: ModelSpec, shared: int = 0) -> ModelSpec:
@@ -205,6 +253,7 @@ def with_qwen_experts(config: Fields, spec: ModelSpec, shared: int = 0) -> Model
         intermediate_size=config.integer("moe_intermediate_size"),
         normalize_weights=config.boolean("norm_topk_prob", False),
         shared_intermediate_size=shared,
+        activation=activation_of(spec),
     )
     dense = set(config.list_of("mlp_only_layers", int, []))
     step = config.integer("decoder_sparse_step", 1)
@@ -215,27 +264,35 @@ def with_qwen_experts(config: Fields, spec: ModelSpec, shared: int = 0) -> Model
     return replace(spec, layers=tuple(layers))
 
 
-def with_deepseek_experts(config: Fields, spec: ModelSpec) -> ModelSpec:
+def with_deepseek_experts(config: Fields, spec: ModelSpec, first: int | None = None) -> ModelSpec:
     """Experts as DeepSeek has them: sigmoid scores, a bias for the choice, shared experts, the
-    first layers dense.
+    `first` layers dense, which is a setting of most families.
     """
-    if config.integer("n_group", 1) != 1:
-        raise UnsupportedModelError(
-            f"{config.file}: experts chosen by groups (n_group) are not supported."
-        )
     size = config.integer("moe_intermediate_size")
+    num_experts = config.integer("n_routed_experts", high=65_536)
+    num_groups = config.integer("n_group", 1)
+    if num_experts % num_groups or (num_groups > 1 and num_experts < 2 * num_groups):
+        raise config.error(
+            "n_group",
+            f"a divisor of {num_experts} experts, with two of them in a group",
+            num_groups,
+        )
     moe = MoeSpec(
-        config.integer("n_routed_experts", high=65_536),
+        num_experts,
         config.integer("num_experts_per_tok"),
         size,
         config.boolean("norm_topk_prob", True),
         size * config.integer("n_shared_experts", 1, low=0),
+        activation=activation_of(spec),
         shared_gate=False,
+        num_groups=num_groups,
+        top_groups=config.integer("topk_group", 1, high=num_groups),
         sigmoid_scores=True,
         choice_bias=True,
         weight_scale=config.number("routed_scaling_factor", 1.0),
     )
-    first = config.integer("first_k_dense_replace", 0, low=0)
+    if first is None:
+        first = config.integer("first_k_dense_replace", 0, low=0)
     layers = (
         layer if i < first else replace(layer, mlp=moe) for i, layer in enumerate(spec.layers)
     )

@@ -98,7 +98,7 @@ class MoeMlp:
             )
 
     def __call__(self, batch: Batch, x: Tensor) -> Tensor:
-        logits = self.router(batch, x.float() if self.spec.sigmoid_scores else x)
+        logits = self.router(batch, x.float() if self.spec.has_float32_router else x)
         output = self.experts(batch, x, logits)
         if self.shared is not None:
             shared = self.shared(batch, x)

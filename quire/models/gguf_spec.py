@@ -14,7 +14,8 @@ from quire.checkpoints.checkpoint import Checkpoint
 from quire.checkpoints.fields import Fields
 from quire.checkpoints.gguf_settings import KEYS, gguf_settings
 from quire.errors import UnsupportedModelError
-from quire.models.families import FAMILIES, Family
+from quire.models.families import FAMILIES
+from quire.models.family import Family
 from quire.models.model_config import spec_of
 from quire.models.spec import ModelSpec
 

@@ -31,6 +31,7 @@ from quire.models.gguf_spec import read_gguf_spec
 from quire.models.model_config import read_config
 from quire.models.names import Piece, RowRuns, gguf_pieces, huggingface_pieces
 from quire.models.parameters import WeightSource
+from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles, WeightPlan
 from quire.process.life import sign_of_life
 
@@ -74,8 +75,39 @@ def open_model(path: Path) -> ModelFiles:
         pieces = gguf_pieces(spec, names)
     else:
         spec = read_config(path / "config.json")
-        pieces = huggingface_pieces(spec, names)
+        if spec.tie_embeddings and has_own_head(spec, checkpoint):
+            spec = replace(spec, tie_embeddings=False)
+        pieces = (_as_stored(one, checkpoint) for one in huggingface_pieces(spec, names))
     return ModelFiles(replace(spec, cache=checkpoint.cache), checkpoint, tuple(pieces))
+
+
+def has_own_head(spec: ModelSpec, checkpoint: Checkpoint) -> bool:
+    """Whether a tied model's files hold another head than its embedding: then that one counts."""
+    tensors, head = checkpoint.tensors, "lm_head.weight"
+    pieces = huggingface_pieces(spec, tensors.keys())
+    embedding = next(piece.name for piece in pieces if piece.parameter == "embedding")
+    if head not in tensors or embedding not in tensors:
+        return False
+    if tensors[head].shape != tensors[embedding].shape:
+        return True
+    pairs = zip(checkpoint.chunks(head), checkpoint.chunks(embedding), strict=True)
+    return not all(
+        torch.equal(one, other)
+        for (_, own), (_, tied) in pairs
+        for one, other in zip(own, tied, strict=True)
+    )
+
+
+def _as_stored(piece: Piece, checkpoint: Checkpoint) -> Piece:
+    """Blocks of a quantised format lie with outputs before inputs in all files; a choice bias may be
+    a matrix of one row.
+    """
+    info = checkpoint.tensors.get(piece.name)
+    if piece.parameter.endswith(".choice_bias") and info is not None:
+        return replace(piece, has_first=len(info.shape) == 2)
+    if not piece.is_turned or info is None or info.format.dtype is not None:
+        return piece
+    return replace(piece, is_turned=False)
 
 
 def load_planned(
@@ -166,11 +198,18 @@ def read_piece(
     """Fills the tensors of a weight's part from one tensor of the checkpoint, with rows in the
     decoder's order.
     """
-    if targets[0].dim() > len(checkpoint.tensors[piece.name].shape):  # biases of experts
+    if not piece.has_first and targets[0].dim() > len(
+        checkpoint.tensors[piece.name].shape
+    ):  # biases of experts
         targets = tuple(target.squeeze(-1) for target in targets)
     order = piece.order
     if piece.has_middle:
         targets = tuple(target.unsqueeze(1) for target in targets)
+    if piece.has_first:
+        targets = tuple(target.unsqueeze(0) for target in targets)
+    if piece.is_turned:
+        _read_turned(checkpoint, piece, format, targets)
+        return
     if order is None:
         _read_as(checkpoint, piece.name, format, targets)
         return
@@ -183,6 +222,27 @@ def read_piece(
         target.copy_(
             source.index_select(order.axis, order.index(source.shape[order.axis]).to(source.device))
         )
+
+
+def _read_turned(
+    checkpoint: Checkpoint, piece: Piece, format: Format, targets: Sequence[Tensor]
+) -> None:
+    """Fills `targets` from a tensor [experts, in, out]."""
+    numbers = checkpoint.read(piece.name).mT
+    if piece.order is not None:
+        numbers = numbers.index_select(1, piece.order.index(numbers.shape[1]))
+    made = (numbers,) if format.dtype is not None else quantize(format, numbers.contiguous())
+    if made is None:
+        raise _not_finite(checkpoint, piece.name)
+    for target, part in zip(targets, made, strict=True):
+        target.copy_(part)
+
+
+def _not_finite(checkpoint: Checkpoint, name: str) -> ModelFormatError:
+    return ModelFormatError(
+        f"{checkpoint.tensors[name].file}: the tensor {name} has numbers that are infinite, NaN or too large to be "
+        'quantised: load the model with quantization="none", or get its files again'
+    )
 
 
 def _read_as(checkpoint: Checkpoint, name: str, format: Format, targets: Sequence[Tensor]) -> None:
@@ -198,9 +258,6 @@ def _read_as(checkpoint: Checkpoint, name: str, format: Format, targets: Sequenc
         for chunk, stored in checkpoint.chunks(name):
             made = quantize(format, info.format.expand(*stored).view(chunk.shape))
             if made is None:
-                raise ModelFormatError(
-                    f"{info.file}: the tensor {name} has numbers that are infinite, NaN or too large to be quantised: "
-                    'load the model with quantization="none", or get its files again'
-                )
+                raise _not_finite(checkpoint, name)
             for target, part in zip(targets, made, strict=True):
                 target[chunk.index].copy_(part)

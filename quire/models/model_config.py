@@ -5,6 +5,7 @@ rest.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from quire.checkpoints.fields import Fields
 from quire.checkpoints.files import read_json
@@ -20,19 +21,24 @@ from quire.models.config_parts import (
     read_eos,
     read_rope,
 )
-from quire.models.families import FAMILIES, Family
+from quire.models.defaults import defaults_of, with_defaults
+from quire.models.families import FAMILIES
+from quire.models.family import Family
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec
 
 
 def read_config(path: Path) -> ModelSpec:
     """The spec of a model in Hugging Face layout, from its config.json and generation_config.json."""
-    config = Fields(read_json(path, MAX_CONFIG_BYTES, may_be_infinite=True), str(path))
+    values: dict[str, Any] = read_json(path, MAX_CONFIG_BYTES, may_be_infinite=True)
+    config = Fields(values, str(path))
     family = _find_family(config)
     read_layout(config)  # refuses ways of quantising that can't be read
     if "text_config" in config:  # of a model that also sees: its text part
-        tied = config.raw("tie_word_embeddings")
-        config = config.part("text_config")
-        config = config if tied is None else config.with_values({"tie_word_embeddings": tied})
+        config.part("text_config")  # which is an object
+        tied = values.get("tie_word_embeddings")
+        values = dict(values["text_config"])
+        values |= {} if tied is None else {"tie_word_embeddings": tied}
+    config = Fields(with_defaults(family.name, values), str(path))
     if family.settings is not None:
         config = family.settings(config)
     return spec_of(family, config, path.with_name("generation_config.json"))
@@ -44,24 +50,28 @@ def spec_of(family: Family, config: Fields, generation_config: Path | None = Non
     num_heads = config.integer("num_attention_heads")
     num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
-    known = "head_dim" in config
     head_dim = (
         config.integer("head_dim")
-        if known
-        else family.head_dim or config.head_size("hidden_size", num_heads)
+        if "head_dim" in config
+        else config.head_size("hidden_size", num_heads)
     )
+    defaults = defaults_of(family.name)
     rope = read_rope(
         config,
         head_dim,
-        family.rope_theta,
-        family.partial_rotary,
-        family.rope_types,
-        "full_attention",
+        theta=config.number("rope_theta", defaults["rope_theta"]),
+        is_partial=family.has_partial_rope,
+        has_alpha=family.has_rope_alpha,
     )
     max_position = config.integer("max_position_embeddings", 2048, high=2**31)
     if rope.kind == "yarn":
         max_position = max(max_position, int(rope.original_max_position * rope.factor))
-    mlp = MlpSpec(config.integer("intermediate_size"), read_activation(config, family.activation))
+    activation = read_activation(config, defaults.get("hidden_activation", defaults["hidden_act"]))
+    if "intermediate_size" not in config and "moe_intermediate_size" in config:
+        size = config.integer("moe_intermediate_size")  # all layers have experts
+    else:
+        size = config.integer("intermediate_size")
+    mlp = MlpSpec(size, activation)
     spec = ModelSpec(
         family=family.name,
         vocab_size=config.integer("vocab_size"),
@@ -70,7 +80,7 @@ def spec_of(family: Family, config: Fields, generation_config: Path | None = Non
         layers=(LayerSpec(plain_attention(num_heads, num_kv_heads, head_dim), rope, mlp),)
         * num_layers,
         max_position=max_position,
-        tie_embeddings=config.boolean("tie_word_embeddings", family.tie_embeddings),
+        tie_embeddings=config.boolean("tie_word_embeddings", False),
         eos_token_ids=read_eos(config, generation_config),
         bos_token_id=config.integer("bos_token_id", low=0) if "bos_token_id" in config else None,
     )

@@ -80,6 +80,10 @@ class Piece:
     """Whether in the checkpoint there is a dimension of one between rows and columns (of
     convolutions).
     """
+    has_first: bool = False
+    """Whether in the checkpoint there is a dimension of one before all others."""
+    is_turned: bool = False
+    """Whether in the checkpoint columns come before rows."""
 
     def index(self, parameter: Parameter) -> tuple[int | slice, ...]:
         """The part of the parameter that it fills."""
@@ -98,9 +102,13 @@ class Piece:
         if self.has_middle:
             shape.insert(1, 1)
             return tuple(shape)
-        shape = shape if self.expert is None else shape[1:]
-        # biases of experts are stacked vectors
-        return tuple(shape[:-1] if shape[2:] == [1] else shape)
+        if self.has_first:
+            shape.insert(0, 1)
+        if parameter.is_vector:
+            shape.pop()
+        if self.is_turned:
+            shape[-2:] = shape[:-3:-1]
+        return tuple(shape if self.expert is None else shape[1:])
 
 
 _MLP = ("gate", "up", "down")
@@ -240,13 +248,20 @@ def huggingface_pieces(spec: ModelSpec, present: Collection[str]) -> Iterator[Pi
         {**_HUGGINGFACE, **family.names},
         family.interleaved_rope,
         present,
+        family.stacked_names,
     )
 
 
 def gguf_pieces(spec: ModelSpec, present: Collection[str] = ()) -> Iterator[Piece]:
     family, ends = family_named(spec.family), ("token_embd", "output_norm", "output")
     return _pieces(
-        spec, ends, "blk", {**_GGUF, **family.gguf_names}, family.gguf_interleaved_rope, present
+        spec,
+        ends,
+        "blk",
+        {**_GGUF, **family.gguf_names},
+        family.gguf_interleaved_rope,
+        present,
+        {},
     )
 
 
@@ -306,7 +321,9 @@ def _pieces(
     names: Mapping[str, str],
     interleaved: bool,
     present: Collection[str],
+    stacked: Mapping[str, str],
 ) -> Iterator[Piece]:
+    """`stacked` are names that replace others in a layer whose experts are stacked under them."""
     embedding, norm, head = ends
     outside = {
         "embedding": f"{embedding}.weight",
@@ -316,9 +333,12 @@ def _pieces(
     outside["final_norm_bias"] = f"{norm}.bias"
     found: list[_Layer] = []
     for layer, (mixer, mlp) in zip(spec.layers, _stored_numbers(spec), strict=True):
+        first = stacked.get("experts_gate_up")
+        is_stacked = first is not None and f"{layers}.{mlp}.{first}" in present
+        used = {**names, **stacked} if is_stacked else names
         own = {
             part: f"{layers}.{mlp if _is_of_mlp(part) else mixer}.{name}"
-            for part, name in names.items()
+            for part, name in used.items()
             if name
         }
         found.append(_Layer(spec, layer, own, interleaved, present))
@@ -408,11 +428,12 @@ class _Layer(NamedTuple):
         first = "gate" if self.layer.mlp.gated else "up"
         stacked = names.get("experts_gate_up" if self.layer.mlp.gated else "experts_up")
         if stacked in self.present or f"expert_{first}" not in names:
-            alternate, size = family_named(self.spec.family).alternating_gate_up, parameter.shape[1]
-            order = (
-                RowOrder(1, size, size, True, axis=1) if alternate and matrix == "gate_up" else None
-            )
-            yield Piece(f"{names[f'experts_{matrix}']}{bias}", path, order=order)
+            family, size = family_named(self.spec.family), parameter.shape[1]
+            alternate = family.alternating_gate_up and matrix == "gate_up"
+            order = RowOrder(1, size, size, True, axis=1) if alternate else None
+            is_turned = family.turned_experts and not bias
+            tensor = f"{names[f'experts_{matrix}']}{bias}"
+            yield Piece(tensor, path, order=order, is_turned=is_turned)
             return
         parts = (("gate", 0), ("up", 1)) if matrix == "gate_up" else ((matrix, None),)
         for expert in range(parameter.shape[0]) if "{expert}" in names["expert_down"] else (None,):

@@ -227,8 +227,10 @@ def olmo_hybrid(config: Fields, spec: ModelSpec) -> ModelSpec:
     )
     only(config, linear_use_gate=True)
     bias = config.boolean("attention_bias", False)
-    # The published models have no rope; a file says so by leaving out its base.
-    has_rope = "rope_theta" in config or "rope_theta" in config.part("rope_parameters")
+    # The published models have no rope; a file says so by a base that is null.
+    parameters = config.part("rope_parameters")
+    is_null = "rope_theta" in parameters.names() and parameters.raw("rope_theta") is None
+    has_rope = not is_null and config.raw("rope_theta") is not None
     spec = spec.with_layers(
         rope=spec.layers[0].rope if has_rope else None,
         qkv_bias=bias,
@@ -267,9 +269,12 @@ def nemotron_h_settings(config: Fields) -> Fields:
     if not kinds or not set(kinds) <= set(_NEMOTRON_LETTERS.values()):
         allowed = ", ".join(_NEMOTRON_LETTERS.values())
         raise config.error(key, f"a list of {allowed}", blocks)
-    changed = {"layers_block_type": kinds, "num_hidden_layers": len(kinds)}
-    eps = config.raw("layer_norm_epsilon") or config.raw("rms_norm_eps") or 1e-5
-    return config.with_values({**changed, "rms_norm_eps": eps})
+    changed: dict[str, object] = {"layers_block_type": kinds, "num_hidden_layers": len(kinds)}
+    changed |= {
+        "rms_norm_eps": config.number("layer_norm_epsilon", 1e-5),
+        "hidden_act": config.string("mlp_hidden_act", "relu2"),
+    }
+    return config.with_values(changed)
 
 
 def nemotron_h(config: Fields, spec: ModelSpec) -> ModelSpec:

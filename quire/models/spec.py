@@ -172,6 +172,10 @@ class Parameter:
     """
     keep_float32: bool = False
     """Kept in float32 whatever the model's dtype is."""
+    is_vector: bool = False
+    """In a checkpoint it has no columns: a matrix of one column here, so that its rows are stacked,
+    ordered and divided as a weight's are.
+    """
 
     def rows_of(self, part: int) -> slice:
         """The rows that tensor number `part` of the stack fills."""
@@ -271,12 +275,12 @@ class ModelSpec:
         else:
             yield "mlp.up", Parameter((mlp.num_experts, size, hidden))
         yield "mlp.down", Parameter((mlp.num_experts, hidden, size))
-        # matrices of one column: their rows are stacked, ordered and divided as the weights' are
         if mlp.bias:
-            yield "mlp.gate_up_bias", Parameter((mlp.num_experts, 2 * size, 1), (size, size))
-            yield "mlp.down_bias", Parameter((mlp.num_experts, hidden, 1))
+            count = mlp.num_experts
+            yield "mlp.gate_up_bias", Parameter((count, 2 * size, 1), (size, size), is_vector=True)
+            yield "mlp.down_bias", Parameter((count, hidden, 1), is_vector=True)
         for name, router in _linear("mlp.router", hidden, (mlp.num_experts,), mlp.bias):
-            yield name, replace(router, keep_float32=mlp.sigmoid_scores)
+            yield name, replace(router, keep_float32=mlp.has_float32_router)
         if mlp.choice_bias:
             yield "mlp.choice_bias", Parameter((mlp.num_experts,), keep_float32=True)
         if shared:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.checkpoints.checkpoint import TensorInfo
+from quire.errors import UnsupportedModelError
 from quire.models.names import Piece, RowOrder, RowRuns
 from quire.models.spec import Parameter
 from quire.models.weight_plan import ModelFiles, check_names_and_shapes
@@ -39,6 +40,11 @@ def divide_files(files: ModelFiles, division: Division) -> ModelFiles:
     tensors: dict[str, TensorInfo] = {}
     pieces: list[Piece] = []
     for piece in files.pieces:
+        if piece.is_turned and division.size > 1:
+            raise UnsupportedModelError(
+                f"{piece.name} has inputs before outputs, as transformers saves this family's experts: tensor "
+                "parallelism can't read parts of it. Run it on one device, or take the files in MXFP4."
+            )
         for own, info in _own_pieces(
             piece, files.checkpoint.tensors[piece.name], whole[piece.parameter], division
         ):

@@ -15,6 +15,7 @@ from quire.config import EngineConfig, format_bytes
 from quire.constrain import GrammarCompiler
 from quire.constrain.masks import Constrainer
 from quire.kernels.device import Device
+from quire.kernels.ops import AttentionSpec
 from quire.models.decoder import Decoder
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
 from quire.runner.drafting import Graphs, ModelDrafter
@@ -138,6 +139,11 @@ def start_worker(
         f"{spec.family}, {decoder.num_parameters / 1e6:,.0f}M parameters ({weights}) "
         f"on {device.name}, {str(dtype).removeprefix('torch.')}, {kernels.name} kernels; {plan.describe()}"
     )
+    if slow := _slow_head_sizes(decoder):
+        description += (
+            f"; attention by the reference kernels, slowly: the {kernels.name} kernels have none for "
+            f"heads of {', '.join(map(str, slow))}"
+        )
     if spec.cache.scales:
         use = "with" if cache_dtype == torch.float8_e4m3fn else "without"
         description += f"; {use} the checkpoint's scales for FP8 keys and values"
@@ -145,6 +151,13 @@ def start_worker(
         description += f"; {draft.description}"
     depth = 2 if device.is_gpu and draft is None else 1
     return Worker(runner, plan, depth, description)
+
+
+def _slow_head_sizes(decoder: Decoder) -> list[int]:
+    """Of heads that the kernels compute as the reference does."""
+    attention = (one for one in decoder.spec.mixers if isinstance(one, AttentionSpec))
+    slow = (one.heads.head_dim for one in attention if not decoder.kernels.captures(one))
+    return list(dict.fromkeys(slow))
 
 
 def _make_graphs(

@@ -176,6 +176,11 @@ def _sources(files: ModelFiles, to: str) -> Iterator[_Source]:
             renamed.setdefault((target.parameter, target.part), []).append(target)
     for piece in files.pieces:
         info = files.checkpoint.tensors[piece.name]
+        if piece.is_turned:
+            raise UnsupportedModelError(
+                f"{info.file}: the tensor {piece.name} has inputs before outputs, and blocks are "
+                'written along inputs only; load it with quantization="int8" or "int4" instead'
+            )
         format = quantized_format(piece.parameter, info.shape, to) or info.format
         if not renamed:  # rows stay in the checkpoint's order
             yield _Source(replace(piece, order=None), info, format, (piece,))

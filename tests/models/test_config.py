@@ -91,16 +91,11 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     [
         "Gemma3ForConditionalGeneration",
         "Gemma3nForCausalLM",
-        "GemmaForCausalLM",
         "PhiForCausalLM",
         "PhimoeForCausalLM",
         "OlmoForCausalLM",
-        "OlmoeForCausalLM",
         "Glm4vForConditionalGeneration",
-        "CohereForCausalLM",
         "DeepseekV3ForCausalLM",
-        "Ernie4_5_MoeForCausalLM",
-        "HunYuanMoEV1ForCausalLM",
         "FalconForCausalLM",
         "KimiLinearForCausalLM",
     ],
@@ -149,12 +144,8 @@ def test_a_kind_of_layer_that_a_family_lacks_is_refused(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (
-            {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "yarn", "factor": 2}},
-            "rope type 'yarn'",
-        ),
-        (
-            {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "silu"},
-            "hidden_activation 'silu'",
+            {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "quick_gelu"},
+            "hidden_activation 'quick_gelu'",
         ),
         (
             {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
@@ -166,17 +157,15 @@ def test_a_kind_of_layer_that_a_family_lacks_is_refused(tmp_path: Path) -> None:
         ),
         (
             {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.2},
-            "part of the head dimension",
+            "partial_rotary_factor 0.2",
         ),
+        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv 8.0"),
+        ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm True"),
+        ({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True}, "qk_layernorm True"),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"], "use_bias": True}, "use_bias true"),
         (
-            {
-                "architectures": ["Glm4MoeForCausalLM"],
-                "n_group": 2,
-                "n_routed_experts": 8,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 8,
-            },
-            "n_group",
+            {"architectures": ["GemmaForCausalLM"], "use_bidirectional_attention": True},
+            "use_bidirectional_attention True",
         ),
     ],
 )
@@ -232,9 +221,12 @@ def test_a_wrong_value_is_named_with_its_file(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2}}, "rope type 'longrope'"),
-        ({"partial_rotary_factor": 0.5}, "part of the head dimension"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu'"),
+        ({"rope_scaling": {"type": "proportional", "factor": 2}}, "rope type 'proportional'"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor 0.5",
+        ),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
     ],
 )
@@ -274,3 +266,55 @@ def test_any_values_give_a_spec_or_our_error(
     folder = tmp_path_factory.mktemp("config")
     with contextlib.suppress(QuireError):
         read_config(write(folder, **changes))
+
+
+WINDOWS = {"layer_types": ["full_attention", "sliding_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False, **WINDOWS},
+            "use_sliding_window should be true",
+        ),
+        ({"architectures": ["SmolLM3ForCausalLM"], **WINDOWS}, "sliding_window should be a number"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": None, **WINDOWS},
+            "sliding_window should be a number",
+        ),
+        (
+            {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "n_group": 3},
+            "n_group should be a divisor of 8",
+        ),
+        (
+            {"architectures": ["HunYuanMoEV1ForCausalLM"], "moe_topk": [1, 2]},
+            "moe_topk should be the same number in all layers",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        read_config(write(tmp_path, **changes))
+
+
+def test_layer_types_of_a_mistral_model_say_which_layers_have_the_window(tmp_path: Path) -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": 16}
+    by_layer = read_config(write(tmp_path, **mistral, **WINDOWS))
+    assert [one.attention and one.attention.sliding_window for one in by_layer.layers] == [None, 16]
+
+
+def test_rope_scaling_counts_more_than_rope_parameters_beside_it(tmp_path: Path) -> None:
+    added = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    plain = {"rope_type": "default", "rope_theta": 5e5}
+    both = read_config(write(tmp_path, rope_parameters=plain, rope_scaling=added))
+    assert both == read_config(write(tmp_path, rope_scaling=added))
+
+
+def test_of_two_original_lengths_the_outer_one_counts(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    spec = read_config(write(tmp_path, rope_parameters=yarn, original_max_position_embeddings=128))
+    assert spec.layers[0].rope is not None
+    assert spec.layers[0].rope.original_max_position == 128

@@ -25,7 +25,7 @@ from quire.models.load import open_model
 from quire.models.rope import cos_sin_table
 from quire.models.spec import ModelSpec, RopeSpec
 from tests.decoding import all_logits, load_decoder
-from tests.models.test_families import random_model, reference_logits
+from tests.models.random_configurations import random_model, reference_logits
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -22,7 +22,7 @@ from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.reference import ReferenceKernels
 from quire.models.load import open_model
 from tests.decoding import all_logits, greedy, load_decoder
-from tests.models.test_families import check_greedy, random_model, reference_logits
+from tests.models.random_configurations import check_greedy, random_model, reference_logits
 
 MXFP4 = gguf.GGMLQuantizationType.MXFP4
 CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ from quire.models.weight_plan import plan_weights
 from quire.tools import quantize
 from quire.tools.quantize import quantize_model
 from tests.decoding import all_logits, load_decoder
+from tests.models.random_configurations import random_model
 from tests.models.storing_kernels import StoringKernels
-from tests.models.test_families import random_model
 from tests.models.test_gguf_models import MODELS as GGUF_MODELS
 from tests.models.test_gguf_models import write_gguf
 from tests.models.test_quantized_loading import (

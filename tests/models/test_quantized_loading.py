@@ -29,8 +29,8 @@ from quire.models.weight_plan import plan_weights
 from quire.runner.worker import choose_weights
 from quire.tools.bench.random_checkpoint import write_tokenizer
 from tests.decoding import all_logits, load_decoder
+from tests.models.random_configurations import random_model
 from tests.models.storing_kernels import StoringKernels
-from tests.models.test_families import random_model
 from tests.models.test_gguf_models import write_gguf
 
 CPU = torch.device("cpu")

@@ -30,6 +30,7 @@ ACTIVATIONS = (
     Activation.GELU_TANH,
     Activation.CLAMPED_SWIGLU,
     Activation.RELU2,
+    Activation.GELU,
 )
 """An activation's number is its index, as in `QUIRE_ACTIVATIONS`."""
 

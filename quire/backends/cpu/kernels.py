@@ -22,7 +22,7 @@ from quire.backends.cpu.build import load_library
 from quire.backends.cpu.functions import ACTIVATIONS, FORMATS, Address
 from quire.backends.cpu.recording import DTYPES, Calls
 from quire.backends.cpu.recurrent import RecurrentKernels
-from quire.backends.cpu.strided import MAX_HEAD_DIM, block_stride, takes_head_dim, with_whole_rows
+from quire.backends.cpu.strided import block_stride, with_whole_rows
 from quire.errors import UnsupportedModelError
 from quire.kernels.formats import Format
 from quire.kernels.ops import Activation, AttentionSpec, LayerCache, PagedBatch
@@ -448,14 +448,9 @@ class CpuKernels(RecurrentKernels):
         spec: AttentionSpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        if not self.captures(spec):
+            return super().attention(query, cache, batch, spec, sinks)
         rows, num_heads, head_dim = query.shape
-        if not takes_head_dim(head_dim):
-            if not cache.values.is_contiguous():  # models that have layers of other kinds, too
-                return super().attention(query, cache, batch, spec, sinks)
-            raise UnsupportedModelError(
-                f"The CPU kernels take head sizes that are multiples of 8 up to {MAX_HEAD_DIM}, not {head_dim}: "
-                'use kernels="reference".'
-            )
         query = with_whole_rows(query)
         _, kv_heads, block_size, _ = cache.keys.shape
         key_scale, value_scale = cache.fp8_scales

@@ -207,7 +207,7 @@ struct Rope {
   }
 };
 
-#define QUIRE_ACTIVATIONS SILU, GELU_TANH, CLAMPED_SWIGLU, RELU2  // as in `functions.py`
+#define QUIRE_ACTIVATIONS SILU, GELU_TANH, CLAMPED_SWIGLU, RELU2, GELU  // as in `functions.py`
 enum Activation : int64_t { QUIRE_ACTIVATIONS };
 
 // activation(gate) * up of rows [gate | up]; or of rows without up, activation(x).
@@ -227,8 +227,17 @@ struct Activate {
         return v / (1.0f + exp(-1.5957691216f * (v + 0.044715f * v * v * v)));
       });
       case RELU2: return run([](Vec v) {
-        const Vec positive = v < 0.0f ? splat(0.0f) : v;  // what is no number stays none
+        Vec positive = v < 0.0f ? splat(0.0f) : v;
         return positive * positive;
+      });
+      case GELU: return run([](Vec v) {  // by the error function: see `kernels/elementwise.py`
+        Vec size = v < 0.0f ? -v : v, part = 1.0f / (1.0f + 0.2316418882f * size);
+        Vec lacking = splat(1.061405429f) * part;
+        lacking = (lacking - 1.453152027f) * part;
+        lacking = (lacking + 1.421413741f) * part;
+        lacking = (lacking - 0.284496736f) * part;
+        lacking = (lacking + 0.254829592f) * part;
+        return (v < 0.0f ? splat(0.0f) : v) - 0.5f * size * lacking * exp(-0.5f * v * v);
       });
       default: return run([](Vec v) { return v / (1.0f + exp(-1.702f * v)); });
     }

@@ -20,6 +20,7 @@ from quire.backends.triton.linear import Tile
 from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, row_stride
 from quire.backends.triton.tile_product import quantize_rows, tile_product
 from quire.kernels.ops import ExpertWeights, MoeSpec, TransformActivated
+from quire.kernels.reference import route as reference_route
 from quire.kernels.weights import Weight
 
 if HAS_GLUON:
@@ -150,6 +151,10 @@ def route(
     """int32 [rows * top_k] experts, in ascending order in each row, and float32 weights beside
     them.
     """
+    if spec.num_groups > 1:  # no kernel of its own; sorted as the kernel leaves them
+        by_score, chosen = reference_route(router_logits, spec, choice_bias)
+        ascending = chosen.sort(dim=-1)
+        return ascending.values.flatten().int(), by_score.gather(1, ascending.indices).flatten()
     logits = as_rows(router_logits)
     (rows, num_experts), top_k = logits.shape, spec.top_k
     expert_ids = torch.empty(rows * top_k, dtype=torch.int32, device=logits.device)

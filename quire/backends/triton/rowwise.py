@@ -157,7 +157,14 @@ def _launch_by_blocks(kernel: Any, rows: int, size: int, **arguments: Any) -> No
 
 
 SILU, GELU_TANH, CLAMPED_SWIGLU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-NUMBERS = {Activation.SILU: 0, Activation.GELU_TANH: 1, Activation.CLAMPED_SWIGLU: 2}
+RELU2, GELU = tl.constexpr(3), tl.constexpr(4)
+NUMBERS = {
+    Activation.SILU: 0,
+    Activation.GELU_TANH: 1,
+    Activation.CLAMPED_SWIGLU: 2,
+    Activation.RELU2: 3,
+    Activation.GELU: 4,
+}
 
 
 @triton.jit
@@ -168,11 +175,23 @@ def silu(x):
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """The activation of x in float32: x times a sigmoid."""
+    """The activation of x in float32."""
     if ACTIVATION == SILU:
         return silu(x)
     if ACTIVATION == GELU_TANH:  # (1 + tanh(y)) / 2 is the sigmoid of 2y
         return x / (1.0 + tl.exp(-1.5957691216 * (x + 0.044715 * x * x * x)))
+    if ACTIVATION == RELU2:
+        positive = tl.where(x < 0.0, 0.0, x)  # NaN stays
+        return positive * positive
+    if ACTIVATION == GELU:  # by the error function: see `kernels/elementwise.py`
+        size = tl.abs(x)
+        part = 1.0 / (1.0 + 0.2316418882 * size)
+        lacking = 1.061405429 * part
+        lacking = (lacking - 1.453152027) * part
+        lacking = (lacking + 1.421413741) * part
+        lacking = (lacking - 0.284496736) * part
+        lacking = (lacking + 0.254829592) * part
+        return tl.where(x < 0.0, 0.0, x) - 0.5 * size * lacking * tl.exp(-0.5 * x * x)
     return x / (1.0 + tl.exp(-1.702 * x))
 
 

@@ -42,6 +42,14 @@ def test_gates_are_those_of_float64(dtype: torch.dtype, rows: int, size: int) ->
         F.gelu(gate_up.double(), approximate="tanh"),
         roundings=2,
     )
+    positive = gate_up.double().clamp(min=0)
+    assert_close(activate(gate_up, Activation.RELU2), positive * positive, roundings=2)
+    assert_close(
+        activate(gate_up, Activation.GELU),
+        F.gelu(gate_up.double()),
+        roundings=2,
+        size=gate_up.double().abs(),
+    )
     wide = gate_up * 4
     left, right = (half.double() for half in wide.chunk(2, -1))
     left = left.clamp(max=7)

@@ -1,0 +1,69 @@
+"""Family: what one line of models is called, and what differs in it from plain Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.checkpoints.fields import Fields
+from quire.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One line of models."""
+
+    name: str
+    """What `model_type` says in config.json."""
+    title: str
+    """Its models, for people."""
+    architectures: tuple[str, ...]
+    """What `architectures` says in config.json."""
+    quirks: Callable[[Fields, ModelSpec], ModelSpec]
+    """Reads what is particular to the family from config.json into a spec that holds the rest."""
+    gguf: str | None = None
+    """What `general.architecture` says in a GGUF file, if such files exist."""
+    gguf_key: str = ""
+    """Where families share a GGUF architecture, the first one whose key the file has is taken; ""
+    fits any file.
+    """
+    gguf_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that GGUF files leave out, by their names in config.json."""
+    has_partial_rope: bool = False
+    """Whether `partial_rotary_factor` is read; other families rotate whole heads."""
+    has_rope_alpha: bool = False
+    """Whether dynamic rope has a fixed `alpha`, which changes its base."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names of a layer's tensors that are not the usual ones (see `names.py`), "" where there is no
+    such tensor.
+    """
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    interleaved_rope: bool = False
+    """Rope rotates neighbouring dimensions (2i, 2i + 1): rows of q and k are reordered when they
+    are loaded.
+    """
+    gguf_interleaved_rope: bool = False
+    """The same for GGUF files, which may have q and k in another order than Hugging Face's."""
+    stacked_names: Mapping[str, str] = field(default_factory=dict)
+    """Names in files that hold experts stacked, where the usual files of the family have other
+    ones.
+    """
+    turned_experts: bool = False
+    """Stacked experts that are not quantised lie with inputs before outputs."""
+    alternating_gate_up: bool = False
+    """Gate and up rows of stacked experts alternate (row 0 gate, row 1 up, ...)."""
+    final_norm: str = "norm"
+    embedding: str = "embed_tokens"
+    prefixes: tuple[str, ...] = ("model",)
+    """What the names of embedding, layers and final norm begin with; the first one is usual."""
+    unused: tuple[str, ...] = ()
+    """What the names of tensors begin with that are not for text: they are left out."""
+    settings: Callable[[Fields], Fields] | None = None
+    """Brings config.json into the usual form before it is read."""
+    numbers_blocks: bool = False
+    """Mixers and MLPs are layers of their own in the files, each with one norm."""
+    has_drafting_layers: bool = False
+    """Files may hold layers for multi-token prediction, after the last one or under a name of their
+    own; they are ignored.
+    """

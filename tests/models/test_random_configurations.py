@@ -1,0 +1,51 @@
+"""Every family against transformers over configurations that nobody chose: float32 logits within
+1e-4 and the same greedy tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from quire.backends.cpu.kernels import CpuKernels
+from quire.kernels.reference import ReferenceKernels
+from quire.models.families import FAMILIES
+from quire.models.load import open_model
+from tests.decoding import all_logits, greedy, load_decoder
+from tests.models.random_configurations import (
+    check_greedy,
+    draw_values,
+    load_reference,
+    reference_logits,
+    save_model,
+)
+from tests.models.test_recurrent_families import RECURRENT
+
+CPU = torch.device("cpu")
+TRIED = [family.name for family in FAMILIES if family.name not in RECURRENT]
+SEEDS = 12
+
+
+def check_configuration(family: str, seed: int, folder: Path) -> None:
+    rng = Random(f"{family} {seed}")
+    values = draw_values(rng, family)
+    save_model(rng, family, values, folder)
+    model = load_reference(folder)
+    prompt = [rng.randrange(values["vocab_size"]) for _ in range(rng.choice([15, 17, 40]))]
+    expected = reference_logits(model, prompt)
+    files = open_model(folder)
+    for kernels in (ReferenceKernels(), CpuKernels()):
+        decoder = load_decoder(files, kernels, torch.float32, CPU)
+        # float32 has seven digits: some logits are larger than 10
+        torch.testing.assert_close(all_logits(decoder, prompt), expected, atol=1e-4, rtol=1e-5)
+    check_greedy(model, prompt, greedy(decoder, prompt, 8))
+
+
+@pytest.mark.few(16)
+@pytest.mark.parametrize("family", TRIED)
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_drawn_configuration_matches_transformers(family: str, seed: int, tmp_path: Path) -> None:
+    check_configuration(family, seed, tmp_path)
