@@ -333,10 +333,10 @@ def test_an_error_of_the_parser_is_not_tried_again_with_another_automaton(
     constrainer: Constrainer, compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     """Compiling takes long, and steps would wait for it."""
-    structured = StructuredOutput(grammar='start: "a"' + ' "b"?' * 3000)
+    structured = StructuredOutput(grammar='start: "q" | "x" "a"' + ' "b"?' * 3000)
     constrainer.admit(1, structured)
-    _allowed(constrainer, 1)
     state = constrainer._states[1]
-    advanced = constrainer.advance(_rows(1), [tokenizer.encode_plain("a")[0]])
+    _allowed(constrainer, 1)
+    advanced = constrainer.advance(_rows(1), tokenizer.encode_plain("x"))
     assert "items" in advanced.errors[1]
     assert not state.is_private
