@@ -336,7 +336,10 @@ def test_an_error_of_the_parser_is_not_tried_again_with_another_automaton(
     structured = StructuredOutput(grammar='start: "q" | "x" "a"' + ' "b"?' * 3000)
     constrainer.admit(1, structured)
     state = constrainer._states[1]
-    _allowed(constrainer, 1)
-    advanced = constrainer.advance(_rows(1), tokenizer.encode_plain("x"))
-    assert "items" in advanced.errors[1]
+    errors: dict[int, str] = {}
+    for letter in "xab":
+        if not errors:
+            _allowed(constrainer, 1)
+            errors = dict(constrainer.advance(_rows(1), tokenizer.encode_plain(letter)).errors)
+    assert "items" in errors[1]
     assert not state.is_private
