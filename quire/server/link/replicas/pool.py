@@ -83,8 +83,8 @@ class ReplicaPool:
         self._config = config
         self._on_failure = on_failure
         self._server_metrics = metrics
-        self._metrics = PoolMetrics(metrics)
         parts = self._divide(config)
+        self._metrics = PoolMetrics(metrics, is_single=len(parts) == 1)
         self.router = PrefixRouter(len(parts))
         self._namer = BlockNamer(self.router.block_size)
         self.replicas = [self._new_replica(part, number) for number, part in enumerate(parts)]
