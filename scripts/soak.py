@@ -2,11 +2,12 @@
 
 Starts a server, loads it in rounds, and after each round waits until it is idle: then all blocks
 must be free, and a fixed request must get its known tokens. One request in ten is HTTP as no client
-should write it, some answers are as large as they come, and once in a round both processes are
-paused for a moment. Memory and descriptors of both are noted when the server has rested for a
-moment; in the second half of the run none of them may have a slope. In the first half logs of fixed
-size fill: of the last 4,096 steps, and of the last 2,048 requests; the run says when they were
-full. Exits with 1 if anything is wrong.
+should write it, some answers are as large as they come, beside them files are uploaded (or cut while
+they are), answered as batches (or cancelled) and deleted, and once in a round both processes are
+paused for a moment. Memory and descriptors of both, and what lies in the batches' folder, are noted
+when the server has rested for a moment; in the second half of the run none of them may have a
+slope. In the first half logs of fixed size fill: of the last 4,096 steps, and of the last 2,048
+requests; the run says when they were full. Exits with 1 if anything is wrong.
 
     make soak                       10 minutes
     SOAK_SECONDS=120 make soak
@@ -19,6 +20,7 @@ import argparse
 import asyncio
 import collections
 import contextlib
+import json
 import os
 import random
 import re
@@ -34,6 +36,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import httpx
 
 from quire.tools.bench.http_client import HttpClient, HttpError
 
@@ -56,7 +60,10 @@ CANARY = {
     "temperature": 0,
     "return_token_ids": True,
 }
-LIMITS = {"memory": (0.015, 6 * 2**20), "descriptors": (0.0, 2.0)}
+BATCH_FOLDER_SIZE = "64KiB"
+"""So small that records of batches that are over must make room early."""
+BATCH_SECONDS = 120
+LIMITS = {"memory": (0.015, 6 * 2**20), "descriptors": (0.0, 2.0), "folder": (0.1, 16 * 2**10)}
 """What may be gained in the second half: a share of what there is, or this much."""
 SCHEMA = {
     "type": "object",
@@ -164,6 +171,8 @@ class Soak:
 
     client: HttpClient
     pids: dict[str, int]
+    folder: Path
+    """Of files and batches."""
     port: int = 0
     source: random.Random = field(default_factory=lambda: random.Random(0))
     counts: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -179,7 +188,9 @@ class Soak:
         start = time.monotonic()
         for number in range(ROUNDS):
             end = start + seconds * (number + 1) / ROUNDS
-            await asyncio.gather(self.pause(end), *(self.work(end) for _ in range(concurrency)))
+            await asyncio.gather(
+                self.pause(end), self.batches(end), *(self.work(end) for _ in range(concurrency))
+            )
             self.client.close()  # its connections are no leak of the server's
             if not await self.is_idle():
                 self.faults.append(
@@ -244,6 +255,75 @@ class Soak:
         if found != [b"%d" % status]:
             self.faults.append(f"{data[:200]!r}: {answer[:200]!r} instead of {status}")
 
+    async def batches(self, end: float) -> None:
+        """One batch after the other, from its upload to the end of all of its files."""
+        while time.monotonic() < end:
+            if self.source.random() < CUTS:
+                await self.cut_upload()
+                continue
+            try:
+                async with asyncio.timeout(BATCH_SECONDS):
+                    await self.batch()
+            except (httpx.HTTPError, TimeoutError) as error:
+                self.faults.append(f"a batch: {error!r}")
+                return
+
+    async def batch(self) -> None:
+        lines = [
+            json.dumps(
+                {
+                    "custom_id": str(number),
+                    "method": "POST",
+                    "url": "/v1/completions",
+                    "body": {"prompt": " ".join(self.source.choices(WORDS, k=9)), "max_tokens": 6},
+                }
+            )
+            for number in range(4)
+        ]
+        content = "\n".join([*lines, "no request"]).encode()
+        url = f"http://127.0.0.1:{self.port}/v1"
+        async with httpx.AsyncClient(base_url=url, timeout=BATCH_SECONDS) as http:
+
+            async def ask(method: str, path: str, **fields: Any) -> Any:
+                return (await http.request(method, path, **fields)).raise_for_status().json()
+
+            upload = {"files": {"file": ("a.jsonl", content)}, "data": {"purpose": "batch"}}
+            files = [(await ask("POST", "/files", **upload))["id"]]
+            body = {
+                "input_file_id": files[0],
+                "endpoint": "/v1/completions",
+                "completion_window": "24h",
+            }
+            batch = await ask("POST", "/batches", json=body)
+            if self.source.random() < CUTS:
+                await ask("POST", f"/batches/{batch['id']}/cancel")
+            while batch["status"] not in ("completed", "cancelled"):
+                if batch["status"] in ("failed", "expired"):
+                    self.faults.append(f"a batch ended so: {batch}")
+                    return
+                await asyncio.sleep(0.2)
+                batch = await ask("GET", f"/batches/{batch['id']}")
+            counts = batch["request_counts"]
+            if batch["status"] == "completed" and (counts["completed"], counts["failed"]) != (4, 1):
+                self.faults.append(f"a batch: {counts} instead of 4 answers and 1 error")
+            files += [batch[name] for name in ("output_file_id", "error_file_id") if batch[name]]
+            for file_id in files:
+                (await http.get(f"/files/{file_id}/content")).raise_for_status()
+                await ask("DELETE", f"/files/{file_id}")
+        self.counts[f"batch {batch['status']}"] += 1
+
+    async def cut_upload(self) -> None:
+        """The client leaves in the midst of its file."""
+        head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n"
+        head += b"content-type: multipart/form-data; boundary=b\r\n\r\n"
+        part = b'--b\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(head + part + b"x" * self.source.randrange(8000))
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        writer.close()
+        self.counts["upload cut"] += 1
+
     async def pause(self, end: float) -> None:
         """Stops the whole service at some time, as a container is paused."""
         await asyncio.sleep(self.source.random() * max(0.0, end - time.monotonic()))
@@ -307,6 +387,8 @@ class Soak:
             pages = int((folder / "statm").read_text().split()[1])
             self.samples[f"{name} memory"].append(pages * os.sysconf("SC_PAGE_SIZE"))
             self.samples[f"{name} descriptors"].append(len(list((folder / "fd").iterdir())))
+        stored = [path.stat().st_size for path in self.folder.rglob("*") if path.is_file()]
+        self.samples["batches folder"].append(sum(stored))
 
     def judge(self) -> bool:
         """Whether all is well; says what is not."""
@@ -347,12 +429,14 @@ def slope_of(times: list[float], values: list[float]) -> float:
 
 
 def describe(name: str, value: float) -> str:
+    if name.endswith("folder"):
+        return f"{value / 2**10:.1f} KiB"
     return f"{value / 2**20:.1f} MiB" if name.endswith("memory") else f"{value:.0f}"
 
 
 @contextlib.contextmanager
-def server(model: str) -> Iterator[tuple[str, dict[str, int]]]:
-    """Its address and the ids of its two processes."""
+def server(model: str, folder: str) -> Iterator[tuple[str, dict[str, int]]]:
+    """Its address and the ids of its two processes. `folder` is for files and batches."""
     options = [
         "--max-num-seqs=16",
         "--kv-cache-memory=128MiB",
@@ -360,6 +444,7 @@ def server(model: str) -> Iterator[tuple[str, dict[str, int]]]:
         "--served-model-name=smollm2",
     ]
     options += [f"--stored-responses={STORED}"]
+    options += [f"--batches={folder}", f"--max-batch-size={BATCH_FOLDER_SIZE}"]
     command = [
         sys.executable,
         "-m",
@@ -405,8 +490,11 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=12)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server must not be left behind
-    with server(options.model) as (url, pids):
-        soak = Soak(HttpClient(url), pids, urlsplit(url).port or 0)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        server(options.model, folder) as (url, pids),
+    ):
+        soak = Soak(HttpClient(url), pids, Path(folder), urlsplit(url).port or 0)
         asyncio.run(soak.run(options.seconds, options.concurrency))
         is_well = soak.judge()
     sys.exit(0 if is_well else 1)

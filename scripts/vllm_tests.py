@@ -195,7 +195,7 @@ class QuireServer:
         """It goes on, for the next."""
 
     def url_for(self, *parts: str) -> str:
-        return "/".join([self.url_root, *parts])
+        return "/".join([self.url_root, *(part.strip("/") for part in parts if part)])
 
     def get_client(self, **options: Any) -> Any:
         import openai

@@ -207,8 +207,8 @@ def test_a_request_that_exactly_fills_its_last_block(llm: LLM) -> None:
     [
         ("", "prompt"),
         ([[]], "prompt"),
-        ([49_152], "outside the vocabulary of 49152"),
-        ([-1], "outside the vocabulary"),
+        ([49_152], "token id 49152 is out of vocabulary: ids are 0 to 49151"),
+        ([-1], "token id -1 is out of vocabulary"),
         ([[1, True]], "must be text or token ids"),
         ([[1.5]], "must be text or token ids"),
         ("word " * 1500, "1024"),

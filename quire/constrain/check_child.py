@@ -24,6 +24,8 @@ from quire.process.child import ParentLines, end_with_parent
 if TYPE_CHECKING:
     import llguidance
 
+_FIRST_TOKENS = 8
+"""How many of those that a grammar lets come first are tried."""
 _TRIVIAL = json.dumps({"grammars": [{"lark_grammar": 'start: "a"'}]})
 
 
@@ -81,6 +83,7 @@ def _limit_myself() -> None:
 
 def _try(tokenizer: llguidance.LLTokenizer, grammar: str) -> dict[str, Any]:
     matchers: list[llguidance.LLMatcher] = []
+    failures: list[str] = []
     before = 0
 
     def compile_it() -> None:
@@ -94,11 +97,29 @@ def _try(tokenizer: llguidance.LLTokenizer, grammar: str) -> dict[str, Any]:
         if not matchers[0].is_error():
             matchers[0].deep_copy().compute_bitmask()
             # Some contradictions only show when the first token is asked for.
-            matchers[0].compute_bitmask()
+            mask = matchers[0].compute_bitmask()
+            failures.append("" if matchers[0].is_error() else _try_first_tokens(matchers[0], mask))
 
     run_with_stack(limits.COMPILE_STACK, compile_it)
     run_with_stack(limits.RUN_STACK, run_it)
-    return {"error": error_of(matchers[0]), "bytes": max(0, _peak_memory() - before)}
+    error = error_of(matchers[0]) or next(iter(failures), "")
+    return {"error": error, "bytes": max(0, _peak_memory() - before)}
+
+
+def _try_first_tokens(matcher: llguidance.LLMatcher, mask: bytes) -> str:
+    """Why none of some tokens that may come first leads anywhere; empty if one does. Such a grammar
+    would only fail later, in a step, and take its time there.
+    """
+    allowed = [
+        8 * place + bit for place, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1
+    ]
+    error = ""
+    for token_id in allowed[:: -(-len(allowed) // _FIRST_TOKENS) or 1]:
+        copy = matcher.deep_copy()
+        if copy.consume_token(token_id):
+            return ""
+        error = error_of(copy)
+    return error
 
 
 def _peak_memory() -> int:

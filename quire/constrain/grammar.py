@@ -29,6 +29,9 @@ from quire.sampling_params import StructuredOutput
 if TYPE_CHECKING:
     import llguidance
 
+_PARSER_ERROR = "Parser Error"
+"""How llguidance begins what its limits on a text's parse have to say; others are the automaton's."""
+
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
@@ -106,11 +109,13 @@ class Grammar:
         self._text = text
         self._lock = threading.Lock()
         self._pristine: llguidance.LLMatcher | None = self._compile()
+        self.first_mask = b""
+        """The one that all requests begin with, computed here so that no step waits for it. Copies
+        of a matcher that has it take their first token sooner, too.
+        """
         if not error_of(self._pristine):
-            # The first mask, which all requests begin with: the automaton remembers it, so that no
-            # step waits for it.
             started = time.monotonic()
-            self._pristine.deep_copy().compute_bitmask()
+            self.first_mask = self._pristine.compute_bitmask()
             self.costs.note(time.monotonic() - started)
 
     @property
@@ -119,12 +124,18 @@ class Grammar:
         with self._lock:
             return error_of(self._pristine) if self._pristine is not None else ""
 
-    def matcher(self) -> llguidance.LLMatcher:
-        """At the beginning of a text, sharing what other matchers learn."""
+    def prepare(self) -> None:
+        """Compiles it again if that is due, so that `matcher` need not."""
         with self._lock:
             if self._pristine is None:
                 self._pristine = self._compile()
-            return self._pristine.deep_copy()
+
+    def matcher(self) -> llguidance.LLMatcher:
+        """At the beginning of a text, sharing what other matchers learn."""
+        self.prepare()
+        with self._lock:
+            pristine = self._pristine
+        return self._compile() if pristine is None else pristine.deep_copy()
 
     def private_matcher(self) -> llguidance.LLMatcher:
         """At the beginning of a text, sharing nothing. Asked for when the shared automaton is full,
@@ -160,6 +171,11 @@ class GrammarState:
             self.advance(token_id)
 
     @property
+    def is_at_start(self) -> bool:
+        """Its next mask is the grammar's first."""
+        return not self._tokens and not self.is_private
+
+    @property
     def error(self) -> str:
         """What went wrong; empty if nothing did."""
         return error_of(self.matcher)
@@ -192,9 +208,10 @@ class GrammarState:
         """After an error: takes all tokens again with an automaton of its own, which only its own
         text can fill.
 
-        False if that was done before, so that the error is its own.
+        False if the error is its own: that was done before, or it is the parser's, which nobody
+        shares.
         """
-        if self.is_private:
+        if self.is_private or self.error.startswith(_PARSER_ERROR):
             return False
         self.is_private = True
         self.matcher = self.grammar.private_matcher()
@@ -275,6 +292,7 @@ class GrammarCompiler:
             with self._lock:
                 # Somebody may have compiled it meanwhile.
                 grammar = self._grammars.get(structured) or self._compile(structured)
+        grammar.prepare()  # whoever asks first does so beside the steps
         return grammar
 
     def close(self) -> None:

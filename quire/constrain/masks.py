@@ -369,13 +369,16 @@ class _MaskWorker:
 
     def compute(self, states: Mapping[int, GrammarState], out: Words) -> dict[int, str]:
         """Fills the rows' words in `out`; returns the rows that can't go on, and why. Notes what
-        each grammar took.
+        each grammar took, but for first masks, which are there already.
         """
+        computed = [state for state in states.values() if not state.is_at_start]
         started = time.monotonic()
         errors = self._compute(states, out)
-        seconds = (time.monotonic() - started) * min(self._num_threads, len(states)) / len(states)
-        for grammar in {id(state.grammar): state.grammar for state in states.values()}.values():
-            grammar.costs.note(seconds)
+        if computed:
+            count = len(computed)
+            seconds = (time.monotonic() - started) * min(self._num_threads, count) / count
+            for grammar in {id(state.grammar): state.grammar for state in computed}.values():
+                grammar.costs.note(seconds)
         return errors
 
     def _compute(self, states: Mapping[int, GrammarState], out: Words) -> dict[int, str]:
@@ -436,8 +439,15 @@ class _MaskWorker:
 
     def _fill(self, states: Mapping[int, GrammarState], out: Words) -> None:
         count, num_words = out.shape
-        matchers = [(state.matcher, row) for row, state in states.items()]
-        self._executor.unsafe_compute_mask_ptr(matchers, out.ctypes.data, num_words * 4, count)
+        matchers = []
+        for row, state in states.items():
+            if state.is_at_start:
+                # llguidance adds a word where the vocabulary fills all of them
+                out[row] = np.frombuffer(state.grammar.first_mask, np.int32, num_words)
+            else:
+                matchers.append((state.matcher, row))
+        if matchers:
+            self._executor.unsafe_compute_mask_ptr(matchers, out.ctypes.data, num_words * 4, count)
 
 
 def _explain(error: str) -> str:

@@ -21,7 +21,7 @@ from quire.frontend.tokenizer import Tokenizer
 
 _MAX_SOURCE = 1024 * 1024
 # The fields of an assistant's message that the model wrote token by token.
-_OWN_WORDS = ("content", "reasoning_content", "thinking")
+_OWN_WORDS = ("content", "reasoning", "reasoning_content", "thinking")
 _PROBE = "what is said in this role"
 _MOST_OWN_ROLES = 64
 

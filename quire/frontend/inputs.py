@@ -59,7 +59,7 @@ def check_token_ids(
             raise InvalidRequestError(field, f"must be {other}token ids, not {token_id!r}")
         if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(
-                field, f"token id {token_id} is outside the vocabulary of {vocab_size}"
+                field, f"token id {token_id} is out of vocabulary: ids are 0 to {vocab_size - 1}"
             )
     return list(given)
 

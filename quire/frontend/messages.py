@@ -101,6 +101,8 @@ def _check_message(message: object, field: str) -> Message:
     else:  # clients send null for none; to templates a key that is there means calls
         plain.pop("tool_calls", None)
     _check_content(plain, field)
+    if plain.get("reasoning_content") is None and isinstance(plain.get("reasoning"), str):
+        plain["reasoning_content"] = plain["reasoning"]  # vLLM's name; templates know the other
     return plain
 
 

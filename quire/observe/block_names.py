@@ -34,7 +34,7 @@ class BlockNamer:
         self.block_size = block_size
         self._factors = [_digest(b"token %d" % place) | 1 for place in range(block_size)]
         self._factor_array = np.array(self._factors, np.uint64)
-        self._plain_start = self.start(())
+        self._plain_start = _stepped(self.start(()))
         self._powers = self._inverse_powers = np.ones(1, np.uint64)
 
     def start(self, extra_keys: Sequence[str]) -> int:
@@ -71,9 +71,8 @@ class BlockNamer:
         # (step * start + sum of own[k] / step**k).
         sums = tokens @ self._factor_array
         sums *= self._inverse_powers[:count]
-        np.cumsum(sums, out=sums)
-        start = self._plain_start if cache_salt is None else self.start((cache_salt,))
-        sums += np.uint64(start * _STEP & _MASK)
+        np.add.accumulate(sums, out=sums)  # as np.cumsum, which takes three times as long to call
+        sums += self._plain_start if cache_salt is None else _stepped(self.start((cache_salt,)))
         sums *= self._powers[:count]
         return sums
 
@@ -84,6 +83,10 @@ def pack_names(names: Sequence[int] | Names) -> bytes:
 
 def unpack_names(packed: bytes) -> Names:
     return np.frombuffer(packed, "<u8").astype(np.uint64, copy=False)
+
+
+def _stepped(start: int) -> np.uint64:
+    return np.uint64(start * _STEP & _MASK)
 
 
 def _powers(base: int, count: int) -> Names:

@@ -249,3 +249,13 @@ def test_a_state_can_be_rebuilt(compiler: GrammarCompiler, tokenizer: Tokenizer)
         assert not state.error
     assert state.is_finished
     assert not rebuilt.is_finished
+
+
+def test_a_grammar_that_fails_on_every_first_token_is_refused_when_it_comes(
+    compiler: GrammarCompiler,
+) -> None:
+    """Not in a step, where all others would wait for it."""
+    with pytest.raises(InvalidRequestError, match="items"):
+        compiler.compile(StructuredOutput(grammar='start: "a"' + ' "b"?' * 3000))
+    for fine in ('start: "a"' + ' "b"?' * 30, 'start: ""', "start: /a*/"):
+        assert not compiler.compile(StructuredOutput(grammar=fine)).error

@@ -304,3 +304,42 @@ def test_a_sentencepiece_vocabulary() -> None:
     finally:
         constrainer.close()
         own.close()
+
+
+@pytest.mark.parametrize("padding", [0, 1, 31])
+def test_a_first_mask_is_the_one_that_is_computed_whatever_the_size_of_the_vocabulary(
+    tokenizer: Tokenizer, padding: int
+) -> None:
+    """It comes with the grammar. A state that has taken tokens and is private computes the same."""
+    vocab_size = -(-tokenizer.vocab_size // 32) * 32 + padding
+    compiler = GrammarCompiler(tokenizer, vocab_size, tokenizer.eos_token_ids)
+    constrainer = Constrainer(compiler, NUM_ROWS, vocab_size, torch.device("cpu"))
+    try:
+        structured = StructuredOutput(regex="[a-f]{3,9}|x.*")
+        constrainer.admit(0, structured)
+        given = _allowed(constrainer, 0)
+        grammar = compiler.compile(structured)
+        computed = np.frombuffer(grammar.private_matcher().compute_bitmask(), np.uint8)
+        bits = np.flatnonzero(np.unpackbits(computed, bitorder="little"))
+        texts = set(grammar.vocabulary.text_token_ids)
+        assert given == [one for one in bits.tolist() if one in texts]
+        assert given
+    finally:
+        constrainer.close()
+        compiler.close()
+
+
+def test_an_error_of_the_parser_is_not_tried_again_with_another_automaton(
+    constrainer: Constrainer, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    """Compiling takes long, and steps would wait for it."""
+    structured = StructuredOutput(grammar='start: "q" | "x" "a"' + ' "b"?' * 3000)
+    constrainer.admit(1, structured)
+    state = constrainer._states[1]
+    errors: dict[int, str] = {}
+    for letter in "xab":
+        if not errors:
+            _allowed(constrainer, 1)
+            errors = dict(constrainer.advance(_rows(1), tokenizer.encode_plain(letter)).errors)
+    assert "items" in errors[1]
+    assert not state.is_private

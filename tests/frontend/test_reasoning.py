@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.frontend.messages import check_messages
 from quire.frontend.reasoning import ReasoningSplitter, opens_reasoning, thinks
 from quire.frontend.tokenizer import Tokenizer
 from tests.frontend.templates import LLAMA, QWEN
@@ -51,6 +52,18 @@ def test_an_answer_that_may_think(text: str, reasoning: str, content: str) -> No
 )
 def test_an_answer_that_begins_inside(text: str, reasoning: str, content: str) -> None:
     assert split([text], inside=True) == split(list(text), inside=True) == (reasoning, content)
+
+
+def test_earlier_reasoning_may_have_either_name() -> None:
+    """A client that sends back what it got from vLLM calls it `reasoning`."""
+    said = {"role": "assistant", "content": "Yes."}
+    for named in ({"reasoning": "Hm."}, {"reasoning": "Hm.", "reasoning_content": None}):
+        (message,) = check_messages([{**said, **named}], True)
+        assert message["reasoning_content"] == "Hm."
+    (both,) = check_messages([{**said, "reasoning": "a", "reasoning_content": "b"}], True)
+    assert both["reasoning_content"] == "b"
+    (neither,) = check_messages([{**said, "reasoning": None}], True)
+    assert neither.get("reasoning_content") is None
 
 
 @settings(max_examples=200)

@@ -4,7 +4,9 @@ leave.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import resource
 import socket
 import threading
@@ -19,11 +21,14 @@ from quire.errors import InvalidRequestError
 from quire.server.batches.answers import BatchAnswer
 from quire.server.batches.entries import StoredBatch
 from quire.server.batches.output import AnswerFile
+from quire.server.batches.queue import BatchQueue
 from quire.server.batches.requests import RequestFile
 from quire.server.batches.room import FolderLimits, NoRoomError
 from quire.server.batches.store import BatchStore
+from quire.server.batches.work import WorkFiles
 from quire.server.disk import disk_error, write_whole
 from tests.server.harness import Server, error_of, wait_for
+from tests.server.replicas.local_engines import LocalEngines, LocalServer, local_links
 
 MIB = 2**20
 SHARE = MIB
@@ -654,3 +659,53 @@ def test_shares_are_even_unless_told_otherwise() -> None:
     assert FolderLimits.of(900, 0).bytes_per_key == 900
     assert FolderLimits.of(900, 3, 500).bytes_per_key == 500
     assert NoRoomError(1, 2, 3, "x").status == 413
+
+
+def test_a_batch_that_is_cancelled_while_its_files_are_opened_leaves_none_open(
+    small_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the soak: two descriptors stayed for each such batch."""
+    store = BatchStore(tmp_path, FolderLimits.of(MIB, 1))
+    upload_of = store.new_upload("one")
+    upload_of.write(line(0))
+    stored = store.add_file(upload_of, "x.jsonl", "batch")
+    engines = LocalEngines(small_model)
+    opening, may_open, opened = threading.Event(), threading.Event(), []
+    open_work = store.open_work
+
+    def open_late(batch: StoredBatch) -> WorkFiles:
+        opening.set()
+        assert may_open.wait(60)
+        opened.append(open_work(batch))
+        return opened[0]
+
+    monkeypatch.setattr(store, "open_work", open_late)
+
+    async def main() -> None:
+        server = LocalServer(engines, 1)
+        async with server:
+            queue = BatchQueue(store, server.service)
+            batch = StoredBatch(
+                id="batch_1",
+                owner="one",
+                created_at=0,
+                endpoint=URL,
+                input_file_id=stored.id,
+                completion_window="24h",
+            )
+            await queue.add(batch)
+            await asyncio.to_thread(opening.wait, 60)
+            await queue.cancel(batch)
+            may_open.set()
+            async with asyncio.timeout(60):
+                while not batch.is_over:
+                    await asyncio.sleep(0.01)
+            assert batch.status == "cancelled"
+            await queue.stop()
+
+    with local_links(engines):
+        asyncio.run(main())
+    (work,) = opened
+    for part in (work.output, work.errors):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(part.number)

@@ -34,7 +34,12 @@ def test_an_answer_is_that_of_the_offline_api(server: Server, llm: LLM) -> None:
     expected = llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=16))[0]
     body = chat(server)
     message = body["choices"][0]["message"]
-    assert message == {"role": "assistant", "content": expected.text, "refusal": None}
+    assert message == {
+        "role": "assistant",
+        "content": expected.text,
+        "refusal": None,
+        "reasoning": None,
+    }
     assert body["choices"][0]["token_ids"] == list(expected.token_ids)
     assert body["prompt_token_ids"] == list(expected.prompt_token_ids)
     assert body["choices"][0]["finish_reason"] == "stop"

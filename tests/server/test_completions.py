@@ -180,10 +180,10 @@ def test_the_token_itself_is_among_the_likeliest_even_if_none_of_those_is_asked_
 
 
 @pytest.mark.parametrize("skips", [True, False])
-def test_offsets_are_places_in_the_text_whatever_it_omits(server: Server, skips: bool) -> None:
-    """A prompt with special tokens in it, which the text shows or not, and characters of several
-    tokens.
-    """
+def test_an_echo_shows_all_of_a_prompt_of_tokens_and_offsets_are_places_in_it(
+    server: Server, skips: bool
+) -> None:
+    """With special tokens in it, which only answers leave out, and characters of several tokens."""
     ids = server.post(
         "/tokenize", {"messages": [{"role": "user", "content": "Grüße 🙂🦙!"}]}
     ).json()["tokens"]
@@ -191,11 +191,15 @@ def test_offsets_are_places_in_the_text_whatever_it_omits(server: Server, skips:
         prompt=ids, max_tokens=4, logprobs=1, echo=True, skip_special_tokens=skips
     )["choices"][0]
     logprobs = choice["logprobs"]
-    assert ("<|im_start|>" in choice["text"]) is not skips
+    prompt = server.post("/detokenize", {"tokens": ids}).json()["prompt"]
+    assert prompt.startswith("<|im_start|>")
+    assert choice["text"].startswith(prompt)
+    assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+    places = zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
     shown = [
         (token, offset)
-        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
-        if not (skips and token.startswith("<|")) and "\ufffd" not in token
+        for number, (token, offset) in enumerate(places)
+        if (number < len(ids) or not token.startswith("<|")) and "\ufffd" not in token
     ]
     assert len(shown) > 10
     for token, offset in shown:

@@ -163,6 +163,8 @@ def test_any_text_is_escaped_as_the_encoder_does(text: str, number: int) -> None
     assert TextEvent(make).write(text, number) == make(text, number)
     without = TextEvent(lambda text, _: data_event({"delta": text}))
     assert without.write(text) == data_event({"delta": text})
+    twice = TextEvent(lambda text, number: data_event({"a": text, "b": text, "n": number}))
+    assert twice.write(text, number) == data_event({"a": text, "b": text, "n": number})
 
 
 @given(

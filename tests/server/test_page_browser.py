@@ -104,14 +104,18 @@ def test_talk_and_the_same_answer_again(page: Any, context: Any) -> None:
     told = f"The same answer as the link's, bit for bit: {num_answered(page)} token"
     link = second.locator(".same-answer").get_attribute("href")
     other = context.new_page()
+    posts: list[str] = []
+    other.on("request", lambda one: posts.append(one.url) if one.method == "POST" else None)
     other.goto(link)
     # Nothing is asked before the reader wants it: it is their key that pays.
     expect(other.locator("#link-offer")).to_be_visible()
     expect(other.locator(".turn.user")).to_have_count(2)
     expect(other.locator(".turn.assistant")).to_have_count(1)
+    assert posts == []
     other.click("#link-ask")
     expect(other.locator("#link-offer")).to_be_hidden()
     expect(other.locator(".turn.assistant p")).to_contain_text(told)
+    assert len(posts) == 1
     assert text_of(other.locator(".turn.assistant").last) == text_of(second)
     assert other.locator(".turn.assistant").first.locator(".text").last.text_content() != ""
     other.close()

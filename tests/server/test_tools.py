@@ -63,7 +63,12 @@ def chat(server: Server, **fields: Any) -> dict[str, Any]:
 
 def streamed(server: Server, **fields: Any) -> dict[str, Any]:
     """A stream's deltas put together as a client does."""
-    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    message: dict[str, Any] = {
+        "content": "",
+        "reasoning": "",
+        "reasoning_content": "",
+        "tool_calls": [],
+    }
     body = {"messages": ASK, "temperature": 0, "max_tokens": 200, **fields}
     for chunk in server.stream(
         "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}
@@ -73,7 +78,8 @@ def streamed(server: Server, **fields: Any) -> dict[str, Any]:
             break
         delta = chunk["choices"][0]["delta"]
         message["content"] += delta.get("content") or ""
-        message["reasoning_content"] += delta.get("reasoning_content") or ""
+        for name in ("reasoning", "reasoning_content"):
+            message[name] += delta.get(name) or ""
         for call in delta.get("tool_calls", ()):
             if call["index"] == len(message["tool_calls"]):
                 assert call["id"]
@@ -96,14 +102,17 @@ def test_reasoning_is_told_apart(thinker: Server) -> None:
     body = chat(thinker, **answer_as(THOUGHT))
     message = body["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Hm, <b>well</b>.", "Yes.")
+    assert message["reasoning"] == message["reasoning_content"]
     details = body["usage"]["completion_tokens_details"]
     assert 0 < details["reasoning_tokens"] < body["usage"]["completion_tokens"]
     parts = streamed(thinker, **answer_as(THOUGHT))
     assert (parts["reasoning_content"], parts["content"]) == ("Hm, <b>well</b>.", "Yes.")
+    assert parts["reasoning"] == parts["reasoning_content"]
     assert parts["usage"]["completion_tokens_details"] == details
     plain = chat(thinker, **answer_as("Yes <think> no."))["choices"][0]["message"]
     assert plain["content"] == "Yes <think> no."
     assert "reasoning_content" not in plain
+    assert plain["reasoning"] is None  # vLLM's clients read it without looking
 
 
 def test_reasoning_that_the_prompt_began(thinker: Server) -> None:

@@ -252,11 +252,14 @@ def test_a_killed_worker_is_replaced(server: WorkersServer) -> None:
     wait_for(lambda: server.is_idle, "them to be gone")
 
 
-def test_the_engine_s_end_is_told_through_workers(server: WorkersServer) -> None:
+def test_a_stream_through_a_worker_outlives_the_engine(server: WorkersServer) -> None:
     client, response = open_stream(server)
+    old = server.engine_pid
     server.fault_file.write_text("exit")
+    wait_for(lambda: not Path(f"/proc/{old}").exists(), "the engine's end")
+    server.fault_file.write_text("release")
     events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
-    assert events[-1]["error"]["code"] == "engine_unavailable"
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
     client.close()
     wait_for(lambda: server.health() == 200, "a new engine")
     wait_for(

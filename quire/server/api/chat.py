@@ -198,7 +198,7 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
         """Those of them that have no content, and no calls yet."""
 
     def text_choice(self, index: int, text: str, is_reasoning: bool) -> dict[str, Any]:
-        delta = {"reasoning_content" if is_reasoning else "content": text}
+        delta = _reasoning(text) if is_reasoning else {"content": text}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def chunks(self, event: GenerationEvent) -> Iterator[bytes]:
@@ -225,7 +225,12 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
         choices = []
         for event in whole_choices(events):
             content = None if event.tool_calls else ""
-            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            message: dict[str, Any] = {
+                "role": "assistant",
+                "content": content,
+                "refusal": None,
+                "reasoning": None,
+            }
             message |= self._message(event)
             if event.tool_calls:
                 message["tool_calls"] = [
@@ -279,7 +284,7 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
         """What a message and a delta say in the same way."""
         shown: dict[str, Any] = {"content": event.content} if event.content else {}
         if event.reasoning and self.body.include_reasoning:
-            shown["reasoning_content"] = event.reasoning
+            shown |= _reasoning(event.reasoning)
         return shown
 
     def _choice(
@@ -303,6 +308,11 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         as_ids = bool(self.body.return_tokens_as_token_ids)
         return {"content": [logprob_body(entry, as_ids) for entry in entries], "refusal": None}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """vLLM calls it `reasoning` now; clients of before, and of others, look for the other name."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:

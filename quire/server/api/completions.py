@@ -148,17 +148,18 @@ class CompletionWriter(ChoicesWriter[CompletionRequest]):
             text, token_ids, entries = "", (), ()
         logprobs = None
         if is_first and body.echo:
-            if prompt.text is not None:
-                text = prompt.text + text
-            else:
-                text = call.tokenizer.decode(prompt.token_ids, params.skip_special_tokens) + text
+            # A prompt of token ids is shown as the model reads it, special tokens among it.
+            shown = prompt.text
+            if shown is None:
+                shown = call.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+            text = shown + text
             if body.logprobs is not None:
                 first = prompt.token_ids[0]
                 scored = [Logprob(first, 0.0, 0, call.tokenizer.token_bytes(first))]
                 scored += [one for one in call.prompt_logprobs(number) or () if one is not None]
                 # Text came without control tokens; those before it are the tokenizer's.
-                hidden = (
-                    call.tokenizer.special_token_ids if prompt.text is not None else writer.hidden
+                hidden = frozenset(
+                    call.tokenizer.special_token_ids if prompt.text is not None else ()
                 )
                 logprobs = joined(writer.write(scored, hidden), writer.write(entries))
         elif body.logprobs is not None:

@@ -30,8 +30,8 @@ async def health(request: Request) -> Response:
     """
     client = get_service(request).client
     body: dict[str, Any] = {"status": client.state}
-    if isinstance(client, ReplicaPool):
-        body["replicas"] = client.describe_replicas()
+    if isinstance(client, ReplicaPool) and (replicas := client.describe_replicas()):
+        body["replicas"] = replicas
     return JsonResponse(body, 200 if client.state == "ready" else 503)
 
 

@@ -24,24 +24,24 @@ _TEXT, _NUMBER = "a text that nobody writes: 6e1f0c5b2d", 7_301_926_485_203_947
 
 class TextEvent:
     """An event of which only a text changes (and a number behind it): the bytes around them are
-    written once, by the encoder that writes all others.
+    written once, by the encoder that writes all others. The text may stand in several places.
     """
 
-    __slots__ = ("_has_number", "_head", "_middle", "_tail")
+    __slots__ = ("_has_number", "_pieces", "_tail")
 
     def __init__(self, make: Callable[[str, int], bytes]) -> None:
         """`make` writes the event with a given text and, if it has one, number."""
-        self._head, rest = make(_TEXT, _NUMBER).split(one_line(_TEXT))
-        self._middle, number, self._tail = rest.partition(b"%d" % _NUMBER)
+        *before, last = make(_TEXT, _NUMBER).split(one_line(_TEXT))
+        last, number, self._tail = last.partition(b"%d" % _NUMBER)
+        self._pieces = (*before, last)
         self._has_number = bool(number)
 
     def write(self, text: str, number: int = 0) -> bytes:
         written = encode(text)
         if not written.isascii():
             written = one_line(text)
-        if self._has_number:
-            return b"%b%b%b%d%b" % (self._head, written, self._middle, number, self._tail)
-        return self._head + written + self._middle
+        event = written.join(self._pieces)
+        return b"%b%d%b" % (event, number, self._tail) if self._has_number else event
 
 
 class Writer(ABC, Generic[RequestT]):

@@ -141,18 +141,24 @@ class BatchQueue:
                 "in_progress",
                 batch.in_progress_at or int(time.time()),
             )
-        work: WorkFiles = await _when_there_is_room(
-            f"batch {batch.id} can't begin", self.store.open_work, batch
-        )
+        opened: list[WorkFiles] = []
+
+        def open_work() -> None:
+            """Keeps what it opens: a batch may be cancelled before that is known here."""
+            opened.append(self.store.open_work(batch))
+
         try:
+            await _when_there_is_room(f"batch {batch.id} can't begin", open_work)
+            (work,) = opened
             waiting = await in_thread(work.resume, iter(requests))
             if not is_cancelled:
                 await _InOrder(batch, work, self).answer_all(waiting)
             await in_thread(work.sync)
         finally:
-            # Also of one that is cancelled: what it shows is what its files have.
-            batch.completed, batch.failed = work.output.num_lines, work.errors.num_lines
-            await in_thread(work.close)
+            for work in opened:
+                # Also of one that is cancelled: what it shows is what its files have.
+                batch.completed, batch.failed = work.output.num_lines, work.errors.num_lines
+                await in_thread(work.close)
 
     async def answer_one(self, batch: StoredBatch, request: BatchRequest) -> BatchAnswer:
         if request.problem is None and request.url != batch.endpoint:

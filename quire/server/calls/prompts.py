@@ -279,7 +279,7 @@ def _check_ids(token_ids: Sequence[int], vocab_size: int) -> None:
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise InvalidRequestError(
-            "prompt", f"token id {wrong} is outside the vocabulary of {vocab_size}"
+            "prompt", f"token id {wrong} is out of vocabulary: ids are 0 to {vocab_size - 1}"
         )
 
 

@@ -372,12 +372,22 @@ class TestChoices:
         assert router.place(names, 1000, 1, range(150)).replica == 63
         assert [router.num_cached_blocks(number) for number in (63, 64, 149)] == [40, 30, 0]
 
-    def test_homes_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("quire.server.link.replicas.router._MOST_HOMES", 10)
+    def test_of_two_prompts_with_the_same_place_the_later_one_has_a_home(self) -> None:
+        """Homes take no more memory, however many prompts there were."""
+        first, second = 5 << 49, (5 << 49) + 1
         router = new_router()
-        for name in range(50):
-            router.close(router.place(named([name]), 20, 1, ALL))
-        assert list(router._homes) == list(range(40, 50))
+        home = router.place(named([first]), 20, 1, ALL)
+        router.close(home)
+        again = router.place(named([first, 7]), 40, 1, ALL)
+        assert again.replica == home.replica
+        router.close(again)
+        other = router.place(named([second]), 20, 1, ALL)
+        router.close(other)
+        assert other.replica != home.replica
+        moved = router.place(named([first, 8]), 40, 1, ALL)
+        router.close(moved)
+        assert moved.replica != home.replica
+        assert router.place(named([second, 9]), 40, 1, ALL).replica == other.replica
 
 
 def name_of(key: BlockKey) -> int:

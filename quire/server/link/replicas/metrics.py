@@ -10,8 +10,9 @@ from quire.observe.prometheus import ServerMetrics
 class PoolMetrics:
     """Beside those that every engine has (`ServerMetrics.of_engine`)."""
 
-    def __init__(self, metrics: ServerMetrics) -> None:
-        registry = metrics.registry
+    def __init__(self, metrics: ServerMetrics, is_single: bool = False) -> None:
+        """Of a single engine only what moved is shown."""
+        registry = None if is_single else metrics.registry
         self._up = Gauge(
             "quire_replica_up", "Whether a replica takes requests.", ["engine"], registry=registry
         )
@@ -21,8 +22,10 @@ class PoolMetrics:
         self._tokens = Counter("quire_replica_prompt_tokens", text, ["engine"], registry=registry)
         text = "Those of them that lay, or came to lie, in its cache, as the router knew it."
         self._cached = Counter("quire_replica_cached_tokens", text, ["engine"], registry=registry)
-        text = "Requests that another replica went on with after theirs was lost, by whether they had tokens."
-        self._moved = Counter("quire_requests_moved", text, ["had_tokens"], registry=registry)
+        text = "Requests that another engine went on with after theirs was lost, by whether they had tokens."
+        self._moved = Counter(
+            "quire_requests_moved", text, ["had_tokens"], registry=metrics.registry
+        )
         for had_tokens in ("false", "true"):
             self._moved.labels(had_tokens)
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from quire.observe.prometheus import ALL_ENGINES, ServerMetrics
 from quire.observe.shared_metrics import Numbers
 from quire.server.config import ServerConfig
-from quire.server.link.engine_client import EngineClient, Engines
+from quire.server.link.engine_client import Engines
 from quire.server.link.replicas.pool import ReplicaPool
+from quire.server.link.replicas.single import SingleEngine
 
 
 def metrics_for(config: ServerConfig, numbers: Numbers | None = None) -> ServerMetrics:
@@ -25,5 +26,5 @@ def open_engines(
     could be started.
     """
     if config.replicas == 1:
-        return EngineClient(config, metrics, on_failure)
+        return SingleEngine(config, metrics, on_failure)
     return ReplicaPool(config, metrics, on_failure)

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from quire.observe.block_names import BlockNamer
+from quire.observe.block_names import BlockNamer, Names
 from quire.observe.prometheus import ServerMetrics
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
@@ -83,8 +83,8 @@ class ReplicaPool:
         self._config = config
         self._on_failure = on_failure
         self._server_metrics = metrics
-        self._metrics = PoolMetrics(metrics)
         parts = self._divide(config)
+        self._metrics = PoolMetrics(metrics, is_single=len(parts) == 1)
         self.router = PrefixRouter(len(parts))
         self._namer = BlockNamer(self.router.block_size)
         self.replicas = [self._new_replica(part, number) for number, part in enumerate(parts)]
@@ -362,7 +362,7 @@ class ReplicaPool:
         def give_up() -> None:
             self.over(relay)
             relay.listener.fail(
-                unavailable("its engine was lost, and there is no other; try again later")
+                unavailable("its engine was lost, and none has taken its place; try again later")
             )
 
         if self._is_stopped or self.state == "failed":
@@ -378,7 +378,7 @@ class ReplicaPool:
 
     def _place(self, relay: Relay, message: messages.AddRequest) -> None:
         num_tokens, num_answers = message.num_prompt_tokens, len(relay.outputs)
-        blocks = self._namer.names(message.prompt, message.params.get("cache_salt"))
+        blocks = self._block_names(message)
         # Only an answer that has begun may be bound to some of them: looking at each takes long
         # where there are many.
         is_free = self.router.has_open and not any(relay.outputs.values())
@@ -391,6 +391,10 @@ class ReplicaPool:
             self._last_at.popitem(last=False)
         self._metrics.placed(assignment.replica, num_tokens, assignment.num_cached)
         self.replicas[assignment.replica].add(message, relay)
+
+    def _block_names(self, message: messages.AddRequest) -> Names:
+        """Those of its prompt, by which the router finds it in caches."""
+        return self._namer.names(message.prompt, message.params.get("cache_salt"))
 
     def _release(self, relay: Relay) -> None:
         if relay.assignment is not None:

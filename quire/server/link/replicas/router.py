@@ -11,7 +11,6 @@ Pure data: no clock, no chance, no tensors.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -31,7 +30,8 @@ HOME_TOKENS = 64
 """Where the conversation was before is worth so many tokens: it stays there when its blocks are
 gone, or are elsewhere as well.
 """
-_MOST_HOMES = 16384
+_HOME_BITS = 15
+_HOME_SHIFT = np.uint64(64 - _HOME_BITS)
 _LOOK_BACK = 64
 """Blocks at the end of a prompt among which the end of the last one is looked for."""
 _ANSWER_BITS = 14
@@ -89,14 +89,21 @@ class PrefixRouter:
         """Load and number of answers in one number, in this order; of those that are not open, a
         very large one.
         """
-        self._overfull = np.zeros(num_replicas, np.int64)
-        """Blocks that are cached or expected, less those there are."""
+        self._free = np.zeros(num_replicas, np.int64)
+        """Blocks that are neither cached nor expected, as what it takes to compute them: in the unit
+        of the keys.
+        """
+        self._scratch = np.empty(num_replicas, np.int64)
+        self._num_open = 0
         self._expected: list[dict[int, int]] = [{} for _ in range(num_replicas)]
         """Blocks that each is computing, with the number of requests that do it."""
         self._expecting: dict[int, int] = {}
         """The same by name: the bits of who does."""
-        self._homes: OrderedDict[int, int] = OrderedDict()
-        """Where prompts went, by the name of their last full block, the latest last."""
+        self._home_names = np.zeros(1 << _HOME_BITS, np.uint64)
+        self._home_replicas = np.zeros(1 << _HOME_BITS, np.intp)
+        """Where prompts went, by the name of their last full block: its upper bits are its place,
+        where the latest one stays.
+        """
         self._next = 0
 
     # What the engines tell
@@ -119,16 +126,22 @@ class PrefixRouter:
 
     def set_open(self, replica: int, is_open: bool) -> None:
         """Whether it is chosen where no candidates are named; one that joins is."""
+        self._num_open += is_open - self._are_open[replica]
         self._are_open[replica] = is_open
         self._count_load(replica)
 
     @property
     def has_open(self) -> bool:
-        return bool(self._keys.min() < _CLOSED)
+        return self._num_open > 0
+
+    @property
+    def _block_work(self) -> int:
+        """What a block takes to compute, in the unit of the keys."""
+        return self.block_size << _ANSWER_BITS
 
     def _replace(self, replica: int, max_num_seqs: int, num_blocks: int) -> None:
         for name in self._expected[replica]:
-            self._expect_no_more(replica, name)
+            self._expect_no_more(name, 1 << self._members[replica])
         self._expected[replica] = {}
         old = self._members[replica]
         self._table.leave(old)
@@ -155,7 +168,7 @@ class PrefixRouter:
 
     def _count_blocks(self, replica: int) -> None:
         num_taken = self._table.count(self._members[replica]) + len(self._expected[replica])
-        self._overfull[replica] = num_taken - self._num_blocks[replica]
+        self._free[replica] = max(0, self._num_blocks[replica] - num_taken) * self._block_work
 
     def _count_load(self, replica: int) -> None:
         num_answers = self._num_answers[replica]
@@ -185,29 +198,29 @@ class PrefixRouter:
         if candidates is not None:
             keys = np.full(len(keys), _CLOSED, np.int64)
             keys[list(candidates)] = [self._key(number) for number in candidates]
-        # Most have the same number of leading blocks: none, or those that all have.
+        # Most have the same number of leading blocks: none, or those that all have. What is
+        # compared is their work beside the tokens that come after these blocks.
         most, usual = max(
             ((members.bit_count(), depth) for members, depth in depths), default=(0, 0)
         )
         if 2 * most < len(keys):
             usual = 0
-        keys = keys + (
-            self._new_work(num_tokens - usual * self.block_size, self._overfull) << _ANSWER_BITS
-        )
+        lowest = self._scratch
+        self._driven_out(num_tokens, usual, self._free, lowest)
+        lowest += keys
         for members, depth in depths:
             if depth != usual:
                 some = self._replicas_of(members)
-                work = self._new_work(num_tokens - depth * self.block_size, self._overfull[some])
-                base = self._new_work(num_tokens - usual * self.block_size, self._overfull[some])
-                keys[some] += (work - base) << _ANSWER_BITS
+                lost = self._driven_out(num_tokens, depth, self._free[some])
+                lowest[some] = keys[some] + lost + (usual - depth) * self._block_work
         home = self._home(names)
         if home is not None:
-            keys[home] -= HOME_TOKENS << _ANSWER_BITS
-        best = self._first_lowest(keys)
+            lowest[home] -= HOME_TOKENS << _ANSWER_BITS
+        best = self._first_lowest(lowest)
         self._next = (best + 1) % len(keys)
         bit = 1 << self._members[best]
         first = next((depth for members, depth in depths if members & bit), 0)
-        expected = names[first : first + _MOST_EXPECTED].tolist()
+        expected = dict.fromkeys(names[first : first + _MOST_EXPECTED].tolist())
         num_cached = first * self.block_size
         rest = num_tokens - num_cached
         assignment = Assignment(
@@ -216,17 +229,19 @@ class PrefixRouter:
         self._count(assignment, names)
         return assignment
 
-    def _new_work(self, num_new: int, overfull: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """What replicas have to do for a prompt of which they have not so many tokens: these, and
-        as many again as its blocks drive out.
+    def _driven_out(
+        self,
+        num_tokens: int,
+        depth: int,
+        free: npt.NDArray[np.int64],
+        out: npt.NDArray[np.int64] | None = None,
+    ) -> npt.NDArray[np.int64]:
+        """What replicas that have so many of a prompt's blocks will have to compute again, because
+        the others drive it out.
         """
-        num_blocks = -(-num_new // self.block_size)
-        lost = overfull + num_blocks
-        np.maximum(lost, 0, out=lost)
-        np.minimum(lost, num_blocks, out=lost)
-        lost *= self.block_size
-        lost += num_new
-        return lost
+        new = (-(-num_tokens // self.block_size) - depth) * self._block_work
+        lost = np.subtract(new, free, out=out)
+        return np.maximum(lost, 0, out=lost)
 
     def _first_lowest(self, keys: npt.NDArray[np.int64]) -> int:
         """The replica with the lowest key; of several, the one whose turn is next."""
@@ -288,24 +303,21 @@ class PrefixRouter:
         replica = assignment.replica
         self._waiting_tokens[replica] -= assignment.waiting_tokens
         assignment.waiting_tokens = 0
-        expected = self._expected[replica]
+        expected, bit = self._expected[replica], 1 << self._members[replica]
         for name in assignment.expected:
-            count = expected[name]
+            count = expected.pop(name)
             if count == 1:
-                del expected[name]
-                self._expect_no_more(replica, name)
+                self._expect_no_more(name, bit)
             else:
                 expected[name] = count - 1
         assignment.expected = ()
         self._count_blocks(replica)
         self._count_load(replica)
 
-    def _expect_no_more(self, replica: int, name: int) -> None:
-        others = self._expecting[name] ^ 1 << self._members[replica]
+    def _expect_no_more(self, name: int, bit: int) -> None:
+        others = self._expecting.pop(name) ^ bit
         if others:
             self._expecting[name] = others
-        else:
-            del self._expecting[name]
 
     def answered(self, assignment: Assignment) -> None:
         """One of its answers is complete."""
@@ -352,22 +364,29 @@ class PrefixRouter:
         replica = assignment.replica
         self._waiting_tokens[replica] += assignment.waiting_tokens
         self._num_answers[replica] += assignment.num_answers
-        expected, bit = self._expected[replica], 1 << self._members[replica]
-        for name in assignment.expected:
-            count = expected.get(name, 0)
-            expected[name] = count + 1
-            if not count:
-                self._expecting[name] = self._expecting.get(name, 0) | bit
+        expected, expecting = self._expected[replica], self._expecting
+        bit = 1 << self._members[replica]
+        if expecting.keys().isdisjoint(assignment.expected):  # nobody computes the same, as mostly
+            expected.update(dict.fromkeys(assignment.expected, 1))
+            expecting.update(dict.fromkeys(assignment.expected, bit))
+        else:
+            for name in assignment.expected:
+                expected[name] = expected.get(name, 0) + 1
+                expecting[name] = expecting.get(name, 0) | bit
         self._count_blocks(replica)
         self._count_load(replica)
         if len(names):
             last = int(names[-1])
-            self._homes[last] = replica
-            self._homes.move_to_end(last)
-            if len(self._homes) > _MOST_HOMES:
-                self._homes.popitem(last=False)
+            place = last >> (64 - _HOME_BITS)
+            self._home_names[place] = last
+            self._home_replicas[place] = replica
 
     def _home(self, names: Names) -> int | None:
         """Where the longest beginning of a prompt that was a prompt itself has been sent."""
-        last = names[: -_LOOK_BACK - 1 : -1].tolist()
-        return self._homes.get(next(filter(self._homes.__contains__, last), -1))
+        last = names[: -_LOOK_BACK - 1 : -1]
+        if not len(last):
+            return None
+        places = (last >> _HOME_SHIFT).astype(np.intp)
+        are_homes = self._home_names[places] == last
+        first = are_homes.argmax()
+        return int(self._home_replicas[places[first]]) if are_homes[first] else None
