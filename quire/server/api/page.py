@@ -34,6 +34,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".ico": "image/x-icon",
 }
 _HEADERS = security_headers()
 
@@ -78,6 +79,12 @@ SETTINGS = _settings()
 @router.get("/")
 async def index(request: Request) -> Response:
     return _file(request, "index.html")
+
+
+@router.get("/favicon.ico")
+async def favicon(request: Request) -> Response:
+    """For pages that name no icon: /docs, and whatever a browser opens first."""
+    return _file(request, "favicon.ico")
 
 
 @router.get("/page/about")
