@@ -63,11 +63,12 @@ def chat(
     quire chat Qwen/Qwen3-0.6B --system "Answer in one sentence."
     quire chat --prompt "Tell me a story." --temperature 1 --stop "The end"
     """
-    params = sampling.params()
+    sampling.params()  # wrong ones: before a model is loaded
     check_can_chat(model)
     with open_llm(model, **engine.keywords()) as llm:
         say(llm.description)
         say("/help for commands, /quit to leave")
+        params = sampling.params(llm.sampling_defaults)
         conversation = Conversation(llm, params, system, verbose)
         if prompt is not None:
             say(f"> {prompt}")

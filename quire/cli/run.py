@@ -74,7 +74,7 @@ def run(
     """
     _refuse_a_model(prompts or [], model)
     texts = _collect_prompts([*(prompts or []), *(prompt or [])], file)
-    each = _with_priorities(sampling.params(), priority or [], len(texts))
+    _with_priorities(sampling.params(), priority or [], len(texts))  # wrong ones: before loading
     if raw and system is not None:
         raise InvalidRequestError("--system", "needs a chat template, which --raw turns off")
     chosen = engine.keywords()
@@ -83,6 +83,8 @@ def run(
     started = time.monotonic()
     with open_llm(model, **chosen) as llm:
         say(f"{llm.description} ({time.monotonic() - started:.1f} s)")
+        params = sampling.params(llm.sampling_defaults)
+        each = _with_priorities(params, priority or [], len(texts))
         outputs = _answer(llm, texts, each, system, raw or not llm.has_chat_template, json_lines)
         if verbose:
             say(details(outputs))

@@ -48,6 +48,7 @@ class ScriptedEngine:
             order = self._obey()
             pause = 1000 * float(order.partition(" ")[2]) if order.startswith("slow") else PAUSE
             if not self._running:
+                self._channel.flush()  # what a reader that lagged has left
                 self._channel.wait(PAUSE / 1000)
             elif not self._scripts:
                 time.sleep(pause / 1000)

@@ -163,12 +163,13 @@ async function ask({ expected = null, seed = null }) {
       keep();
     });
     turn.state = "done";
-    turn.digest = digest(turn.tokenIds, turn.logprobs);
   } catch (error) {
     turn.state = error.name === "AbortError" ? "stopped" : "failed";
     turn.error = error.message;
   }
   turn.view.end();
+  await new Promise((resume) => setTimeout(resume));  // the answer is seen before all the rest is done
+  if (turn.state === "done") turn.digest = digest(turn.tokenIds, turn.logprobs);
   if (running === own || running === null) {  // not if somebody has asked anew meanwhile
     running = null;
     setBusy(false);
@@ -176,7 +177,7 @@ async function ask({ expected = null, seed = null }) {
   }
   if (asked === conversation) {
     render();
-    keep();
+    setTimeout(keep);
   } else save({ ...asked, updated: Date.now() });
 }
 
@@ -263,7 +264,7 @@ function render() {
     const version = `${turn.state} ${turn.finish === "tool_calls" && index === turns.length - 1}`;
     if (turn.version !== version || turn.item === undefined) {
       const made = renderTurn(turn, actionsOf(index));
-      turn.item?.replaceWith(made);
+      if (made !== turn.item) turn.item?.replaceWith(made);
       turn.item = made;
       turn.version = version;
     }
@@ -336,7 +337,7 @@ async function verify(index, place) {
   const turn = conversation.turns[index];
   const own = (running = new AbortController());
   setBusy(true);
-  place.className = "quiet";
+  place.className = "verdict quiet";
   const total = turn.tokenIds.length;
   const tokenIds = [], logprobs = [];
   let fingerprint = "";
@@ -353,7 +354,7 @@ async function verify(index, place) {
     const seconds = ((performance.now() - started) / 1000).toFixed(1);
     const what = turn.logprobs?.length ? "and logprobs " : "";
     const why = fingerprint !== turn.fingerprint ? "It was made by another model or another kind of device." : "That should not be: the model and the parameters are the same.";
-    place.className = differs === undefined ? "good" : "bad";
+    place.className = `verdict ${differs === undefined ? "good" : "bad"}`;
     place.textContent = differs === undefined
       ? `✓ Recomputed in ${seconds} s: all ${plural(total, "token")} ${what}are the same, bit for bit.`
       : `✗ Recomputed, and token ${differs + 1} is another one. ${why}`;

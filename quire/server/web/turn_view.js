@@ -11,7 +11,9 @@ export function renderTurn(turn, actions) {
   if (turn.role === "tool") {
     return make("li", { className: "turn tool" }, make("div", { className: "who" }, "Result of a call"), make("div", { className: "text", dir: "auto" }, turn.content));
   }
-  const item = make("li", { className: `turn assistant ${turn.state ?? ""}`, "aria-label": "Answer" });
+  // The same element as before: a long answer that moved would be laid out anew, as a whole.
+  const item = turn.item ?? make("li", { "aria-label": "Answer" });
+  item.className = `turn assistant ${turn.state ?? ""}`;
   if (turn.view === undefined) {
     turn.view = new AnswerView();
     if (turn.reasoning) turn.view.addReasoning(turn.reasoning);
@@ -19,7 +21,8 @@ export function renderTurn(turn, actions) {
     for (const [place, call] of (turn.calls ?? []).entries()) turn.view.addCall({ index: place, function: call });
     turn.view.end();
   }
-  item.append(turn.view.element);
+  if (turn.view.element.parentNode !== item) item.replaceChildren(turn.view.element);
+  while (item.lastChild !== turn.view.element) item.lastChild.remove();
   if (turn.state === "failed") item.append(make("p", { className: "bad", role: "alert" }, turn.error));
   if (turn.state !== undefined && turn.state !== "streaming") item.append(...renderOutcome(turn, actions));
   return item;
