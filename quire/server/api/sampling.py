@@ -149,7 +149,7 @@ class TokenChoice(TableFields):
             given["seed"] = self.seed % 2**64
         if self.logit_bias:
             given["logit_bias"] = {_token_id(name): bias for name, bias in self.logit_bias.items()}
-        return SamplingParams(**(self._defaults | given | more))
+        return SamplingParams(**{**self._defaults, **given, **more})
 
 
 class StreamOptions(Body):
