@@ -220,11 +220,16 @@ def _refuse_a_model(prompts: list[str], model: str) -> None:
     """For whoever is used to `ollama run MODEL PROMPT`: the model would be taken for the first
     prompt.
     """
+    from quire.checkpoints.catalogue import CATALOGUE
     from quire.checkpoints.download import ALIASES
 
     first = prompts[0] if prompts else ""
     is_file = first.endswith(".gguf") or os.path.isfile(os.path.join(first, "config.json"))
-    if model == options.DEFAULT_MODEL and first and (first in ALIASES or is_file):
+    if (
+        model == options.DEFAULT_MODEL
+        and first
+        and (first in ALIASES or first in CATALOGUE or is_file)
+    ):
         raise InvalidRequestError(
             "PROMPT",
             f'{first} is a model: quire run "…" --model {first} (as a prompt: --prompt {first})',
