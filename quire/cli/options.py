@@ -21,7 +21,7 @@ from quire.cli.option_groups import (
     table_options,
 )
 from quire.config import EngineConfig, Memory
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, reason
 from quire.field_checks import parameters
 from quire.sampling_defaults import DEFAULTED
 from quire.sampling_params import SamplingParams, StructuredOutput
@@ -93,7 +93,7 @@ class SamplingOptions(table_options(SamplingParams, _SUITS_TERMINALS)):  # type:
                 )
             except (OSError, UnicodeDecodeError) as error:
                 raise InvalidRequestError(
-                    "--json-schema", f"{self.json_schema} can't be read: {error}"
+                    "--json-schema", f"{self.json_schema} can't be read: {reason(error)}"
                 ) from None
         return SamplingParams(**{**defaults, **given_parameters(self)}, structured=structured)
 

@@ -18,7 +18,7 @@ from quire.cli import options
 from quire.cli.option_groups import FileOptions, with_groups
 from quire.cli.start import open_llm
 from quire.cli.terminal import AnswerPrinter, say
-from quire.errors import InvalidRequestError, QuireError
+from quire.errors import InvalidRequestError, QuireError, reason
 from quire.frontend.progress import GenerationBar
 from quire.outputs import RequestDelta, RequestOutput
 from quire.sampling_params import SamplingParams
@@ -242,7 +242,7 @@ def _collect_prompts(given: list[str], file: Path | None) -> list[str]:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidRequestError("--file", f"{file} can't be read: {error}") from None
+            raise InvalidRequestError("--file", f"{file} can't be read: {reason(error)}") from None
         texts += [line for line in lines if line.strip()]
     if not texts and file is None and not sys.stdin.isatty():
         piped = sys.stdin.read().strip()
