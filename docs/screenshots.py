@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "pictures"
-QUESTION = "Write a Python function that adds two numbers, and explain it in a short list."
+QUESTION = "Give me three tips for sleeping well, as a numbered list with bold titles."
 SHOTS = [
     ("page-talk.png", 1280, 800, "light", ""),
     ("page-phone-dark.png", 390, 760, "dark", ""),
@@ -41,9 +41,13 @@ def start_server() -> tuple[subprocess.Popen[bytes], str]:
     raise SystemExit("the server did not start")
 
 
-def take(page: Any, name: str, click: str) -> None:
+def take(page: Any, name: str, click: str, is_narrow: bool) -> None:
+    if is_narrow:
+        page.click("#settings-panel summary")
     page.fill("[name=seed]", "3")
-    page.fill("[name=max_tokens]", "220")
+    page.fill("[name=max_tokens]", "120")
+    if is_narrow:
+        page.click("#settings-panel summary")
     page.fill("#question", QUESTION)
     page.press("#question", "Enter")
     page.locator(".same-answer").wait_for(timeout=120_000)
@@ -71,9 +75,7 @@ def main() -> None:
                 )
                 page.goto(url)
                 page.locator("#parameters input").first.wait_for(state="attached")
-                if width < 900:
-                    page.click("#settings-panel summary")
-                take(page, name, click)
+                take(page, name, click, is_narrow=width < 900)
                 page.close()
             browser.close()
     finally:
