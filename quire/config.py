@@ -55,7 +55,15 @@ class Memory(check.Values):
                     f"as a fraction of free memory must be above 0 and at most 1, not {value}",
                 )
         else:
-            parse_bytes(name, value, low=self.low)
+            try:
+                parse_bytes(name, value, low=self.low)
+            except InvalidRequestError as error:
+                if not self.fraction:
+                    raise
+                raise InvalidRequestError(
+                    name,
+                    f"{str(error).removeprefix(f'{name}: ')}; or a fraction of free memory such as 0.5",
+                ) from None
         return value  # type: ignore[no-any-return]
 
     def read(self, text: str) -> float | str:

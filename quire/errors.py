@@ -35,6 +35,14 @@ class InvalidRequestError(QuireError, ValueError):
         self.field = field
 
 
+def reason(error: Exception) -> str:
+    """Why a file could not be read or written, in words: without [Errno 2] and without the path,
+    which the message has already.
+    """
+    words = error.strerror if isinstance(error, OSError) else None
+    return words[0].lower() + words[1:] if words else str(error)
+
+
 class DeviceError(QuireError):
     """The device or dtype asked for is not to be had on this machine."""
 

@@ -107,6 +107,18 @@ class LLM:
         return self._observer.counters
 
     @property
+    def default_params(self) -> SamplingParams:
+        """What `params=None` stands for: the model's generation_config.json, else Quire's defaults
+        (temperature 0.7, top_p 0.95). Change single fields with `dataclasses.replace`.
+        """
+        return SamplingParams(**self.sampling_defaults)  # type: ignore[arg-type]
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """How requests are sampled that don't say: the same for `LLM`, commands, server and page."""
+        return self.engine.tokenizer.sampling_defaults
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self.engine.tokenizer.chat_templates)
 
@@ -319,7 +331,7 @@ class LLM:
     def _add(
         self, prompt: TokenizedPrompt, params: SamplingParams | None, request_id: str | None = None
     ) -> str:
-        params = inputs.check_params(params) or SamplingParams()
+        params = inputs.check_params(params) or self.default_params
         engine = self.engine
         params.check_token_ids(engine.decoder.spec.vocab_size)
         if params.priority and engine.core.scheduler.config.policy == "fcfs":
@@ -426,7 +438,7 @@ class LLM:
 
     def _stream(self, prompt: TokenizedPrompt, params: SamplingParams | None) -> Iterator[str]:
         with self._drive():
-            request_id = self._add(prompt, inputs.check_streamed(params))
+            request_id = self._add(prompt, inputs.check_streamed(params or self.default_params))
             # Other calls may step the engine before this stream is read: its deltas are kept here.
             unread = self._live[request_id].unread = deque()
         return self._stream_of(request_id, unread)

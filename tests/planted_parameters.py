@@ -76,6 +76,7 @@ async def at_the_server() -> dict[str, Any]:
         records=RecordBook(),
         metrics=SimpleNamespace(http_request=lambda path, status: None),
         ready=SimpleNamespace(fingerprint="fp", max_model_len=8),
+        tokenizer=SimpleNamespace(sampling_defaults={}),
         is_draining=False,
         counts=None,
     )

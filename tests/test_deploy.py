@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import dockerfile_parse
 import jsonschema
@@ -212,7 +212,7 @@ class TestCompose:
 
     def test_prometheus_finds_the_server(self) -> None:
         config = read_yaml("prometheus/prometheus.yml")
-        assert set(config) == {"global", "scrape_configs"}
+        assert set(config) == {"global", "rule_files", "scrape_configs"}
         (job,) = config["scrape_configs"]
         assert set(job) == {"job_name", "authorization", "static_configs"}, (
             "and metrics_path is /metrics"
@@ -385,3 +385,90 @@ class TestRay:
         keys.write_text("\n")
         with pytest.raises(InvalidRequestError, match="holds no key"):
             settings.keys()
+
+
+def kubernetes_schema(kind: str) -> jsonschema.Draft202012Validator:
+    """Kubernetes' own, of the newest version that the package has: unknown fields are errors."""
+    versions = schemas_of("kubernetes_validate") / "kubernetes-json-schema"
+    folder = max(versions.glob("v1.*-local-strict"), key=lambda one: int(one.name.split(".")[1]))
+    definitions = json.loads((folder / "_definitions.json").read_text())
+    schema = {"$ref": f"#/$defs/{kind}", "$defs": definitions["$defs"]}
+    text = json.dumps(schema).replace("/api/_definitions.json#", "#")
+    return jsonschema.Draft202012Validator(json.loads(text))
+
+
+class TestKubernetes:
+    kinds: ClassVar[dict[str, str]] = {
+        "deployment.yaml": "io.k8s.api.apps.v1.Deployment",
+        "service.yaml": "io.k8s.api.core.v1.Service",
+        "volume.yaml": "io.k8s.api.core.v1.PersistentVolumeClaim",
+    }
+
+    @pytest.mark.parametrize("name", sorted(kinds))
+    def test_the_schema(self, name: str) -> None:
+        validator = kubernetes_schema(self.kinds[name])
+        manifest = read_yaml(f"kubernetes/{name}")
+        validator.validate(manifest)
+        manifest["spec"]["nonsense"] = 1
+        with pytest.raises(jsonschema.ValidationError, match="nonsense"):
+            validator.validate(manifest)
+
+    def test_the_base_names_every_manifest(self) -> None:
+        base = read_yaml("kubernetes/kustomization.yaml")
+        assert set(base["resources"]) == set(self.kinds)
+        present = {path.name for path in (DEPLOY / "kubernetes").iterdir()}
+        assert present == {*self.kinds, "kustomization.yaml"}
+
+    def test_what_refers_to_each_other_agrees(self) -> None:
+        deployment = read_yaml("kubernetes/deployment.yaml")["spec"]
+        pod = deployment["template"]["spec"]
+        (container,) = pod["containers"]
+        labels = deployment["template"]["metadata"]["labels"]
+        assert deployment["selector"]["matchLabels"] == labels
+        service = read_yaml("kubernetes/service.yaml")["spec"]
+        assert service["selector"] == labels
+        (port,) = container["ports"]
+        assert service["ports"][0]["targetPort"] == port["name"]
+        options = parse_quire(container["args"])
+        assert options["port"] == port["containerPort"]
+        assert options["host"] == "0.0.0.0"
+        mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+        assert str(options["api_key_file"]).startswith(mounts["key"])
+        assert {one["name"] for one in pod["volumes"]} == mounts.keys()
+        claim = read_yaml("kubernetes/volume.yaml")["metadata"]["name"]
+        assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim
+        assert pod["terminationGracePeriodSeconds"] > ServerConfig().drain_seconds
+
+    def test_probes_ask_where_the_server_answers_without_a_key(self) -> None:
+        template = read_yaml("kubernetes/deployment.yaml")["spec"]["template"]
+        (container,) = template["spec"]["containers"]
+        for name in ("startup", "readiness"):
+            assert container[f"{name}Probe"]["httpGet"] == {"path": "/health", "port": "http"}
+        # /health says 503 while an engine is restarted: no reason to restart the server as well
+        assert container["livenessProbe"]["tcpSocket"] == {"port": "http"}
+
+
+class TestAlerts:
+    def test_their_fields_and_metrics_are_known(self) -> None:
+        """As Prometheus' rules are written, and about metrics that the server has."""
+        from quire.observe.prometheus import ServerMetrics
+
+        families = {
+            line.split()[2]
+            for line in ServerMetrics("m").text().decode().splitlines()
+            if line.startswith("# TYPE")
+        }
+        (group,) = read_yaml("prometheus/alerts.yml")["groups"]
+        names = [rule["alert"] for rule in group["rules"]]
+        assert len(set(names)) == len(names)
+        for rule in group["rules"]:
+            assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}
+            assert rule["labels"]["severity"] in ("warning", "critical")
+            assert rule["annotations"].keys() == {"summary", "description"}
+            for metric in re.findall(r"quire_\w+", rule["expr"]):
+                assert metric.removesuffix("_bucket") in families, metric
+
+    def test_prometheus_and_compose_have_the_file(self) -> None:
+        assert read_yaml("prometheus/prometheus.yml")["rule_files"] == ["alerts.yml"]
+        volumes = read_yaml("compose.yaml")["services"]["prometheus"]["volumes"]
+        assert "./prometheus/alerts.yml:/etc/prometheus/alerts.yml:ro" in volumes

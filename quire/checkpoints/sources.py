@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from quire.checkpoints.catalogue import CATALOGUE
 from quire.checkpoints.download import ALIASES, Progress, alias_path, fetch_alias, is_cached
 from quire.checkpoints.files import no_weights_error, weight_kinds
 from quire.checkpoints.hub import fetch_from_hub, parse_hub_id
@@ -49,7 +50,7 @@ def resolve(model: str, *, offline: bool = False, progress: Progress | None = No
     """Finds a model, downloading it if need be (`offline` forbids that).
 
     `model` is, in this order: an existing path (a folder in Hugging Face layout, a `.gguf` file, a
-    folder of `.npy` files), an alias such as `smollm2`, or a Hugging Face id `org/name`, with
+    folder of `.npy` files), a short name such as `smollm2` or `qwen3-0.6b`, or a Hugging Face id `org/name`, with
     `@revision` for another than the main one and `:FILE.gguf` for one GGUF file of the repository.
     So an existing local path always wins: a folder called `smollm2` in the current directory hides
     the alias.
@@ -71,7 +72,8 @@ def resolve(model: str, *, offline: bool = False, progress: Progress | None = No
                 f"run `quire pull {model}` with network once"
             )
         return ModelSource(model, "gguf", fetch_alias(alias, report), alias.source)
-    hub_id = None if _looks_like_path(model) else parse_hub_id(model)
+    repo = CATALOGUE[model].repo if model in CATALOGUE else model
+    hub_id = None if _looks_like_path(model) else parse_hub_id(repo)
     if hub_id is None:
         raise _not_found(model, path)
     try:
@@ -136,14 +138,14 @@ def _looks_like_path(model: str) -> bool:
 def _not_found(model: str, path: Path) -> ModelNotFoundError:
     tried = [
         f"no file or folder {path}",
-        f"no alias of that name (there are: {', '.join(ALIASES)})",
+        "no short name (`quire models --available` lists them)",
     ]
     if not _looks_like_path(model):
         tried.append("not of the form org/name, so not a Hugging Face id")
-    close = difflib.get_close_matches(model.lower(), ALIASES, n=1)
+    close = difflib.get_close_matches(model.lower(), [*ALIASES, *CATALOGUE], n=1)
     hint = f"Did you mean {close[0]}? " if close else ""
     return ModelNotFoundError(
-        f"{model!r} was not found: {'; '.join(tried)}. {hint}Give an alias, the path of a folder or .gguf "
+        f"{model!r} was not found: {'; '.join(tried)}. {hint}Give a short name, the path of a folder or .gguf "
         "file, or a Hugging Face id such as org/name"
     )
 

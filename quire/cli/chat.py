@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +21,8 @@ from quire.cli.option_groups import FileOptions, with_groups
 from quire.cli.run import details
 from quire.cli.start import check_can_chat, open_llm
 from quire.cli.terminal import say
-from quire.errors import InvalidRequestError, QuireError
+from quire.config import cache_dir
+from quire.errors import InvalidRequestError, QuireError, reason
 from quire.field_checks import Flag, Number, parameters
 from quire.outputs import RequestOutput
 from quire.sampling_params import SamplingParams
@@ -36,6 +39,9 @@ _HELP = """\
 /reset            forget the conversation
 /system [TEXT]    show or set the system message (and start over)
 /params [K=V]...  show or set sampling, such as temperature=0.5
+/regenerate       another answer to the last message
+/undo             forget the last message and its answer
+/save FILE        write the conversation as JSON
 /stats            what the last answer cost
 /help             this list
 /quit             leave (as does Ctrl-D)
@@ -63,11 +69,12 @@ def chat(
     quire chat Qwen/Qwen3-0.6B --system "Answer in one sentence."
     quire chat --prompt "Tell me a story." --temperature 1 --stop "The end"
     """
-    params = sampling.params()
+    sampling.params()  # wrong ones: before a model is loaded
     check_can_chat(model)
     with open_llm(model, **engine.keywords()) as llm:
         say(llm.description)
         say("/help for commands, /quit to leave")
+        params = sampling.params(llm.sampling_defaults)
         conversation = Conversation(llm, params, system, verbose)
         if prompt is not None:
             say(f"> {prompt}")
@@ -157,6 +164,12 @@ class Conversation:
             say(f"system message: {self._system or '(none)'}")
         elif name == "params":
             self._set_params(rest.split())
+        elif name == "regenerate":
+            self._regenerate()
+        elif name == "undo":
+            say("forgotten" if self._undo() is not None else "there is nothing to undo")
+        elif name == "save":
+            self._save(rest.strip())
         elif name == "stats":
             self._show_stats()
         elif name == "help":
@@ -164,6 +177,37 @@ class Conversation:
         else:
             say(f"there is no /{name}; /help lists what there is")
         return None
+
+    def _undo(self) -> str | None:
+        """Forgets the last message of the user and what came after it; returns the message."""
+        for place in reversed(range(len(self._messages))):
+            if self._messages[place]["role"] == "user":
+                text = self._messages[place]["content"]
+                del self._messages[place:]
+                return text
+        return None
+
+    def _regenerate(self) -> None:
+        text = self._undo()
+        if text is None:
+            say("there is no message to answer")
+            return
+        # The same seed would give the same answer.
+        seed = self._params.seed
+        self._params = dataclasses.replace(self._params, seed=0 if seed is None else seed + 1)
+        self.answer(text)
+
+    def _save(self, file: str) -> None:
+        if not file:
+            say("error: /save needs the name of a file")
+            return
+        try:
+            path = Path(file).expanduser()
+            path.write_text(json.dumps({"messages": self._messages}, ensure_ascii=False, indent=1))
+        except OSError as error:
+            say(f"error: {file} can't be written: {reason(error)}")
+        else:
+            say(f"saved to {path}")
 
     def _set_params(self, settings: list[str]) -> None:
         changes: dict[str, Any] = {}
@@ -235,13 +279,34 @@ def read_message() -> str:
 
 def _read_line(prompt: str) -> str:
     if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (gives input() its history and editing)
-        return input(prompt)
+        with _history():
+            return input(prompt)
     line = sys.stdin.readline()
     if not line:
         raise EOFError
     return line.rstrip("\n")
+
+
+@contextlib.contextmanager
+def _history() -> Iterator[None]:
+    """Gives input() editing, and what was typed in sessions before; keeps what is typed now."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    path = cache_dir() / "chat_history"
+    if not readline.get_current_history_length():
+        with contextlib.suppress(OSError):
+            readline.read_history_file(path)
+        readline.set_history_length(1000)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+            readline.write_history_file(path)
 
 
 def _parse(name: str, value: str) -> Any:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from typer import Argument, Option
 
 from quire.cli.terminal import say
-from quire.errors import InvalidRequestError, QuireError
+from quire.errors import InvalidRequestError, QuireError, reason
 
 _MOST_LISTED = 20
 
@@ -73,7 +73,9 @@ def explain(
         try:
             svg.write_text(explanation_svg(explanation), encoding="utf-8")
         except OSError as error:
-            raise InvalidRequestError("--svg", f"{svg} can't be written: {error}") from error
+            raise InvalidRequestError(
+                "--svg", f"{svg} can't be written: {reason(error)}"
+            ) from error
         say(f"wrote {svg}")
     print(json.dumps(explanation, indent=1) if json_output else explanation_text(explanation))
 

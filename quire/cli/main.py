@@ -11,6 +11,7 @@ from quire.cli import bench
 from quire.cli.batch import batch
 from quire.cli.chat import chat
 from quire.cli.explain import explain
+from quire.cli.grouped_help import GroupedCommand
 from quire.cli.inspect import inspect
 from quire.cli.models import models, pull
 from quire.cli.plan import plan
@@ -27,7 +28,6 @@ app = typer.Typer(
     name="quire",
     help="Quire runs open language models: exact, fast, and small enough to read.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -45,7 +45,7 @@ for command in (
     plan,
     replay,
 ):
-    app.command()(command)
+    app.command(cls=GroupedCommand)(command)
 app.add_typer(bench.app, name="bench")
 
 
@@ -68,7 +68,7 @@ def main() -> None:
         # From the start: torch brings more than a hundred thousand objects, and none of them is
         # garbage.
         with full_collections_put_off():
-            app()
+            app(prog_name="quire")
     except QuireError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

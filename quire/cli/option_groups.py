@@ -26,7 +26,7 @@ from quire.errors import InvalidRequestError
 from quire.field_checks import Choice, Flag, Number, Pattern, Strings, Values, parameters
 from quire.frontend.settings_file import SettingsFile, read_settings
 
-MODEL_HELP = "An alias (smollm2), a folder, a .gguf file or a Hugging Face id (org/name)."
+MODEL_HELP = "A short name (smollm2), a folder, a .gguf file or a Hugging Face id (org/name)."
 _ARGUMENT = "model_argument"
 
 

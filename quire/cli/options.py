@@ -5,8 +5,10 @@ Those of the engine follow from `EngineConfig`, those of sampling from `Sampling
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar
 
 from typer import Option
@@ -19,8 +21,9 @@ from quire.cli.option_groups import (
     table_options,
 )
 from quire.config import EngineConfig, Memory
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, reason
 from quire.field_checks import parameters
+from quire.sampling_defaults import DEFAULTED
 from quire.sampling_params import SamplingParams, StructuredOutput
 
 DEFAULT_MODEL = "smollm2"
@@ -42,8 +45,8 @@ Verbose = Annotated[
 ]
 System = Annotated[str | None, Option(metavar="TEXT", help="A system message for chat models.")]
 
-_SUITS_TERMINALS = {"temperature": 0.7, "top_p": 0.95, "seed": 0}
-"""Defaults of `run` and `chat`: an answer that reads well, and the same one again."""
+_SUITS_TERMINALS: dict[str, Any] = {**dict.fromkeys(DEFAULTED), "seed": 0}
+"""Defaults of `run` and `chat`: sampled as the model wants it, and the same answer again."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ class SamplingOptions(table_options(SamplingParams, _SUITS_TERMINALS)):  # type:
         Option(metavar="FILE", help="Answers are JSON that fits the schema in this file."),
     ] = None
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, float] = MappingProxyType({})) -> SamplingParams:
+        """`defaults`: the model's, for what no option has set (`LLM.sampling_defaults`)."""
         structured = None
         if self.json_schema is not None:
             try:
@@ -89,9 +93,9 @@ class SamplingOptions(table_options(SamplingParams, _SUITS_TERMINALS)):  # type:
                 )
             except (OSError, UnicodeDecodeError) as error:
                 raise InvalidRequestError(
-                    "--json-schema", f"{self.json_schema} can't be read: {error}"
+                    "--json-schema", f"{self.json_schema} can't be read: {reason(error)}"
                 ) from None
-        return SamplingParams(**given_parameters(self), structured=structured)
+        return SamplingParams(**{**defaults, **given_parameters(self)}, structured=structured)
 
 
 _UNSET = dict.fromkeys(parameters(SamplingParams))

@@ -18,7 +18,7 @@ from quire.cli import options
 from quire.cli.option_groups import FileOptions, with_groups
 from quire.cli.start import open_llm
 from quire.cli.terminal import AnswerPrinter, say
-from quire.errors import InvalidRequestError, QuireError
+from quire.errors import InvalidRequestError, QuireError, reason
 from quire.frontend.progress import GenerationBar
 from quire.outputs import RequestDelta, RequestOutput
 from quire.sampling_params import SamplingParams
@@ -74,7 +74,7 @@ def run(
     """
     _refuse_a_model(prompts or [], model)
     texts = _collect_prompts([*(prompts or []), *(prompt or [])], file)
-    each = _with_priorities(sampling.params(), priority or [], len(texts))
+    _with_priorities(sampling.params(), priority or [], len(texts))  # wrong ones: before loading
     if raw and system is not None:
         raise InvalidRequestError("--system", "needs a chat template, which --raw turns off")
     chosen = engine.keywords()
@@ -83,6 +83,8 @@ def run(
     started = time.monotonic()
     with open_llm(model, **chosen) as llm:
         say(f"{llm.description} ({time.monotonic() - started:.1f} s)")
+        params = sampling.params(llm.sampling_defaults)
+        each = _with_priorities(params, priority or [], len(texts))
         outputs = _answer(llm, texts, each, system, raw or not llm.has_chat_template, json_lines)
         if verbose:
             say(details(outputs))
@@ -218,11 +220,16 @@ def _refuse_a_model(prompts: list[str], model: str) -> None:
     """For whoever is used to `ollama run MODEL PROMPT`: the model would be taken for the first
     prompt.
     """
+    from quire.checkpoints.catalogue import CATALOGUE
     from quire.checkpoints.download import ALIASES
 
     first = prompts[0] if prompts else ""
     is_file = first.endswith(".gguf") or os.path.isfile(os.path.join(first, "config.json"))
-    if model == options.DEFAULT_MODEL and first and (first in ALIASES or is_file):
+    if (
+        model == options.DEFAULT_MODEL
+        and first
+        and (first in ALIASES or first in CATALOGUE or is_file)
+    ):
         raise InvalidRequestError(
             "PROMPT",
             f'{first} is a model: quire run "…" --model {first} (as a prompt: --prompt {first})',
@@ -235,7 +242,7 @@ def _collect_prompts(given: list[str], file: Path | None) -> list[str]:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidRequestError("--file", f"{file} can't be read: {error}") from None
+            raise InvalidRequestError("--file", f"{file} can't be read: {reason(error)}") from None
         texts += [line for line in lines if line.strip()]
     if not texts and file is None and not sys.stdin.isatty():
         piped = sys.stdin.read().strip()

@@ -14,7 +14,7 @@ from typer import Option
 from quire.cli import options
 from quire.cli.option_groups import FileOptions, OptionGroup, with_groups
 from quire.config import parse_bytes
-from quire.errors import InvalidRequestError, QuireError
+from quire.errors import InvalidRequestError, QuireError, reason
 
 if TYPE_CHECKING:
     from quire.server.config import ServerConfig
@@ -236,7 +236,9 @@ def _keys(
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidRequestError("--api-key-file", f"{file} can't be read: {error}") from None
+            raise InvalidRequestError(
+                "--api-key-file", f"{file} can't be read: {reason(error)}"
+            ) from None
         found = [line.strip() for line in lines if line.strip()]
         if not found:
             raise InvalidRequestError("--api-key-file", f"{file} holds no key")

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from quire.checkpoints.fields import Fields
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.frontend.tokenizer_parts import TokenizerParts
+from quire.sampling_defaults import read_gguf_defaults
 
 _NAMED_TOKENS = {
     "bos_token": "bos_token_id",
@@ -157,6 +158,7 @@ def read_gguf_tokenizer(metadata: Mapping[str, object]) -> TokenizerParts:
         unk_token_id=ids["unk_token"] if model == "llama" else None,
         named_tokens={name: token for name, (token, _) in named.items()},
         chat_templates=_chat_templates(metadata),
+        sampling_defaults=read_gguf_defaults(metadata),
     )
 
 

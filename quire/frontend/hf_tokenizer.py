@@ -14,6 +14,7 @@ from tokenizers import AddedToken, models
 from quire.checkpoints.files import read_json, read_text, safe_member
 from quire.errors import ModelFormatError, ModelNotFoundError, UnsupportedModelError
 from quire.frontend.tokenizer_parts import TokenizerParts
+from quire.sampling_defaults import read_defaults
 
 _NAMED_TOKENS = (
     "bos_token",
@@ -59,6 +60,9 @@ def read_hf_tokenizer(folder: Path) -> TokenizerParts:
         unk_token_id=_unk_token_id(backend, ids.get("unk_token")),
         named_tokens={name: token.content for name, token in named.items()},
         chat_templates=_chat_templates(folder, config),
+        sampling_defaults=read_defaults(
+            _read_json(folder / "generation_config.json"), "generation_config.json"
+        ),
         class_name=str(config.get("tokenizer_class") or "PreTrainedTokenizerFast"),
     )
 

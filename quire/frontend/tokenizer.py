@@ -53,6 +53,7 @@ class Tokenizer:
         self.class_name = parts.class_name
         self.bos_token_id = parts.bos_token_id
         self.eos_token_ids = parts.eos_token_ids
+        self.sampling_defaults = parts.sampling_defaults
         self.named_tokens: Mapping[str, str] = dict(parts.named_tokens)
         self.chat_templates: Mapping[str, str] = dict(parts.chat_templates)
         self.added_tokens: Mapping[int, AddedToken] = self._backend.get_added_tokens_decoder()

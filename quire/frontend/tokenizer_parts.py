@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import tokenizers
 
+from quire.sampling_defaults import OURS
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
@@ -26,6 +28,8 @@ class TokenizerParts:
     """By name; `default` is the one for every day, `tool_use` (if any) the one for requests with
     tools.
     """
+    sampling_defaults: Mapping[str, float] = field(default_factory=lambda: OURS)
+    """For requests that don't say how they are sampled (`quire.sampling_defaults`)."""
     class_name: str = "PreTrainedTokenizerFast"
     """What transformers calls it; for tokenizers that don't say, the class for any
     `tokenizer.json`.

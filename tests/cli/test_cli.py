@@ -240,7 +240,9 @@ def test_help_has_examples_and_version_is_the_packages() -> None:
     assert quire("--version").stdout == f"quire {__version__}\n"
 
 
-def test_chat_keeps_the_conversation_and_knows_its_commands(smollm2_gguf: Path) -> None:
+def test_chat_keeps_the_conversation_and_knows_its_commands(
+    smollm2_gguf: Path, tmp_path: Path
+) -> None:
     script = "\n".join(
         [
             "/params temperature=0 max_tokens=20",
@@ -248,7 +250,11 @@ def test_chat_keeps_the_conversation_and_knows_its_commands(smollm2_gguf: Path) 
             '"""What is',
             'my name?"""',
             "/stats",
+            "/regenerate",
+            f"/save {tmp_path / 'kept.json'}",
+            "/undo",
             "/system Answer briefly.",
+            "/undo",
             "/params temperature=hot",
             "/nonsense",
             "/quit",
@@ -264,6 +270,10 @@ def test_chat_keeps_the_conversation_and_knows_its_commands(smollm2_gguf: Path) 
     assert "temperature: must be a number" in done.stderr
     assert "there is no /nonsense" in done.stderr
     assert "never reached" not in done.stdout
+    assert "forgotten" in done.stderr
+    assert "there is nothing to undo" in done.stderr
+    messages = json.loads((tmp_path / "kept.json").read_text())["messages"]
+    assert [one["role"] for one in messages] == ["user", "assistant"] * 2
 
 
 @pytest.mark.slow

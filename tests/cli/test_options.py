@@ -25,6 +25,7 @@ from quire.cli.main import app
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError, QuireError
 from quire.process import native_library
+from tests.cli.in_process import quire_here
 from tests.frontend.templates import QWEN
 from tests.server.random_model import write_model
 
@@ -337,3 +338,30 @@ def test_compiling_kernels_is_shown_on_a_terminal(
     assert b"Compiling kernels (once) for some model" in seen
     assert b"100%" in seen
     assert not native_library.progress
+
+
+def test_help_groups_the_options_that_commands_share() -> None:
+    shown = quire_here("run", "--help").stdout
+    own, sampling, engine = (
+        shown.index(f"\n{title}:") for title in ("Options", "Sampling options", "Engine options")
+    )
+    assert own < shown.rindex("--raw") < sampling < shown.rindex("--temperature") < engine
+    assert engine < shown.rindex("--block-size")
+    assert "Sampling options" not in quire_here("models", "--help").stdout
+
+
+def test_a_file_that_is_not_there_is_named_in_words() -> None:
+    done = quire_here("run", "--file", "nowhere.txt")
+    assert done.returncode == 1
+    assert "error: --file: nowhere.txt can't be read: no such file or directory" in done.stderr
+    assert "Errno" not in done.stderr
+
+
+def test_a_wrong_amount_of_memory_is_told_every_form() -> None:
+    done = quire_here("run", "Hi", "--kv-cache-memory", "much")
+    assert "512MiB or 2GB, not 'much'; or a fraction of free memory such as 0.5" in done.stderr
+
+
+def test_a_shell_can_complete_commands() -> None:
+    done = quire_here("--show-completion", "bash")
+    assert "_QUIRE_COMPLETE" in done.stdout

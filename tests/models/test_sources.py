@@ -121,7 +121,7 @@ def test_a_misspelt_alias_gets_a_suggestion(home: Path, model: str) -> None:
 def test_what_cannot_be_found_lists_what_was_tried(home: Path, model: str) -> None:
     with pytest.raises(
         ModelNotFoundError,
-        match=r"was not found: no file or folder .*; no alias .*smollm2.*org/name",
+        match=r"was not found: no file or folder .*; no short name .*org/name",
     ):
         resolve(model)
 

@@ -2,7 +2,8 @@
 fault can be tried at every phase. The file named by QUIRE_TEST_FAULT says what it does next:
 `loading` (goes on loading), `slow 0.1` (takes so many seconds for a step), `exit`, `fatal`, `hang`,
 `nonsense`. A prompt of more than LONG_PROMPT tokens has no answer before the file says `release`.
-`say 5 7 9` has every answer consist of these tokens, of which the last ends it.
+`say 5 7 9` has every answer consist of these tokens, of which the last ends it. QUIRE_TEST_CONTEXT
+is the longest a request may be, in tokens.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ class ScriptedEngine:
         self._order.with_suffix(".here").write_text(str(os.getpid()))
         while self._obey() == "loading":
             time.sleep(PAUSE / 1000)
-        self._send(messages.Ready(10_000, 8, 1024, 16, 64, 16, "fcfs", "fp"))
+        context = int(os.environ.get("QUIRE_TEST_CONTEXT", "1024"))
+        self._send(messages.Ready(10_000, 8, context, 16, 64, 16, "fcfs", "fp"))
         had_work = False
         while True:
             out = messages.Updates(num_free_blocks=64)
             order = self._obey()
             pause = 1000 * float(order.partition(" ")[2]) if order.startswith("slow") else PAUSE
             if not self._running:
+                self._channel.flush()  # what a reader that lagged has left
                 self._channel.wait(PAUSE / 1000)
             elif not self._scripts:
                 time.sleep(pause / 1000)

@@ -61,7 +61,8 @@ def test_every_parameter_means_what_it_means_offline(
     }
     if "logit_bias" in offline:
         offline["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
-    expected = llm.generate(PROMPT, SamplingParams(max_tokens=24, **offline))[0]
+    offline = {**llm.sampling_defaults, "max_tokens": 24, **offline}
+    expected = llm.generate(PROMPT, SamplingParams(**offline))[0]
     choice = server.complete(prompt=PROMPT, max_tokens=24, **fields)["choices"][0]
     assert choice["token_ids"] == list(expected.token_ids)
     assert choice["text"] == expected.text
@@ -122,7 +123,7 @@ def test_prompts_of_every_kind_in_one_batch(server: Server) -> None:
 
 
 def test_n_answers_and_the_best_of_them(server: Server, llm: LLM) -> None:
-    fields: dict[str, Any] = {"temperature": 1.0, "seed": 4, "max_tokens": 6}
+    fields: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "seed": 4, "max_tokens": 6}
     body = server.complete(prompt=PROMPT, n=3, **fields)
     expected = llm.generate(PROMPT, SamplingParams(n=3, **fields))[0]
     assert [c["token_ids"] for c in body["choices"]] == [

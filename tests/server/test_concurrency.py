@@ -75,7 +75,7 @@ def offline(llm: LLM, request: dict[str, Any]) -> list[list[int]]:
             fields[name] = tuple(fields[name])
     if "guided_regex" in fields:
         fields["structured"] = {"regex": fields.pop("guided_regex")}
-    params = SamplingParams(**fields)
+    params = SamplingParams(**{**llm.sampling_defaults, **fields})
     output = (
         llm.chat(request["messages"], params)
         if "messages" in request

@@ -54,8 +54,11 @@ def page(tab: Any, gate: Gate) -> Iterator[Any]:
     """The page, opened anew; nothing in it may go wrong without being noticed, what its policy
     forbids included.
     """
+    kept = {"origin": gate.url, "storageTypes": "all"}
+    tab.context.new_cdp_session(tab).send("Storage.clearDataForOrigin", kept)
     tab.goto(gate.url)
     expect(tab.locator("#model")).to_have_text("small")
+    expect(tab.locator("#parameters input").first).to_be_attached()
     yield tab
     problems, tab.problems = tab.problems, []
     tab.goto("about:blank")
@@ -114,7 +117,7 @@ def test_talk_and_the_same_answer_again(page: Any, context: Any) -> None:
     assert posts == []
     other.click("#link-ask")
     expect(other.locator("#link-offer")).to_be_hidden()
-    expect(other.locator(".turn.assistant p")).to_contain_text(told)
+    expect(other.locator(".turn.assistant p.good")).to_contain_text(told)
     assert len(posts) == 1
     assert text_of(other.locator(".turn.assistant").last) == text_of(second)
     assert other.locator(".turn.assistant").first.locator(".text").last.text_content() != ""
@@ -126,21 +129,30 @@ def test_talk_and_the_same_answer_again(page: Any, context: Any) -> None:
     other = context.new_page()
     other.goto(link.partition("#")[0] + "#answer=" + made.rstrip("="))
     other.click("#link-ask")
-    expect(other.locator(".turn.assistant p")).to_contain_text("Not the answer of the link")
+    expect(other.locator(".turn.assistant p.bad")).to_contain_text("Not the answer of the link")
     other.close()
 
 
-def test_regenerate_and_edit(page: Any) -> None:
+def test_regenerate_verify_and_edit(page: Any) -> None:
+    answer = page.locator(".turn.assistant")
     first = text_of(ask(page, "One?", max_tokens="16"))
+    seed = answer.locator(".seed").text_content()
+    expect(answer.locator(".speed")).to_contain_text("tokens/s")
+    # Computed once more, the same: whatever its text, every token.
+    page.click("text=Verify this answer")
+    expect(answer.locator(".verdict")).to_contain_text("✓ Recomputed")
+    assert answer.locator(".text").last.text_content() == first
+    # Another answer has another seed, even if the old one stands in the settings.
+    page.click(".seed")
+    assert f"seed {page.input_value('[name=seed]')}" == seed
     page.click("text=Regenerate")
-    expect(page.locator(".same-answer")).to_be_visible()
-    expect(page.locator(".turn.assistant .text").last).not_to_have_text(first)  # another seed
-    seed = re.search(r"seed (\d+)", page.locator(".turn.assistant .actions").text_content())
-    assert seed is not None
-    page.fill("[name=seed]", seed.group(1))
-    second = text_of(page.locator(".turn.assistant"))
+    expect(answer.locator(".seed")).not_to_have_text(seed)
+    expect(answer.locator(".text").last).not_to_have_text(first)
+    # A seed that was typed since counts.
+    page.fill("[name=seed]", seed.removeprefix("seed "))
     page.click("text=Regenerate")
-    expect(page.locator(".turn.assistant .text").last).to_have_text(second, use_inner_text=False)
+    expect(answer.locator(".seed")).to_have_text(seed)
+    assert text_of(answer) == first
     page.click("text=Edit")
     page.fill(".edit textarea", "Two?")
     page.click("text=Ask")
@@ -166,7 +178,7 @@ def test_stop(page: Any, gate: Gate, shared_small_server: Server) -> None:
         answer = ask(page, "At length, please.", schema=LONG)
         assert held.wait(60)
         expect(answer.locator(".text").last).to_have_text(re.compile(r".{20}", re.DOTALL))
-        page.click("#stop")
+        page.keyboard.press("Escape")
         expect(page.locator("#talk-status")).to_contain_text("Stopped after")
     finally:
         gate.when_said(0, None)

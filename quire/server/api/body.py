@@ -172,6 +172,11 @@ class ApiRequest(Body):
     def recall(self, stored: OwnResponses) -> None:
         """Looks up what it goes on with; called before `to_generation`."""
 
+    def use_defaults(self, defaults: Mapping[str, float]) -> None:
+        """The model's sampling defaults, for what the body does not name; called before
+        `to_generation`. Embeddings have no use for them.
+        """
+
     @abstractmethod
     def to_generation(self) -> GenerationRequest:
         """What is asked of the engine; raises InvalidRequestError for fields that don't go

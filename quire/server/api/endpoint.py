@@ -71,6 +71,7 @@ async def answer(
 
     def make() -> GenerationRequest:
         body.recall(stored)
+        body.use_defaults(service.tokenizer.sampling_defaults)
         return body.to_generation()
 
     try:

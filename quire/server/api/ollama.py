@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from quire import __version__
 from quire.errors import InvalidRequestError
@@ -129,9 +129,16 @@ class OllamaRequest(ApiRequest):
     def served_name(self) -> str | None:
         return None if self.model is None else self.model.removesuffix(LATEST)
 
+    _defaults: Mapping[str, float] = PrivateAttr(default_factory=dict)
+
+    def use_defaults(self, defaults: Mapping[str, float]) -> None:
+        self._defaults = defaults
+
     @property
     def chosen(self) -> Options:
-        return self.options if self.options is not None else Options.model_validate({})
+        options = self.options if self.options is not None else Options.model_validate({})
+        options.use_defaults(self._defaults)
+        return options
 
     def left_out(self) -> tuple[str, ...]:
         return () if self.keep_alive is None else ("keep_alive",)

@@ -17,6 +17,7 @@ from starlette.types import Scope, Send
 
 from quire import __version__
 from quire.field_checks import Number, parameters
+from quire.sampling_defaults import DEFAULTED
 from quire.sampling_params import SamplingParams
 from quire.server.api.chat import ChatCompletionRequest
 from quire.server.errors import ApiError, error_body
@@ -34,6 +35,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".ico": "image/x-icon",
 }
 _HEADERS = security_headers()
 
@@ -64,7 +66,11 @@ def _settings() -> list[dict[str, Any]]:
     found = []
     for name, line in parameters(SamplingParams).items():
         if line.page:
-            default = ChatCompletionRequest.model_fields[name].default
+            default = (
+                line.default
+                if name in DEFAULTED
+                else ChatCompletionRequest.model_fields[name].default
+            )
             one = {"name": name, "help": f"{line.help} ({line.values})", "default": default}
             if isinstance(line.values, Number):
                 one |= {"integer": line.values.kind is int, **line.values.limits()}
@@ -80,11 +86,18 @@ async def index(request: Request) -> Response:
     return _file(request, "index.html")
 
 
+@router.get("/favicon.ico")
+async def favicon(request: Request) -> Response:
+    """For pages that name no icon: /docs, and whatever a browser opens first."""
+    return _file(request, "favicon.ico")
+
+
 @router.get("/page/about")
 async def about(request: Request) -> Response:
     """What the page says about the server it belongs to."""
     service = get_service(request)
     ready = service.ready
+    defaults = service.tokenizer.sampling_defaults
     body = {
         "version": __version__,
         "models": service.config.model_names,
@@ -92,7 +105,9 @@ async def about(request: Request) -> Response:
         "max_model_len": ready.max_model_len,
         "has_keys": bool(service.config.api_keys),
         "engines": len(service.client.engines),
-        "settings": SETTINGS,
+        "settings": [
+            {**one, "default": defaults.get(one["name"], one["default"])} for one in SETTINGS
+        ],
     }
     return JsonResponse(body, headers={"cache-control": "no-store"})
 

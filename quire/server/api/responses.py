@@ -420,14 +420,14 @@ class ResponseWriter(Writer[ResponsesRequest]):
             "safety_identifier": self.body.safety_identifier,
             "service_tier": "default",
             "store": self.body.to_store is not None,
-            "temperature": 1.0 if self.body.temperature is None else self.body.temperature,
+            "temperature": self.body.effective("temperature"),
             "text": {"format": text_format},
             "tool_choice": choice
             if isinstance(choice, str)
             else {"type": "function", "name": choice.name},
             "tools": [_describe(tool) for tool in self.body.tools or ()],
             "top_logprobs": self.body.top_logprobs or 0,
-            "top_p": 1.0 if self.body.top_p is None else self.body.top_p,
+            "top_p": self.body.effective("top_p"),
             "truncation": self.body.truncation or "disabled",
             "usage": None if status == "in_progress" else _usage(self.call.usage),
             "user": self.body.user,

@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, PrivateAttr, create_model
 from pydantic_core import CoreSchema, core_schema
 
 from quire.errors import InvalidRequestError
 from quire.field_checks import Flag, Number, Strings, TokenIds, Values, parameters
+from quire.sampling_defaults import DEFAULTED
 from quire.sampling_params import SamplingParams
 from quire.server.api import structure
 from quire.server.api.body import (
@@ -92,6 +93,7 @@ def _fields() -> dict[str, Any]:
     for name, one in TABLE.items():
         if one.api and name not in _ELSEWHERE:
             default = list(one.default) if isinstance(one.default, tuple) else one.default
+            default = None if name in DEFAULTED else default  # the model's
             found[name] = Annotated[_json_type(one.values) | None, FromTable(name)], default
     return found
 
@@ -122,6 +124,15 @@ class TokenChoice(TableFields):
     top_k: Annotated[int | None, FromTable("top_k", low=-1)] = None
     """0 or -1: all."""
     cache_salt: Annotated[str | None, FromTable("cache_salt")] = Field(None, min_length=1)
+    _defaults: Mapping[str, float] = PrivateAttr(default_factory=dict)
+
+    def use_defaults(self, defaults: Mapping[str, float]) -> None:
+        self._defaults = defaults
+
+    def effective(self, name: str) -> Any:
+        """A parameter as it is used: given, the model's default, or neutral."""
+        given = getattr(self, name)
+        return self._defaults.get(name, TABLE[name].default) if given is None else given
 
     def sampling_params(self, stop: str | list[str] | None, **more: Any) -> SamplingParams:
         """`more` are parameters that an API names or defaults differently."""
@@ -132,12 +143,13 @@ class TokenChoice(TableFields):
             for name, value in given.items()
         }
         given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        given["top_k"] = max(0, self.top_k or 0)
+        if self.top_k is not None:
+            given["top_k"] = max(0, self.top_k)
         if self.seed is not None:
             given["seed"] = self.seed % 2**64
         if self.logit_bias:
             given["logit_bias"] = {_token_id(name): bias for name, bias in self.logit_bias.items()}
-        return SamplingParams(**(given | more))
+        return SamplingParams(**{**self._defaults, **given, **more})
 
 
 class StreamOptions(Body):
@@ -157,8 +169,8 @@ class SamplingFields(TokenChoice, ApiRequest):
     """The name that the body itself gives its request."""
 
     n: Annotated[int | None, FromTable("n")] = TABLE["n"].default
-    temperature: Annotated[float | None, FromTable("temperature")] = TABLE["temperature"].default
-    top_p: Annotated[float | None, FromTable("top_p")] = TABLE["top_p"].default
+    temperature: Annotated[float | None, FromTable("temperature")] = None
+    top_p: Annotated[float | None, FromTable("top_p")] = None
     stop: str | list[str] | None = None
     prompt_logprobs: Annotated[int | None, FromTable("prompt_logprobs", high=MAX_TOP_LOGPROBS)] = (
         None

@@ -118,6 +118,7 @@ async def _answer(
     refuse_unsupported(body)
     model = service.check_model(body.model)
     body.check_model_limits(service.ready.hidden_size)
+    body.use_defaults(service.tokenizer.sampling_defaults)
     wanted = _wanted(request, body, kind)
     if priority and not wanted.params.priority:
         wanted = replace(wanted, params=replace(wanted.params, priority=priority))

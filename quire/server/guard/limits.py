@@ -95,7 +95,13 @@ class RequestContext:
         error: ApiError | None = state.get("error")
         if error is not None:
             fields["error"] = error.message
-        quiet = path in ("/health", "/ready", "/metrics", "/page/{name}") and status in (200, 304)
+        quiet = path in (
+            "/health",
+            "/ready",
+            "/metrics",
+            "/page/{name}",
+            "/favicon.ico",
+        ) and status in (200, 304)
         level = logging.DEBUG if quiet else logging.ERROR if status >= 500 else logging.INFO
         logger.log(level, "request", extra={"fields": fields})
 

@@ -1,46 +1,91 @@
-// One answer on the page: its text as it comes, or its tokens with shades under them, its reasoning and its calls.
+// One answer on the page: its text as it comes, or its tokens with shades under them, its reasoning and its calls. What
+// comes is written once per frame of the screen, however many events that are.
 
+import { describeToken } from "/page/alternatives.js";
 import { byId, make } from "/page/dom.js";
+import { MarkdownStream } from "/page/markdown.js";
 
 const LIMITS = [0.05, 0.25, 0.6, 0.9];  // probabilities; below the first the shade is darkest
+const TOKENS_PER_LINE = 200;  // a longer line of tokens is broken: the browser lays out a line as a whole
+const NEAR_END = 80;  // pixels
 
 export class AnswerView {
   constructor() {
-    this.reasoning = make("details", { className: "reasoning", hidden: true }, make("summary", {}, "Reasoning"), make("div", { className: "text" }));
-    this.text = make("div", { className: "text" });
+    this.reasoning = make("details", { className: "reasoning", hidden: true }, make("summary", {}, "Reasoning"), make("div", { className: "md" }));
+    this.text = make("div", { className: "text md" });
     this.calls = make("div");
     this.element = make("div", {}, this.reasoning, this.text, this.calls);
+    this.streams = { reasoning: new MarkdownStream(this.reasoning.lastChild), text: new MarkdownStream(this.text) };
+    this.waiting = { reasoning: "", text: "", tokens: [] };
+    this.isScheduled = false;
     this.decoder = new TextDecoder();
     this.tokens = [];
+    this.line = null;
     this.text.addEventListener("keydown", (event) => this.moveFocus(event));
   }
 
   addReasoning(text) {
-    this.reasoning.hidden = false;
-    this.reasoning.lastChild.append(text);
+    this.waiting.reasoning += text;
+    this.schedule();
   }
 
   addText(text) {
-    if (!this.tokens.length) this.text.append(text);
+    this.waiting.text += text;
+    this.schedule();
   }
 
   // Entries as chat completions have them. From the first on, tokens are shown in place of the text.
   addTokens(entries) {
-    if (!this.tokens.length) this.text.replaceChildren();
-    const spans = entries.map((entry) => {
+    for (const entry of entries) this.waiting.tokens.push(entry);
+    this.schedule();
+  }
+
+  schedule() {
+    if (this.isScheduled) return;
+    this.isScheduled = true;
+    requestAnimationFrame(() => this.write());
+  }
+
+  // All that has come since the last frame.
+  write() {
+    this.isScheduled = false;
+    const list = byId("conversation");
+    const isAtEnd = list.scrollHeight - list.scrollTop - list.clientHeight < NEAR_END;
+    const { reasoning, text, tokens } = this.waiting;
+    this.waiting = { reasoning: "", text: "", tokens: [] };
+    if (reasoning) {
+      this.reasoning.hidden = false;
+      this.streams.reasoning.push(reasoning);
+    }
+    if (tokens.length) this.writeTokens(tokens);
+    else if (text && !this.tokens.length) this.streams.text.push(text);
+    if (isAtEnd) list.scrollTop = list.scrollHeight;
+  }
+
+  // Nothing more comes.
+  end() {
+    this.write();
+    this.streams.reasoning.end();
+    this.streams.text.end();
+  }
+
+  writeTokens(entries) {
+    if (!this.tokens.length) {
+      this.text.replaceChildren();
+      this.text.classList.remove("md");
+    }
+    for (const entry of entries) {
       const piece = this.decoder.decode(Uint8Array.from(entry.bytes), { stream: true });
       const probability = Math.exp(entry.logprob);
       const shade = 1 + LIMITS.filter((limit) => probability >= limit).length;
       const isSpecial = /^<\|.*\|>$/.test(entry.token);
       const span = make("span", { className: `token p${shade}${isSpecial ? " special" : ""}`, tabIndex: this.tokens.length ? -1 : 0 }, piece);
-      span.addEventListener("pointerenter", () => showAlternatives(span, entry));
-      span.addEventListener("pointerleave", hideAlternatives);
-      span.addEventListener("focus", () => showAlternatives(span, entry));
-      span.addEventListener("blur", hideAlternatives);
+      describeToken(span, entry);
       this.tokens.push(span);
-      return span;
-    });
-    this.text.append(...spans);
+      if (this.line === null) this.text.append((this.line = make("div")));
+      this.line.append(span);
+      if (piece.includes("\n") || this.line.childElementCount >= TOKENS_PER_LINE) this.line = null;
+    }
   }
 
   addCall(delta) {
@@ -67,30 +112,3 @@ export class AnswerView {
     this.tokens[to].focus();
   }
 }
-
-function showAlternatives(span, entry) {
-  const box = byId("alternatives");
-  const listed = entry.top_logprobs.some((one) => one.token === entry.token && one.logprob === entry.logprob);
-  const rows = [...(listed ? [] : [entry]), ...entry.top_logprobs].map((one) => {
-    const probability = Math.exp(one.logprob);
-    const chosen = one.token === entry.token && one.logprob === entry.logprob;
-    const meter = make("meter", { min: 0, max: 1, value: probability });
-    return make("tr", { className: chosen ? "chosen" : "" }, make("td", {}, shown(one.token)), make("td", {}, meter),
-      make("td", { className: "number" }, `${(100 * probability).toFixed(probability < 0.1 ? 2 : 1)} %`));
-  });
-  box.replaceChildren(make("table", {}, make("tbody", {}, ...rows)));
-  box.hidden = false;
-  span.setAttribute("aria-describedby", "alternatives");
-  const place = span.getBoundingClientRect();
-  const size = box.getBoundingClientRect();
-  const below = place.bottom + size.height + 8 < innerHeight;
-  box.style.left = `${Math.max(4, Math.min(place.left, innerWidth - size.width - 4))}px`;
-  box.style.top = `${below ? place.bottom + 4 : Math.max(4, place.top - size.height - 4)}px`;
-}
-
-function hideAlternatives(event) {
-  byId("alternatives").hidden = true;
-  event.currentTarget.removeAttribute("aria-describedby");
-}
-
-const shown = (token) => token.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·") || "∅";

@@ -42,6 +42,8 @@ export async function post(path) {
   return check(await send(path, { method: "POST" }));
 }
 
+const LONGEST_TURN = 10;  // milliseconds of events that are taken before the page may draw
+
 // Calls `onEvent` with the data of each server-sent event; resolves when the stream is over.
 export async function streamJson(path, body, signal, onEvent) {
   const headers = { "content-type": "application/json" };
@@ -53,6 +55,7 @@ export async function streamJson(path, body, signal, onEvent) {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) break;
+      let begun = performance.now();
       const events = (rest + value).split("\n\n");
       rest = events.pop();
       for (const event of events) {
@@ -62,6 +65,10 @@ export async function streamJson(path, body, signal, onEvent) {
           const parsed = JSON.parse(data);
           if (parsed.error) throw new ApiError(500, parsed.error.message);
           onEvent(parsed);
+        }
+        if (performance.now() - begun > LONGEST_TURN) {
+          await new Promise((resume) => requestAnimationFrame(() => setTimeout(resume)));
+          begun = performance.now();
         }
       }
     }

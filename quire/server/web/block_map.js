@@ -1,9 +1,11 @@
-// The block pool as a map: a square for each block, in the colour of whoever computed what it holds.
+// The block pool as a map: a square for each block (or for a few, where there are thousands), in the colour of whoever computed what it holds.
 
 import { byId, colours, legend, plural } from "/page/dom.js";
 import { CACHED, FREE, SHARED, UNSEEN, USED, ownerOf, stateOf } from "/page/timeline.js";
 
 const HIGHEST = 280;
+const SMALLEST = 7;  // pixels of a square's side: smaller ones can't be told apart, nor hit
+const MOST_PARTS = 4;  // blocks that one square shows side by side; with more, it shows what most of them are
 const WORDS = ["free", "in use by", "shared; computed by", "cached; computed by", "not named by any step that is remembered"];
 
 export const hueOf = (owner) => (owner * 137.508) % 360;
@@ -18,12 +20,17 @@ export class BlockMap {
       const block = this.blockAt(event);
       if (block !== null) onPick(block);
     });
+    canvas.addEventListener("pointermove", (event) => {
+      const block = this.blockAt(event);
+      canvas.title = block === null ? "" : `Block ${block}: ${WORDS[stateOf(this.drawn[block])].replace(/ ?(by|; computed by)$/, "")}`;
+    });
     this.dark = matchMedia("(prefers-color-scheme: dark)");
   }
 
   blockAt(event) {
     const x = Math.floor(event.offsetX / this.size);
-    const block = 1 + Math.floor(event.offsetY / this.size) * this.across + x;
+    const part = Math.floor(((event.offsetX % this.size) / this.size) * this.perSquare);
+    const block = 1 + (Math.floor(event.offsetY / this.size) * this.across + x) * this.perSquare + part;
     return x < this.across && this.drawn !== null && block < this.drawn.length ? block : null;
   }
 
@@ -31,13 +38,16 @@ export class BlockMap {
     const count = codes.length - 1;
     const width = this.canvas.clientWidth;
     if (count < 1 || width < 1) return;
-    const size = Math.max(2, Math.min(26, Math.floor(Math.sqrt((width * HIGHEST) / count))));
     const key = `${count} ${width} ${devicePixelRatio} ${this.dark.matches}`;
     if (key !== this.key || this.drawn === null) {
       this.key = key;
-      this.size = size;
-      this.across = Math.max(1, Math.floor(width / size));
-      const height = Math.ceil(count / this.across) * size;
+      const room = Math.floor(width / SMALLEST) * Math.floor(HIGHEST / SMALLEST);
+      this.perSquare = Math.max(1, Math.ceil(count / room));
+      const squares = Math.ceil(count / this.perSquare);
+      this.size = Math.max(SMALLEST, Math.min(26, Math.floor(Math.sqrt((width * HIGHEST) / squares))));
+      this.across = Math.max(1, Math.floor(width / this.size));
+      const height = Math.ceil(squares / this.across) * this.size;
+      byId("blocks-scale").textContent = this.perSquare === 1 ? "" : `A square is ${this.perSquare} blocks.`;
       this.canvas.width = width * devicePixelRatio;
       this.canvas.height = height * devicePixelRatio;
       this.canvas.style.height = `${height}px`;
@@ -47,25 +57,35 @@ export class BlockMap {
     }
     const context = this.canvas.getContext("2d");
     context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
-    for (let block = 1; block <= count; block++) if (this.drawn[block] !== codes[block]) this.drawBlock(context, block, codes[block]);
+    for (let first = 1; first <= count; first += this.perSquare) {
+      const end = Math.min(first + this.perSquare, count + 1);
+      for (let block = first; block < end; block++) {
+        if (this.drawn[block] === codes[block]) continue;
+        this.drawSquare(context, (first - 1) / this.perSquare, codes.subarray(first, end));
+        break;
+      }
+    }
     this.drawn.set(codes);
     this.describe(codes);
   }
 
-  drawBlock(context, block, code) {
+  drawSquare(context, place, codes) {
     const gap = this.size > 5 ? 1 : 0;
-    const x = ((block - 1) % this.across) * this.size;
-    const y = Math.floor((block - 1) / this.across) * this.size;
+    const x = (place % this.across) * this.size;
+    const y = Math.floor(place / this.across) * this.size;
     const side = this.size - gap;
-    const state = stateOf(code);
     context.clearRect(x, y, this.size, this.size);
-    context.fillStyle = this.colour(state, ownerOf(code));
-    context.fillRect(x, y, side, side);
-    if (state === SHARED && side > 3) {
+    const shown = codes.length <= MOST_PARTS ? codes : [commonest(codes)];
+    const width = side / shown.length;
+    shown.forEach((code, part) => {
+      const state = stateOf(code);
+      context.fillStyle = this.colour(state, ownerOf(code));
+      context.fillRect(x + part * width, y, width, side);
+      if (state !== SHARED) return;
       context.fillStyle = "#fff";
-      const dot = Math.max(2, Math.round(side / 3));
-      context.fillRect(x + (side - dot) / 2, y + (side - dot) / 2, dot, dot);
-    }
+      const dot = Math.max(2, Math.round(Math.min(side, width) / 3));
+      context.fillRect(x + part * width + (width - dot) / 2, y + (side - dot) / 2, dot, dot);
+    });
   }
 
   colour(state, owner) {
@@ -80,6 +100,13 @@ export class BlockMap {
     const words = `${plural(counts[USED], "block")} in use, ${counts[SHARED]} shared, ${counts[CACHED]} cached, ${counts[FREE]} free`;
     this.canvas.setAttribute("aria-label", `Block pool: ${words}${counts[UNSEEN] ? `, ${counts[UNSEEN]} not seen yet` : ""}`);
   }
+}
+
+// The code of the state that most blocks are in; of equally many, the busier one.
+function commonest(codes) {
+  const counts = countStates([UNSEEN, ...codes]);
+  const state = [USED, SHARED, CACHED, FREE, UNSEEN].reduce((best, one) => (counts[one] > counts[best] ? one : best));
+  return codes.find((code) => stateOf(code) === state);
 }
 
 export function countStates(codes) {

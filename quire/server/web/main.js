@@ -50,6 +50,10 @@ async function start() {
   const wide = matchMedia("(min-width: 56.01rem)");
   byId("settings-panel").open = wide.matches;
   wide.addEventListener("change", () => (byId("settings-panel").open = wide.matches));
+  byId("show-sidebar").addEventListener("click", () => {
+    const isShown = byId("sidebar").classList.toggle("shown");
+    byId("show-sidebar").setAttribute("aria-expanded", String(isShown));
+  });
   const about = await getJson("/page/about");
   byId("model").textContent = about.models[0];
   byId("model").title = `Quire ${about.version}, ${about.fingerprint}, ${about.max_model_len} tokens of context`;

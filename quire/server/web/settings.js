@@ -5,6 +5,7 @@ import { byId, make } from "/page/dom.js";
 let parameters = [];  // what the server says it takes: {name, help, default}, and of a number its limits
 let texts = [];  // the names of all fields that are typed into
 const NUM_ALTERNATIVES = 5;
+const KEPT = "quire-settings";  // in localStorage
 
 export class SettingsError extends Error {
   constructor(field, message) {
@@ -23,6 +24,30 @@ export function buildSettings(described) {
     const label = one.name[0].toUpperCase() + one.name.slice(1).replaceAll("_", " ");
     return make("label", { title: one.help }, `${label} `, make("input", inputOf(one)));
   }));
+  typeSettings(keptSettings());
+  form().addEventListener("input", keepSettings);
+  byId("reset-settings").addEventListener("click", () => {
+    typeSettings({});
+    showSettingsError(null);
+    keepSettings();
+  });
+}
+
+// As they were when the page was left, in this browser.
+function keptSettings() {
+  try {
+    return JSON.parse(localStorage.getItem(KEPT)) ?? {};
+  } catch {
+    return {};
+  }
+}
+
+function keepSettings() {
+  try {
+    localStorage.setItem(KEPT, JSON.stringify(typedSettings()));
+  } catch {
+    // a browser that keeps nothing
+  }
 }
 
 function isNumber(one) {

@@ -15,7 +15,7 @@ export class StepChart {
     this.dark = matchMedia("(prefers-color-scheme: dark)");
     this.colours = null;
     this.dark.addEventListener("change", () => (this.colours = null));
-    legend(byId("steps-legend"), [["prompt", "prompt tokens"], ["decode", "decodes"], ["accepted", "guesses accepted"], ["refused", "refused"], ["time", "time, below"]]);
+    legend(byId("steps-legend"), [["prompt", "prompt tokens"], ["decode", "decodes"], ["accepted", "draft tokens accepted"], ["refused", "refused"], ["time", "time, below"]]);
     canvas.addEventListener("click", (event) => {
       const at = Math.floor((event.offsetX - LEFT) / PITCH) - this.offset;
       if (at >= 0 && at < this.steps.length) onPick(at);
@@ -95,8 +95,8 @@ export function describeStep(step) {
     `${plural(step[STEP.prompt], "prompt token")}`,
     `${plural(step[STEP.decodes], "decode")}`,
   ];
-  const guesses = step[STEP.accepted] + step[STEP.refused];
-  if (guesses) parts.push(`${step[STEP.accepted]} of ${guesses} guessed tokens accepted`);
+  const drafts = step[STEP.accepted] + step[STEP.refused];
+  if (drafts) parts.push(`${step[STEP.accepted]} of ${drafts} draft tokens accepted`);
   if (step[STEP.preempted]) parts.push(`${step[STEP.preempted]} preempted`);
   if (step[STEP.failed]) parts.push("failed");
   return `${what}: ${parts.join(", ")}; ${step[STEP.running]} running, ${step[STEP.waiting]} waiting, ${step[STEP.free]} blocks free`;

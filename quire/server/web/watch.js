@@ -10,6 +10,7 @@ import { StepChart, describeStep } from "/page/step_chart.js";
 import { CACHED, FREE, STEP, Timeline, UNSEEN, ownerOf } from "/page/timeline.js";
 
 const WINDOW_SECONDS = 5;
+const LATE_SECONDS = 3, IDLE_SECONDS = 3;
 const TABLE_PAUSE = 400;  // milliseconds between two drawings of the table, and of a page on which nothing happens
 const FIRST_RETRY = 200, LONGEST_RETRY = 10_000;  // milliseconds
 const TILES = ["Output", "Prompts", "Running", "Waiting", "Cache hits", "Blocks in use", "Cached", "Step", "Memory"];
@@ -21,6 +22,7 @@ export function startWatch() {
   let isFresh = false;
   let isOpen = false;
   let heard = 0;  // when the last frame came, by the page's clock
+  let lead = Infinity;  // seconds that this clock is ahead of the engine's, and the quickest frame took
   let scheduled = false;
   let retryPause = FIRST_RETRY;
   let tableDrawn = 0;
@@ -68,12 +70,16 @@ export function startWatch() {
     source = new EventSource(`/page/watch?engine=${byId("engine").value || 0}`);
     isFresh = true;
     source.addEventListener("frame", (event) => {
-      if (isFresh) timeline.clear();
+      if (isFresh) {
+        timeline.clear();
+        lead = Infinity;
+      }
       isFresh = false;
       retryPause = FIRST_RETRY;
       timeline.push(JSON.parse(event.data));
       if (!isLive && timeline.position < 0) timeline.seek(0);
       heard = performance.now();
+      lead = Math.min(lead, heard / 1000 - timeline.frames[timeline.last].time);
       if (!scheduled) {
         scheduled = true;
         requestAnimationFrame(() => {
@@ -117,6 +123,7 @@ export function startWatch() {
   function stopListening() {
     source?.close();
     source = null;
+    draw();  // it says so
   }
 
   function close() {
@@ -132,11 +139,16 @@ export function startWatch() {
     const slider = byId("time");
     slider.max = String(timeline.last);
     slider.value = String(timeline.position);
-    byId("live").setAttribute("aria-pressed", String(isLive));
     const at = new Date(1000 * (timeline.frame.time + timeline.wall));
-    const behind = timeline.frames[timeline.last].time - timeline.frame.time;
-    const where = !isLive ? `${behind.toFixed(1)} s back` : timeline.frame.past ? "catching up" : "live";
-    const moment = `${where}, ${at.toLocaleTimeString()}`;
+    const state = stateOfView();
+    byId("live").setAttribute("aria-pressed", String(isLive));
+    byId("live").dataset.state = state;
+    const last = timeline.frames[timeline.last].time;
+    const words = {
+      back: () => `${(last - timeline.frame.time).toFixed(1)} s back`, lost: () => "not connected, as of", late: () => `${lateness().toFixed(0)} s behind, catching up`,
+      past: () => "catching up with the log", idle: () => "live, idle since", live: () => "live",
+    };
+    const moment = `${words[state]()}${["lost", "idle"].includes(state) ? " " : ", "}${at.toLocaleTimeString()}`;
     byId("moment").textContent = moment;
     slider.setAttribute("aria-valuetext", moment);
     drawTiles();
@@ -147,6 +159,18 @@ export function startWatch() {
       tableDrawn = performance.now();
       drawRequests(timeline, now());
     }
+  }
+
+  // How late the last frame was when it came: the quickest one is taken to have come at once.
+  const lateness = () => heard / 1000 - timeline.frames[timeline.last].time - lead;
+
+  // What is shown: it is live only if the last that happened is what one sees.
+  function stateOfView() {
+    if (!isLive) return "back";
+    if (source === null) return "lost";
+    if (timeline.frame.past) return "past";
+    if (lateness() > LATE_SECONDS) return "late";
+    return performance.now() - heard > 1000 * IDLE_SECONDS && timeline.requests.size === 0 ? "idle" : "live";
   }
 
   function drawSteps() {
