@@ -1,7 +1,8 @@
 """Short names for the families' common checkpoints on the Hugging Face hub: what `quire models
 --available` lists and `quire pull` takes.
 
-Sizes and licences are those of the models' cards. Whoever downloads a model accepts its licence.
+Sizes and licences are for orientation and were not compared with the models' cards; these are what
+counts. Whoever downloads a model accepts its licence.
 """
 
 from __future__ import annotations
