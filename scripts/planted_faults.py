@@ -221,7 +221,7 @@ FAULTS = (
     Fault(
         "parallel division",
         "shares overlap where they don't come out even",
-        "quire/parallel/division.py",
+        "quire/kernels/shares.py",
         "start = index * each + min(index, more)",
         "start = index * each + min(index, more, 1)",
         ("tests/parallel/test_division.py",),

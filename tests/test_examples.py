@@ -29,7 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines whose cache is no quarter of the machine's memory."""
     import quire.config as config
 
-    monkeypatch.setattr(config, "_CPU_LIMITS", config.Limits(8, 512, "64MiB"))
+    monkeypatch.setattr(config, "_CPU_LIMITS", config.EngineLimits(8, 512, "64MiB"))
 
 
 def run(

@@ -230,7 +230,7 @@ def test_encode_and_decode_are_each_others_inverse(llm: LLM) -> None:
     assert llm.decode([end], skip_special_tokens=False) == "<|im_end|>"
     with pytest.raises(InvalidRequestError, match="text: must be text"):
         llm.encode(3)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="outside the vocabulary"):
+    with pytest.raises(InvalidRequestError, match="out of vocabulary"):
         llm.decode([10**6])
     with pytest.raises(InvalidRequestError, match="token_ids: must be a list of token ids"):
         llm.decode("text")  # type: ignore[arg-type]

@@ -79,7 +79,11 @@ def expected(decoder: Decoder) -> Transcript:
 
 
 def test_decode_steps_are_recorded_where_kernels_can_be(decoder: Decoder) -> None:
-    assert RecordedSteps.fit(decoder) == isinstance(decoder.kernels, CpuKernels)
+    """Factors of packed rows are applied by torch, and layers without an MLP are not recorded yet."""
+    has_factors = any(getattr(one, "input_scales", ()) for one in decoder.spec.mixers)
+    is_whole = all(layer.mixers and layer.mlp is not None for layer in decoder.spec.layers)
+    expected = isinstance(decoder.kernels, CpuKernels) and is_whole and not has_factors
+    assert RecordedSteps.fit(decoder) == expected
 
 
 @pytest.mark.parametrize("scenario", FEW)

@@ -122,6 +122,7 @@ class DecoderLayer:
     ) -> None:
         """`tables`: those of the rope of its mixers."""
         self.parallel = layer.parallel
+        self.has_mixers = bool(layer.mixers)
         self.scale = spec.residual_scale
         norms = {one: Norm(parameters, f"{name}.{one}", spec) for one in layer.norms}
         self.attention_norm, self.mlp_norm = norms.get("attention_norm"), norms.get("mlp_norm")
@@ -149,7 +150,7 @@ class DecoderLayer:
         fused with the norm), and returns this layer's output in the same way, with the residual
         stream before it.
         """
-        if not self.attention.parts:
+        if not self.has_mixers:
             assert self.mlp is not None
             normed, residual = _enter(batch, x, residual, self.mlp_norm)
             return self._leave(batch, self.mlp(batch, normed), self.mlp_post_norm), residual

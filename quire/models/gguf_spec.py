@@ -43,6 +43,9 @@ def config_of(checkpoint: Checkpoint, file: str) -> dict[str, Any]:
     values = {
         key: config.raw(key) for key in (*KEYS, *config.names()) if key in config and "." not in key
     }
+    original = config.part("rope_parameters").raw("original_max_position_embeddings")
+    if original is not None:  # some families' classes read it from here
+        values["original_max_position_embeddings"] = original
     return {"architectures": [family.architectures[0]], "model_type": family.name, **values}
 
 

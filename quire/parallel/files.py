@@ -89,8 +89,6 @@ def _own_pieces(
         for expert in range(parameter.shape[0]) if is_stack else (piece.expert,):
             begin = first + (expert * num_rows if is_stack and expert is not None else 0)
             cut = _cut(info, begin, count, is_stack)
-            if is_stack and len(cut.shape) == 1:  # biases are matrices of one column
-                cut = replace(cut, shape=(*cut.shape, 1))
             yield replace(piece, name=cut.name, part=part, expert=expert, order=order), cut
 
 

@@ -198,7 +198,7 @@ def test_a_command_puts_full_collections_off_from_its_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found: list[tuple[int, int, int]] = []
-    monkeypatch.setattr("quire.cli.main.app", lambda: found.append(gc.get_threshold()))
+    monkeypatch.setattr("quire.cli.main.app", lambda **_: found.append(gc.get_threshold()))
     main()
     assert found[0][2] > 100 * gc.get_threshold()[2]
 

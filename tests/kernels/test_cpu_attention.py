@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire.backends.cpu.kernels import CpuKernels
-from quire.errors import UnsupportedModelError
 from quire.kernels.ops import AttentionSpec, HeadShape, LayerCache
 from tests.decoding import attend
 from tests.kernels.cpu_support import (
@@ -313,17 +312,6 @@ def test_attention_with_a_window_needs_no_blocks_before_it(
     expected = attend(kernels, query, cache, batch, 0.2, 40)
     table[0, :9] = table[0, -1] + 10_000_000  # a look there would be far outside the cache
     assert torch.equal(attend(kernels, query, cache, batch, 0.2, 40), expected)
-
-
-def test_attention_refuses_head_sizes_it_was_not_made_for(kernels: CpuKernels) -> None:
-    for head_dim in (12, 264):
-        cache, table = make_cache(
-            [(torch.ones(2, 1, head_dim), torch.ones(2, 1, head_dim))], 16, seed=0
-        )
-        with pytest.raises(UnsupportedModelError, match=str(head_dim)):
-            attend(
-                kernels, torch.ones(1, 1, head_dim), cache, make_batch(table, [2], [1]), 1.0, None
-            )
 
 
 @pytest.mark.parametrize(

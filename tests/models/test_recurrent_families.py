@@ -354,6 +354,7 @@ MAMBA = {
     "intermediate_size": 24,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
 

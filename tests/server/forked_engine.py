@@ -17,15 +17,20 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, NoReturn
 
+from quire.frontend.tokenizer import Tokenizer
 from quire.process import child
 
 _MODULES = ("quire.server.link.engine_process", "tests.server.faulty_engine")
 _PR_SET_NAME = 15
+_reading = threading.Lock()
+"""While a thread reads a tokenizer, which takes locks of the library that a fork would keep for ever."""
 
 
 def fork_engines() -> None:
@@ -38,6 +43,16 @@ def fork_engines() -> None:
         return start(command, **options)
 
     child.Popen = start_or_fork  # type: ignore[assignment, misc]
+    for name in ("from_hf_folder", "from_gguf"):
+        setattr(Tokenizer, name, _alone(getattr(Tokenizer, name)))
+
+
+def _alone(read: Callable[..., Tokenizer]) -> Callable[..., Tokenizer]:
+    def read_alone(*arguments: Any, **options: Any) -> Tokenizer:
+        with _reading:
+            return read(*arguments, **options)
+
+    return read_alone
 
 
 class ForkedEngine(subprocess.Popen[bytes]):
@@ -45,7 +60,8 @@ class ForkedEngine(subprocess.Popen[bytes]):
 
     def _execute_child(self, args: list[str], *options: Any) -> None:  # type: ignore[override]
         environment, stdin = options[5], options[9]
-        self.pid = os.fork()
+        with _reading:
+            self.pid = os.fork()
         if not self.pid:
             _become_engine(args[2], environment, stdin)
         os.setpgid(self.pid, self.pid)

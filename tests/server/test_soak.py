@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -45,9 +46,13 @@ def test_odd_samples_are_no_slope(soak: ModuleType) -> None:
     ],
 )
 def test_growth_in_the_second_half_is_told(
-    soak: ModuleType, memory_per_round: float, descriptors_per_round: float, fault: str | None
+    soak: ModuleType,
+    tmp_path: Path,
+    memory_per_round: float,
+    descriptors_per_round: float,
+    fault: str | None,
 ) -> None:
-    run = soak.Soak(HttpClient("http://127.0.0.1:1"), {})
+    run = soak.Soak(HttpClient("http://127.0.0.1:1"), {}, tmp_path)
     for number in range(24):
         filling = min(number, 11) * 50  # caches
         run.times.append(25.0 * number)
@@ -58,10 +63,10 @@ def test_growth_in_the_second_half_is_told(
 
 
 def test_logs_that_fill_are_those_that_there_are(
-    soak: ModuleType, capsys: pytest.CaptureFixture[str]
+    soak: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert list(soak.LOGS.values()) == [StepLog()._capacity, RecordBook()._keep]
-    run = soak.Soak(HttpClient("http://127.0.0.1:1"), {})
+    run = soak.Soak(HttpClient("http://127.0.0.1:1"), {}, tmp_path)
     run.filled = {next(iter(soak.LOGS)): 290.4}
     assert run.judge()
     assert "4,096, full after 290 s" in capsys.readouterr().out
