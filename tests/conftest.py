@@ -35,6 +35,10 @@ settings.register_profile("explore", deadline=None, suppress_health_check=[Healt
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick" if IS_QUICK else "repeatable"))
 
 
+# All of it is marked `gpu`, which `make test` leaves out: to import it takes seconds.
+collect_ignore = ["gpu"] if IS_QUICK else []
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Started in the background, a shell has us ignore Ctrl-C, and every process that a test
     # interrupts would, too.
