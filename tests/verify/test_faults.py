@@ -96,7 +96,7 @@ def test_a_prefix_cache_that_gives_a_neighbours_block_shows_there(
             fields["block_ids"] = (blocks[0] % 3 + 1, *blocks[1:])
         return AdmittedRequest(**fields)
 
-    monkeypatch.setattr(scheduler, "Admission", admit)
+    monkeypatch.setattr(scheduler, "AdmittedRequest", admit)
     verdict = verify(ModelSubject(make_model(CPU)), 600.0, max_rounds=1, shrink_seconds=60.0)
     different = {name for name, state in states(verdict).items() if state == "different"}
     assert "prefix cache" in different
