@@ -4,11 +4,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.reference import ReferenceKernels
@@ -39,9 +42,18 @@ def check_configuration(family: str, seed: int, folder: Path) -> None:
     files = open_model(folder)
     for kernels in (ReferenceKernels(), CpuKernels()):
         decoder = load_decoder(files, kernels, torch.float32, CPU)
-        # float32 has seven digits: some logits are larger than 10
-        torch.testing.assert_close(all_logits(decoder, prompt), expected, atol=1e-4, rtol=1e-5)
+        assert_as_near(all_logits(decoder, prompt), expected, model, prompt)
     check_greedy(model, prompt, greedy(decoder, prompt, 8))
+
+
+def assert_as_near(found: Tensor, expected: Tensor, model: Any, prompt: list[int]) -> None:
+    """Within 1e-4; where float32 itself is further off, float64 says whose error that is."""
+    if (found - expected).abs().max() <= 1e-4:
+        return
+    exact = reference_logits(copy.deepcopy(model).double(), prompt).double()
+    theirs = (expected.double() - exact).abs().max().item()
+    ours = (found.double() - exact).abs().max().item()
+    assert ours <= max(1e-4, 2 * theirs), f"off by {ours}, transformers by {theirs}"
 
 
 @pytest.mark.few(16)

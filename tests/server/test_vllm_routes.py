@@ -97,6 +97,18 @@ def test_a_batch_of_chats_is_answered_like_each_alone(small: Server) -> None:
     error_of(small.post(f"{CHAT}/batch", {"messages": [ASK], "stream": True}), 400, "stream")
 
 
+def test_a_stream_tells_tokens_without_text_too(small: Server) -> None:
+    """Half a character comes with the token that completes it, whose event has both."""
+    for seed in range(6):
+        body = {"messages": [{"role": "user", "content": "One?"}], "max_tokens": 16, "seed": seed}
+        body |= {"return_token_ids": True, "temperature": 1}
+        whole = small.post(CHAT, body).json()["choices"][0]["token_ids"]
+        found: list[int] = []
+        for chunk in small.stream(CHAT, body):
+            found += chunk["choices"][0].get("token_ids") or []
+        assert found == whole
+
+
 def test_waiting_requests_are_counted_by_reason(small: Server) -> None:
     small.canary()
     assert re.search(

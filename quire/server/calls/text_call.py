@@ -46,6 +46,15 @@ class _Answer:
     first_token: float | None = None
     last_token: float = 0.0
     num_tokens: int = 0
+    held_ids: tuple[int, ...] = ()
+    """Tokens that came without text (half a character, what may begin a tag): they are told with
+    those that complete it.
+    """
+
+    def take_held(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """These tokens, after those that were held."""
+        held, self.held_ids = self.held_ids, ()
+        return (*held, *token_ids)
 
     def grow(self, token_ids: tuple[int, ...], now: float) -> None:
         """Nearly every token of every stream comes this way, so it is short."""
@@ -77,12 +86,17 @@ class _Answer:
                 pieces += reader.feed(piece, False)
             content, reasoning, calls = pieces[0]
             if calls or len(pieces) > 1:
+                token_ids = self.take_held(token_ids)
                 self.call.tell(self.index, pieces, reader.unmarked(text), token_ids)
                 return
+        if self.held_ids:
+            token_ids = self.take_held(token_ids)
         if sink is not None and not self.events:
             if not reasoning:
-                # without any: half a character, or what may begin a tag
-                if not content or sink.push(content, token_ids, False):
+                if not content:
+                    self.held_ids = token_ids
+                    return
+                if sink.push(content, token_ids, False):
                     return
             elif not content and sink.push(reasoning, token_ids, True):
                 return
@@ -197,7 +211,8 @@ class TextCall(Call):
         if params.best_of is None:
             is_last = delta.finish_reason is not None
             stop_reason = answer.live.stop_reason(answer.position) if is_last else None
-            self._read(answer.index, answer.reader, delta, stop_reason)
+            held = answer.take_held(())
+            self._read(answer.index, answer.reader, delta, stop_reason, held)
             if answer.reader.is_over and not is_last:
                 self._end_answer(answer)
                 self._unfinished.discard(update.request_id)
@@ -240,9 +255,8 @@ class TextCall(Call):
         answer.last_token = now
         answer.num_tokens += count
         self.usage.completion_tokens += count
-        self.usage.accepted_tokens += (
-            count - 1
-        )  # a step gives one, and one for each accepted draft token
+        # a step gives one, and one for each accepted draft token
+        self.usage.accepted_tokens += count - 1
 
     def count_gaps_soon(self) -> None:
         self.callbacks.add(self._metrics.count_gaps)
@@ -253,12 +267,14 @@ class TextCall(Call):
         reader: AnswerReader,
         found: RequestDelta | Completion,
         why: str | int | None,
+        held: tuple[int, ...] = (),
     ) -> None:
         """Makes events of what is new of a choice, or (best_of) of all of it. `why` it stopped, if
-        it did.
+        it did; `held` are tokens before it that were not told yet.
         """
         reason = cast("FinishReason | None", found.finish_reason)
-        text, token_ids, logprobs = found.text, found.token_ids, found.logprobs or ()
+        text, token_ids = found.text, (*held, *found.token_ids)
+        logprobs = found.logprobs or ()
         pieces = reader.feed(text, reason is not None, is_cut=reason == "length")
         if reader.is_over:
             reason, why = "stop", None
