@@ -27,6 +27,7 @@ from quire.server.batches.room import FolderLimits, NoRoomError
 from quire.server.batches.store import BatchStore
 from quire.server.batches.work import WorkFiles
 from quire.server.disk import disk_error, write_whole
+from quire.server.errors import ApiError
 from tests.server.harness import Server, error_of, wait_for
 from tests.server.replicas.local_engines import LocalEngines, LocalServer, local_links
 
@@ -611,6 +612,32 @@ def test_a_start_removes_what_belongs_to_nobody(tmp_path: Path) -> None:
     assert names == {".lock", f"{file.id}.data", "batch_1.output", "batch_1.errors", *records}
     assert again.room.taken() == taken
     again.close()
+
+
+def test_a_batch_that_is_over_stays_until_its_client_has_seen_it(tmp_path: Path) -> None:
+    """Found by CI: another batch that waited for room took its record's, and its client got 404."""
+    store = BatchStore(tmp_path, FolderLimits.of(MIB, 1))
+    upload = store.new_upload("me")
+    upload.write(b"x" * 100)
+    file = store.add_file(upload, "a", "batch")
+    over, running = (
+        stored_batch(f"batch_{i}", input_file_id=file.id, owner="me") for i in range(2)
+    )
+    for batch in (over, running):
+        store.add_batch(batch)
+    store.end_batch(over, "cancelled")
+    left = MIB - store.room.taken()
+    work = store.open_work(running)
+    with pytest.raises(NoRoomError):
+        work.write([BatchAnswer(b"x" * (left + 1), False)])
+    assert store.batch("me", over.id).status == "cancelled"
+    assert over.ended_at is not None
+    over.ended_at -= 3600
+    work.write([BatchAnswer(b"x" * (left + 1), False)])
+    with pytest.raises(ApiError):
+        store.batch("me", over.id)
+    work.close()
+    store.close()
 
 
 def test_records_are_never_written_through_a_link(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ from quire.server.owned_folder import own_folder
 logger = logging.getLogger(__name__)
 
 _MOST_RECORD_BYTES = 2**20
+_SEEN_SECONDS = 120
+"""By then a client that waits for a batch's end has asked for it."""
 _KINDS = ("output", "errors")
 """Of a batch's answers."""
 _FIELDS = {"output": "output_file_id", "errors": "error_file_id"}
@@ -205,7 +207,7 @@ class BatchStore:
     def open_work(self, batch: StoredBatch) -> WorkFiles:
         """Where its answers grow."""
         output, errors = (self._work_path(batch.id, kind) for kind in _KINDS)
-        return WorkFiles(output, errors, batch.owner, self.take, self.room.give_back)
+        return WorkFiles(output, errors, batch.owner, self._take_in_time, self.room.give_back)
 
     def end_batch(self, batch: StoredBatch, outcome: str) -> None:
         """Makes output files of its answers; they are counted already. Raises OSError, and may be
@@ -221,9 +223,9 @@ class BatchStore:
             self.save(over)
             batch.status, batch.ended_at = over.status, over.ended_at
 
-    def take(self, owner: str, num_bytes: int) -> None:
+    def take(self, owner: str, num_bytes: int, kept_seconds: int = 0) -> None:
         """Counts bytes before they are written; raises NoRoomError. What nobody can delete, the
-        records of batches that are over, makes room, the oldest first.
+        records of batches that are over (for so long at least), makes room, the oldest first.
         """
         with self._lock:
             while True:
@@ -231,14 +233,21 @@ class BatchStore:
                     self.room.take(owner, num_bytes)
                     return
                 except NoRoomError:
+                    before = int(time.time()) - kept_seconds
                     over = [
-                        one for one in self._batches.values() if one.owner == owner and one.is_over
+                        one
+                        for one in self._batches.values()
+                        if one.owner == owner and one.is_over and (one.ended_at or 0) <= before
                     ]
                     if not over or num_bytes > self._limits.bytes_per_key:
                         raise
                     self._forget(min(over, key=lambda one: (one.created_at, one.id)))
 
     # Inside
+
+    def _take_in_time(self, owner: str, num_bytes: int) -> None:
+        """For answers, which can wait: a batch that is over stays until its client has seen it."""
+        self.take(owner, num_bytes, kept_seconds=_SEEN_SECONDS)
 
     def _take_work(self, batch: StoredBatch, kind: str) -> str | None:
         """The id of the file that holds the batch's answers of a kind, if there are any."""
