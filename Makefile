@@ -17,7 +17,7 @@ export PROMPT
 # Tests start hundreds of processes of Quire: compiled once, it starts sooner.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run serve test test-all check bench clients soak clean
+.PHONY: run serve test test-all check compiled bench clients soak clean
 
 run: .venv/run-installed
 	@$(BIN)/quire run "$$PROMPT"
@@ -27,16 +27,22 @@ serve: .venv/serve-installed
 
 # Only the plugins that the tests use: each of pytest's processes would import those of schemathesis and langsmith, too.
 # numpy's threads would wait for each other's cores: small systems of equations take it four times as long then.
-PYTEST := OPENBLAS_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest -p xdist.plugin \
-	-p _hypothesis_pytestplugin -n 3
+PYTEST := OPENBLAS_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest \
+	-p _hypothesis_pytestplugin
+WORKERS := -p xdist.plugin -n 3
 
 # Tests of one server or one file share a worker (tests/selection.py).
-test: check
-	QUIRE_QUICK_TESTS=1 $(PYTEST) -m "not slow and not gpu" --dist loadgroup $(PYTEST_ARGS)
+test: .venv/test-installed
+	@$(MAKE) --no-print-directory -j2 check compiled
+	QUIRE_QUICK_TESTS=1 $(PYTEST) $(WORKERS) -m "not slow and not gpu" --dist loadgroup $(PYTEST_ARGS)
+
+# Beside the type checker, which has one core: in a fresh clone each of pytest's workers would compile every test file.
+compiled: .venv/test-installed
+	@QUIRE_QUICK_TESTS=1 $(PYTEST) --collect-only -qq > .venv/collected.txt || { cat .venv/collected.txt; exit 1; }
 
 # Some of these take a minute alone: whoever is done takes single tests from the others.
 test-all: .venv/test-installed
-	$(PYTEST) -m "slow or soak or hypothesis or gpu" --dist worksteal $(PYTEST_ARGS)
+	$(PYTEST) $(WORKERS) -m "slow or soak or hypothesis or gpu" --dist worksteal $(PYTEST_ARGS)
 
 check: .venv/test-installed
 	$(BIN)/ruff check .

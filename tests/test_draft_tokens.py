@@ -88,6 +88,7 @@ def expected(decoder: Decoder) -> Transcript:
     return Bench(decoder).run(prompts(), EVERYTHING)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
 def test_draft_tokens_change_no_bit(

@@ -135,7 +135,7 @@ OF_ALL_KINDS = ("llama", "smollm3", "qwen3_moe")
 """Those that meet every scenario in the short form, too: dense, windows, experts."""
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", SPECS)
@@ -157,7 +157,7 @@ def test_every_family_is_exact_in_every_scenario(family: str, dtype: str) -> Non
             assert got.host_tokens + got.cached_tokens > 0
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
 def test_a_cache_of_8_bits_is_exact_too(stored: torch.dtype, dtype: str) -> None:
@@ -183,6 +183,7 @@ def test_a_cache_of_8_bits_is_exact_too(stored: torch.dtype, dtype: str) -> None
     assert 0 < min(differences) < 0.1 * plain[next(iter(plain))].abs().max()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_reference_kernels_are_exact_too(dtype: str) -> None:
     decoder = random_decoder(SPECS["qwen3_moe"], ReferenceKernels(), DTYPES[dtype])
@@ -201,6 +202,7 @@ def test_the_reference_kernels_are_exact_too(dtype: str) -> None:
         assert_same(Bench(decoder, **SCENARIOS[name]).run(prompts, params), expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sixty_four_requests_in_any_order_equal_each_alone(dtype: str) -> None:
     decoder = random_decoder(SPECS["llama"], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
@@ -213,7 +215,7 @@ def test_sixty_four_requests_in_any_order_equal_each_alone(dtype: str) -> None:
         assert_same(got, expected)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64, 512])
 def test_a_long_prompt_has_the_same_bits_in_chunks_of_any_size(chunk: int, dtype: str) -> None:

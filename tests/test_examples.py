@@ -95,6 +95,7 @@ def test_structured(
     )
 
 
+@pytest.mark.slow
 def test_openai_client(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +105,7 @@ def test_openai_client(
     assert log.read_text().count("\n") > 10  # the answer was computed there
 
 
+@pytest.mark.slow
 def test_tiny_model_is_right_and_readable(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -227,6 +227,7 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm: LLM) -> None
     assert not llm.has_work
 
 
+@pytest.mark.slow
 def test_a_cache_in_int8_holds_more_and_is_exact(smollm2_gguf: Path) -> None:
     """Decode steps are recorded calls here, prompts are not: alone, cached, and in a batch."""
     prompts = [f"{'One two three four. ' * (3 + 5 * i)}The capital of France is" for i in range(5)]
@@ -282,6 +283,7 @@ print(loaded - resident())
 """
 
 
+@pytest.mark.slow
 def test_close_gives_memory_back(smollm2_gguf: Path) -> None:
     """In a process of its own, whose allocators (glibc's, and mimalloc in torch for ARM) keep
     nothing that nobody holds: that is not the question here.
@@ -343,6 +345,7 @@ def test_importing_quire_is_quick_and_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_a_first_answer_imports_nothing_it_does_not_need(smollm2_gguf: Path) -> None:
     """torch brings some of these in by itself when it is asked the wrong way, and that takes half a
     second.

@@ -61,6 +61,7 @@ def test_reasoning_calls_and_answers(llm: LLM) -> None:
     assert llm.chat(ASK, saying(llm, both))[0].text == f"{THOUGHT}{call}\n{call}"
 
 
+@pytest.mark.slow
 def test_a_stream_gives_the_same_in_pieces_wherever_it_is_cut_off(llm: LLM) -> None:
     params = saying(llm, ANSWER)
     assert params.max_tokens is not None

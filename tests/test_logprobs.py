@@ -121,6 +121,7 @@ def assert_defined(
                 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_logprobs_are_what_the_definition_says_in_every_scenario(family: str, dtype: str) -> None:
@@ -202,6 +203,7 @@ def test_logprobs_that_are_not_numbers_fail_the_one_who_asked() -> None:
     assert updates["good"][0].prompt_logprobs is not None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("vocab_size", [7, 1000, 8193])
 def test_ties_go_to_the_lowest_id(vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(vocab_size)

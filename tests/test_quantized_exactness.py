@@ -55,7 +55,7 @@ def in_format(name: str, value: Tensor) -> Weight:
     return Weight.of(FORMATS[name], tuple(value.shape), weight.tensor.view(*value.shape[:-1], -1))
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.soak
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("name", NAMES)

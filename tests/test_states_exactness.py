@@ -86,6 +86,7 @@ def test_decode_steps_are_recorded_where_kernels_can_be(decoder: Decoder) -> Non
     assert RecordedSteps.fit(decoder) == expected
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("scenario", FEW)
 def test_bits_do_not_depend_on_what_happens_around_a_request(
     decoder: Decoder, expected: Transcript, scenario: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -86,14 +86,14 @@ SOURCES = _sources()
 
 
 @cache  # when a test asks: every worker of pytest-xdist imports this file
-def _tree(name: str) -> ast.Module:
-    return ast.parse(SOURCES[name].read_text())
+def _nodes(name: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(SOURCES[name].read_text())))
 
 
 def _imported(name: str) -> Iterator[str]:
     """The full names of what a module imports, wherever in it the import stands."""
     package = name if SOURCES[name].name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(_tree(name)):
+    for node in _nodes(name):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -195,7 +195,10 @@ def test_engine_imports_no_torch() -> None:
 
 def test_no_file_is_long() -> None:
     """Counted in statements, so that lines are broken where they read best."""
-    sizes = {str(file.relative_to(PACKAGE)): num_statements(file) for file in SOURCES.values()}
+    sizes = {
+        str(file.relative_to(PACKAGE)): num_statements(_nodes(name))
+        for name, file in SOURCES.items()
+    }
     long = [f"{name}: {size}" for name, size in sizes.items() if size > MAX_STATEMENTS]
     assert not long, "\n".join([f"files of more than {MAX_STATEMENTS} statements:", *long])
 
@@ -207,9 +210,7 @@ def test_only_select_knows_backends_by_name() -> None:
         where = file.relative_to(PACKAGE).as_posix()
         if where == KNOWS_BACKENDS:
             continue
-        found += [
-            f"{where}:{node.lineno}" for node in ast.walk(_tree(name)) if _tests_backend_name(node)
-        ]
+        found += [f"{where}:{node.lineno}" for node in _nodes(name) if _tests_backend_name(node)]
     assert not found, "\n".join(
         [f"a kernel backend's name is tested outside {KNOWS_BACKENDS}:", *found]
     )
@@ -253,11 +254,7 @@ def test_only_a_device_says_cuda() -> None:
     for name, file in SOURCES.items():
         where = file.relative_to(PACKAGE).as_posix()
         if not where.startswith(MAY_SAY_CUDA):
-            found += [
-                f"{where}:{line}"
-                for node in ast.walk(_tree(name))
-                for line in _lines_with_cuda(node)
-            ]
+            found += [f"{where}:{line}" for node in _nodes(name) for line in _lines_with_cuda(node)]
     assert not found, "\n".join(["lines that name a kind of device instead of asking it:", *found])
 
 
@@ -311,7 +308,7 @@ def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:
         for name in below
         if name
         not in (*(f"quire.models.{table}" for table in tables), "quire.checkpoints.download")
-        for node in ast.walk(_tree(name))
+        for node in _nodes(name)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
     ]
     assert not found, "\n".join(found)
@@ -333,16 +330,16 @@ def test_every_product_with_a_models_weight_goes_through_the_door() -> None:
         f"{name}, line {line}"
         for name in SOURCES
         if not any(name == one or name.startswith(f"{one}.") for one in free)
-        for line in _products_in(_tree(name))
+        for line in _products_in(_nodes(name))
     ]
     assert not found, "\n".join([f"products that go past {DOOR}:", *found])
 
 
-def _products_in(tree: ast.AST) -> list[int]:
+def _products_in(nodes: Iterable[ast.AST]) -> list[int]:
     """Lines on which a product of kernels is called, or handed on."""
     return [
         node.lineno
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Attribute) and node.attr in PRODUCTS
         if re.search(r"(^|[._])kernels$", ast.unparse(node.value))
     ]
@@ -360,6 +357,6 @@ def test_a_product_past_the_door_is_found() -> None:
         "kernels.rms_norm(x, w, 1e-5)",
         "self.embedding(rows, x)",
     )
-    assert all(_products_in(ast.parse(text)) == [1] for text in past)
-    assert not any(_products_in(ast.parse(text)) for text in through)
-    assert len(_products_in(_tree(DOOR))) == len(PRODUCTS)
+    assert all(_products_in(ast.walk(ast.parse(text))) == [1] for text in past)
+    assert not any(_products_in(ast.walk(ast.parse(text))) for text in through)
+    assert len(_products_in(_nodes(DOOR))) == len(PRODUCTS)

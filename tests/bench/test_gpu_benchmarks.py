@@ -65,6 +65,7 @@ def test_random_experts_are_computed_with_in_their_format() -> None:
     assert 0.3 < float(stored.std() / plain.std()) < 3
 
 
+@pytest.mark.slow
 def test_the_workload_is_nano_vllms() -> None:
     prompts, new_tokens = throughput.nano_workload()
     assert len(prompts) == 256

@@ -182,6 +182,7 @@ def test_a_prompt_longer_than_the_context_says_both_numbers(smollm2_gguf: Path) 
     assert "900" in done.stderr.replace(",", "")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_cleanly(smollm2_gguf: Path) -> None:
     process = subprocess.Popen(
         [

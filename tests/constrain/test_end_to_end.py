@@ -153,6 +153,7 @@ def test_n_answers_equal_single_ones_and_all_obey(llm: LLM) -> None:
     assert len({completion.text for completion in output.completions}) > 1
 
 
+@pytest.mark.slow
 def test_constrained_rows_do_not_touch_their_neighbours_and_the_other_way_round(llm: LLM) -> None:
     free = SamplingParams(seed=8, max_tokens=30)
     alone = [llm.generate(PROMPT, one)[0].token_ids for one in (PERSON, free)]

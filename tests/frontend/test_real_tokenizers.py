@@ -126,6 +126,7 @@ def test_control_tokens_never_come_from_text(name: str) -> None:
         assert tokenizer.decode(ids) == text
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CHATTING)
 def test_conversations_are_rendered_and_encoded_as_transformers_does(name: str) -> None:
     tokenizer = tokenizer_of(name)

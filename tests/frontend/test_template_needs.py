@@ -117,6 +117,7 @@ def test_what_a_template_needs_is_found_by_trying(template: str, needs: Template
     assert find_needs(template, {"eos_token": "</s>"}) == needs
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("template", [*STRICT, QWEN])
 @pytest.mark.parametrize("tools", [None, (WEATHER, NOW)])
 def test_calls_that_are_null_are_none(template: str, tools: Any) -> None:

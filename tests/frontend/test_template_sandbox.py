@@ -81,6 +81,7 @@ FORBIDDEN = {
 }
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("source", TOO_MUCH.values(), ids=TOO_MUCH.keys())
 def test_a_template_that_asks_for_too_much_is_stopped(
     source: str, monkeypatch: pytest.MonkeyPatch
@@ -110,6 +111,7 @@ LARGE = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("large", LARGE.values(), ids=LARGE.keys())
 def test_every_filter_is_done_in_time_or_stopped(
     large: str, monkeypatch: pytest.MonkeyPatch

@@ -235,6 +235,7 @@ BITS = [
 texts = st.lists(st.sampled_from(BITS), max_size=12).map("".join)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PARSERS)
 @settings(max_examples=150)
 @given(text=texts, data=st.data())
@@ -298,6 +299,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", PARSERS)
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_work_grows_with_the_text_and_not_faster(name: str, kind: str) -> None:
@@ -324,6 +326,7 @@ def test_work_grows_with_the_text_and_not_faster(name: str, kind: str) -> None:
     assert cost(16_000) < 5 * cost(4_000)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", PARSERS)
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_megabytes_are_read(name: str, kind: str) -> None:

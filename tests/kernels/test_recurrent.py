@@ -279,6 +279,7 @@ def test_neighbouring_parts_of_a_sequence_in_one_step_are_computed_in_their_orde
     assert torch.equal(torch.cat([begin, *parts]), expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())

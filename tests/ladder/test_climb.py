@@ -57,6 +57,7 @@ def quick(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return folder, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_quick_writes_the_table_the_plot_and_the_raw_figures(quick: tuple[Path, str, str]) -> None:
     folder, shown, _ = quick
     tables = read_tables((folder / "results.md").read_text())

@@ -55,6 +55,7 @@ def test_a_score_depends_on_the_distance_alone() -> None:
         assert torch.allclose(found, found[0].expand(12 - distance), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_reader_can_run_it(tiny_model: Path) -> None:
     command = [sys.executable, "-m", "quire.tools.ladder.model", str(tiny_model)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

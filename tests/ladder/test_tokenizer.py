@@ -48,6 +48,7 @@ def test_texts_become_the_same_ids_and_come_back(smollm2: Pair, trained: Pair, t
     check(trained, text)
 
 
+@pytest.mark.few(1)
 @settings(max_examples=200)
 @given(text=anything)
 def test_any_text_becomes_the_same_ids(smollm2: Pair, trained: Pair, text: str) -> None:
@@ -55,6 +56,7 @@ def test_any_text_becomes_the_same_ids(smollm2: Pair, trained: Pair, text: str) 
     check(trained, text)
 
 
+@pytest.mark.slow
 def test_every_character_is_of_the_kind_the_real_tokenizer_takes_it_for(smollm2: Pair) -> None:
     for code in range(0x3100):
         check(smollm2, f"a{chr(code) * 2} b{chr(code)}1")

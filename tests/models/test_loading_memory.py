@@ -56,7 +56,7 @@ print(resident("VmHWM") - before)
 )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="measures through /proc")
 @pytest.mark.parametrize("name", ["INT8", "Q4_0"])
 def test_quantising_takes_little_memory_beside_the_result(tmp_path: Path, name: str) -> None:
@@ -69,7 +69,7 @@ def test_quantising_takes_little_memory_beside_the_result(tmp_path: Path, name: 
     assert int(result.stdout) < 40 * 2**20
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="measures through /proc")
 @pytest.mark.parametrize("format", ["safetensors", "gguf"])
 def test_loading_takes_little_memory_beside_the_parameters(tmp_path: Path, format: str) -> None:

@@ -30,6 +30,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kernels", [ReferenceKernels, CpuKernels], ids=["reference", "cpu"])
 def test_the_decoder_matches_the_scripts_own_logits(
     exported: Path, kernels: Callable[[], Kernels]

@@ -201,6 +201,7 @@ NOT_IN_CONFIG_JSON = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("to", ["int8", "int4"])
 @pytest.mark.parametrize("name", [name for name in GGUF_MODELS if name not in NOT_IN_CONFIG_JSON])
 def test_a_plain_gguf_file_becomes_a_folder(name: str, to: str, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def expected(random_model: Path, scaled_model: Path) -> dict[Path, list[Any]]:
     return found
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "options"),
     [
@@ -313,6 +313,7 @@ def test_nothing_is_left_behind_when_rank_0_ends(end: str, random_model: Path) -
     assert are_gone(pids)
 
 
+@pytest.mark.slow
 def test_what_a_rank_can_not_do_is_said(random_model: Path) -> None:
     """Errors of users come as what they are, and from rank 0, though other ranks found them, too."""
     started = time.monotonic()

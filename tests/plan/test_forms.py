@@ -127,6 +127,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_packed_weights_are_as_large_as_the_kernels_make_them() -> None:
     """Their `pack` is plain torch and runs here, too, in a process whose Triton does not interpret:
     then it has Gluon.

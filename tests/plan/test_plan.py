@@ -318,6 +318,7 @@ def run_plan(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "tokens_per_second"), [("qwen3-0.6b", 25_072), ("qwen3-8b", 9_579)]
 )

@@ -448,6 +448,7 @@ def test_who_signs_in_owns_what_the_key_owns(client: httpx.Client) -> None:
     assert client.get(f"/v1/responses/{made.json()['id']}").status_code == 404
 
 
+@pytest.mark.slow
 def test_in_a_browser(server: Server, browser: Any) -> None:
     with browser.new_context(ignore_https_errors=True) as context:
         page = context.new_page()

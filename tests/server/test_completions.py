@@ -27,6 +27,7 @@ def test_tokens_and_text_are_those_of_the_offline_api(server: Server, llm: LLM) 
     assert body["system_fingerprint"].startswith("fp_")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -70,6 +71,7 @@ def test_every_parameter_means_what_it_means_offline(
     assert choice["stop_reason"] == expected.completions[0].stop_reason
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -88,6 +88,7 @@ def ask(server: Server, api: str, **fields: Any) -> str:
 APIS = ("chat", "completions", "responses", "messages")
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", FORMS)
 def test_it_is_applied_in_every_api(small: Server, name: str) -> None:
     fields, pattern = FORMS[name]

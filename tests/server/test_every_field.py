@@ -190,7 +190,7 @@ def test_what_is_refused_is_written_down(kind: Any) -> None:
     assert [name for name in kind.UNSUPPORTED if f"`{name}`" not in text] == []
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("field", CHANGES)
 def test_it_changes_the_answer(server: Server, field: str) -> None:
     others, value = CHANGES[field]

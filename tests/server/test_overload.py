@@ -93,6 +93,7 @@ def test_who_waits_too_long_is_told(server: Server) -> None:
     server.assert_sound()
 
 
+@pytest.mark.slow
 def test_memory_runs_out_and_nothing_changes(small_model: str) -> None:
     """A cache of one long answer for two of them: one gives way, both get the tokens they get
     alone.

@@ -20,6 +20,7 @@ MASK_SECONDS = 0.05
 INNOCENT = {"prompt": "one two", "ignore_eos": True, "temperature": 0}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "structured",
     [

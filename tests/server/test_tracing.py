@@ -85,6 +85,7 @@ def tree(exporter: InMemorySpanExporter) -> tuple[ReadableSpan, list[ReadableSpa
     return root, below
 
 
+@pytest.mark.slow
 def test_where_the_time_of_a_request_went(small_model: str) -> None:
     async def check(client: httpx.AsyncClient, exporter: InMemorySpanExporter) -> None:
         body = {
@@ -136,6 +137,7 @@ def test_where_the_time_of_a_request_went(small_model: str) -> None:
     run(check, small_model)
 
 
+@pytest.mark.slow
 def test_requests_that_come_to_a_stop_string_or_to_nothing(
     small_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +175,7 @@ def test_requests_that_come_to_a_stop_string_or_to_nothing(
     run(check, small_model, engine_module="tests.server.faulty_engine")
 
 
+@pytest.mark.slow
 def test_texts_to_embed_have_spans_too(
     small_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

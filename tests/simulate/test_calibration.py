@@ -69,6 +69,7 @@ class Submitted(NamedTuple):
         return self.value
 
 
+@pytest.mark.slow
 def test_from_small_steps_to_whole_prompts(small_steps: list[StepLogEntry]) -> None:
     """Nothing in the log says that a step of 200 tokens takes eight times as long as one of 24: a
     what-if without a measurement is far off, and says so; with one it is within 10%, on a machine

@@ -190,6 +190,7 @@ def test_large_steps_that_keep_the_device_busy(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
+@pytest.mark.slow
 def test_large_steps_are_measured_where_the_log_has_none() -> None:
     """The launches of steps beyond the graphs are a jump that no fit of others can know. Both parts
     are measured, on a machine that is slower now.
@@ -216,6 +217,7 @@ def test_large_steps_are_measured_where_the_log_has_none() -> None:
     close(better.run, measured, 0.10)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_one_step_in_flight_is_timed_as_a_whole(seed: int) -> None:
     """On a CPU a step is over when the host has it back: that the log says when that was changes

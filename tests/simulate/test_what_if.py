@@ -148,6 +148,7 @@ def products(rows: int, jump: float) -> float:
     return 0.0045 * min(rows, 8) + 0.0030 * max(0, rows - 8) + (jump if rows > 4 else 0.0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("overhead", "jump"), [(0.0, 0.0), (0.006, 0.012)])
 def test_from_few_rows_to_eight(
     monkeypatch: pytest.MonkeyPatch, overhead: float, jump: float
@@ -308,6 +309,7 @@ def test_those_whose_end_the_log_lacks_are_not_counted(
     assert found.requests == len(ended) == Summary.of(derive_metrics(cut)).requests
 
 
+@pytest.mark.slow
 def test_plays_on_several_cores_are_the_same(
     entries: list[StepLogEntry], times: StepTimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def decoder() -> Decoder:
     return random_decoder(SPECS["qwen3"], make_kernels("auto", torch.float32), torch.float32)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("right", [0.6, 1.0])
 def test_draft_tokens_change_no_bit(decoder: Decoder, right: float, depth: int) -> None:

@@ -30,7 +30,7 @@ def expected(plain: LLM) -> list[Any]:
     return essence(answers(plain, 7, COUNT, 24))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("speculation", ["ngram", "draft"])
 def test_every_kind_of_request(

@@ -39,6 +39,7 @@ def invoke(*arguments: str | Path) -> tuple[int, str]:
     return done.exit_code, done.stdout
 
 
+@pytest.mark.slow
 def test_a_model_from_its_files_is_exact_on_all_axes(tiny_model: Path) -> None:
     code, text = invoke(tiny_model, "--json")
     told = json.loads(text)
@@ -51,6 +52,7 @@ def test_a_model_from_its_files_is_exact_on_all_axes(tiny_model: Path) -> None:
     assert told["smallest"] is None
 
 
+@pytest.mark.slow
 def test_a_difference_is_shown_with_its_smallest_case(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

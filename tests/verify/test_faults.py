@@ -70,6 +70,7 @@ class BatchedSums(ReferenceKernels):
         return result if out is None else out.copy_(result)
 
 
+@pytest.mark.slow
 def test_sums_that_depend_on_the_batch_show_in_batches() -> None:
     verdict = verify(
         ModelSubject(make_model(BatchedSums())), 600.0, max_rounds=1, shrink_seconds=60.0

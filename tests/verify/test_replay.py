@@ -101,6 +101,7 @@ def test_another_model_is_noticed(log: Path, tiny_model: Path, tmp_path: Path) -
         invoke(other, "--model", tiny_model, "--no-wait")
 
 
+@pytest.mark.slow
 def test_what_if_measures_steps_that_the_log_does_not_have(
     log: Path, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,7 +119,7 @@ def test_outputs_are_those_of_float64(
     assert_close(moe(*layer, spec), truth, roundings=5, size=size)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "biases"),
     list(itertools.product(DTYPES, [False, True]))
