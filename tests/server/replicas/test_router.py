@@ -21,6 +21,7 @@ from quire.observe.block_names import BlockNamer, Names, pack_names, unpack_name
 from quire.observe.cache_events import CacheEvents
 from quire.sampling_params import SamplingParams
 from quire.server.link.messages import pack_tokens
+from quire.server.link.replicas import router as router_module
 from quire.server.link.replicas.block_table import BlockTable, Depths
 from quire.server.link.replicas.router import (
     ANSWER_TOKENS,
@@ -372,9 +373,12 @@ class TestChoices:
         assert router.place(names, 1000, 1, range(150)).replica == 63
         assert [router.num_cached_blocks(number) for number in (63, 64, 149)] == [40, 30, 0]
 
-    def test_of_two_prompts_with_the_same_place_the_later_one_has_a_home(self) -> None:
+    def test_of_more_prompts_than_it_remembers_the_later_ones_have_a_home(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Homes take no more memory, however many prompts there were."""
-        first, second = 5 << 49, (5 << 49) + 1
+        monkeypatch.setattr(router_module, "_MOST_HOMES", 1)
+        first, second = 5, 6
         router = new_router()
         home = router.place(named([first]), 20, 1, ALL)
         router.close(home)
@@ -387,6 +391,7 @@ class TestChoices:
         moved = router.place(named([first, 8]), 40, 1, ALL)
         router.close(moved)
         assert moved.replica != home.replica
+        router.close(router.place(named([second]), 20, 1, [other.replica]))
         assert router.place(named([second, 9]), 40, 1, ALL).replica == other.replica
 
 

@@ -30,8 +30,8 @@ HOME_TOKENS = 64
 """Where the conversation was before is worth so many tokens: it stays there when its blocks are
 gone, or are elsewhere as well.
 """
-_HOME_BITS = 15
-_HOME_SHIFT = np.uint64(64 - _HOME_BITS)
+_MOST_HOMES = 1 << 15
+"""Prompts of which it is known where they went."""
 _LOOK_BACK = 64
 """Blocks at the end of a prompt among which the end of the last one is looked for."""
 _ANSWER_BITS = 14
@@ -89,21 +89,21 @@ class PrefixRouter:
         """Load and number of answers in one number, in this order; of those that are not open, a
         very large one.
         """
-        self._free = np.zeros(num_replicas, np.int64)
+        self._free = [0] * num_replicas
         """Blocks that are neither cached nor expected, as what it takes to compute them: in the unit
         of the keys.
         """
+        self._keys_less_free = self._keys.copy()
         self._scratch = np.empty(num_replicas, np.int64)
+        self._new_work = np.empty(1, np.int64)
+        """Arrays only: where one side is a number, a call of numpy takes twice as long."""
         self._num_open = 0
         self._expected: list[dict[int, int]] = [{} for _ in range(num_replicas)]
         """Blocks that each is computing, with the number of requests that do it."""
         self._expecting: dict[int, int] = {}
         """The same by name: the bits of who does."""
-        self._home_names = np.zeros(1 << _HOME_BITS, np.uint64)
-        self._home_replicas = np.zeros(1 << _HOME_BITS, np.intp)
-        """Where prompts went, by the name of their last full block: its upper bits are its place,
-        where the latest one stays.
-        """
+        self._homes: dict[int, int] = {}
+        """Where prompts went, by the name of their last full block, the oldest first."""
         self._next = 0
 
     # What the engines tell
@@ -168,14 +168,18 @@ class PrefixRouter:
 
     def _count_blocks(self, replica: int) -> None:
         num_taken = self._table.count(self._members[replica]) + len(self._expected[replica])
-        self._free[replica] = max(0, self._num_blocks[replica] - num_taken) * self._block_work
+        free = self._free[replica] = (
+            max(0, self._num_blocks[replica] - num_taken) * self._block_work
+        )
+        self._keys_less_free[replica] = int(self._keys[replica]) - free
 
     def _count_load(self, replica: int) -> None:
         num_answers = self._num_answers[replica]
         queued = max(0, num_answers - self._max_num_seqs[replica])
         load = self._waiting_tokens[replica] + ANSWER_TOKENS * num_answers + QUEUED_TOKENS * queued
         self._loads[replica] = load
-        self._keys[replica] = self._key(replica) if self._are_open[replica] else _CLOSED
+        key = self._keys[replica] = self._key(replica) if self._are_open[replica] else _CLOSED
+        self._keys_less_free[replica] = key - self._free[replica]
 
     def _key(self, replica: int) -> int:
         load = min(self._loads[replica], _MOST_WORK)
@@ -194,25 +198,28 @@ class PrefixRouter:
         have these names; without candidates, of all that are open. Equals take turns.
         """
         depths = self._depths(names)
-        keys = self._keys
+        keys, less_free = self._keys, self._keys_less_free
         if candidates is not None:
             keys = np.full(len(keys), _CLOSED, np.int64)
-            keys[list(candidates)] = [self._key(number) for number in candidates]
+            less_free = keys.copy()
+            for number in candidates:
+                keys[number] = key = self._key(number)
+                less_free[number] = key - self._free[number]
         # Most have the same number of leading blocks: none, or those that all have. What is
         # compared is their work beside the tokens that come after these blocks.
-        most, usual = max(
-            ((members.bit_count(), depth) for members, depth in depths), default=(0, 0)
-        )
-        if 2 * most < len(keys):
-            usual = 0
-        lowest = self._scratch
-        self._driven_out(num_tokens, usual, self._free, lowest)
-        lowest += keys
+        usual = self._usual(depths, len(keys))
+        num_blocks = -(-num_tokens // self.block_size)
+        self._new_work[0] = (num_blocks - usual) * self._block_work
+        # Their work, and what they will have to compute again because the new blocks drive it out.
+        lowest = np.add(less_free, self._new_work, out=self._scratch)
+        np.maximum(lowest, keys, out=lowest)
         for members, depth in depths:
             if depth != usual:
-                some = self._replicas_of(members)
-                lost = self._driven_out(num_tokens, depth, self._free[some])
-                lowest[some] = keys[some] + lost + (usual - depth) * self._block_work
+                new_work = (num_blocks - depth) * self._block_work
+                more = (usual - depth) * self._block_work
+                for number in self._replicas_of(members):
+                    key = max(int(keys[number]), int(less_free[number]) + new_work)
+                    lowest[number] = key + more
         home = self._home(names)
         if home is not None:
             lowest[home] -= HOME_TOKENS << _ANSWER_BITS
@@ -229,19 +236,12 @@ class PrefixRouter:
         self._count(assignment, names)
         return assignment
 
-    def _driven_out(
-        self,
-        num_tokens: int,
-        depth: int,
-        free: npt.NDArray[np.int64],
-        out: npt.NDArray[np.int64] | None = None,
-    ) -> npt.NDArray[np.int64]:
-        """What replicas that have so many of a prompt's blocks will have to compute again, because
-        the others drive it out.
-        """
-        new = (-(-num_tokens // self.block_size) - depth) * self._block_work
-        lost = np.subtract(new, free, out=out)
-        return np.maximum(lost, 0, out=lost)
+    def _usual(self, depths: Depths, num_replicas: int) -> int:
+        """How many leading blocks more than half of the replicas have."""
+        for members, depth in depths:
+            if 2 * members.bit_count() > num_replicas:
+                return depth
+        return 0
 
     def _first_lowest(self, keys: npt.NDArray[np.int64]) -> int:
         """The replica with the lowest key; of several, the one whose turn is next."""
@@ -259,9 +259,7 @@ class PrefixRouter:
         """
         found = dict.fromkeys(candidates, 0)
         for members, depth in self._depths(names):
-            found |= {
-                number: depth for number in self._replicas_of(members).tolist() if number in found
-            }
+            found |= {number: depth for number in self._replicas_of(members) if number in found}
         return found
 
     def _depths(self, names: Names) -> Depths:
@@ -290,16 +288,20 @@ class PrefixRouter:
                 depth += 1
         return found
 
-    def _replicas_of(self, members: int) -> npt.NDArray[np.intp]:
+    def _replicas_of(self, members: int) -> list[int]:
         if not members & (members - 1):
-            return self._replica_of[[members.bit_length() - 1]]
+            return [int(self._replica_of[members.bit_length() - 1])]
         packed = np.frombuffer(members.to_bytes(-(-members.bit_length() // 8), "little"), np.uint8)
-        return self._replica_of[np.flatnonzero(np.unpackbits(packed, bitorder="little"))]
+        places = np.flatnonzero(np.unpackbits(packed, bitorder="little"))
+        found: list[int] = self._replica_of[places].tolist()
+        return found
 
     def computed(self, assignment: Assignment) -> None:
         """A prompt is computed: its blocks are cached or not, as the engine says."""
         if not assignment.is_open or not self._counts_here(assignment):
             return
+        if not assignment.waiting_tokens and not assignment.expected:
+            return  # it was told before
         replica = assignment.replica
         self._waiting_tokens[replica] -= assignment.waiting_tokens
         assignment.waiting_tokens = 0
@@ -377,16 +379,15 @@ class PrefixRouter:
         self._count_load(replica)
         if len(names):
             last = int(names[-1])
-            place = last >> (64 - _HOME_BITS)
-            self._home_names[place] = last
-            self._home_replicas[place] = replica
+            self._homes.pop(last, None)
+            self._homes[last] = replica
+            if len(self._homes) > _MOST_HOMES:
+                del self._homes[next(iter(self._homes))]
 
     def _home(self, names: Names) -> int | None:
         """Where the longest beginning of a prompt that was a prompt itself has been sent."""
-        last = names[: -_LOOK_BACK - 1 : -1]
-        if not len(last):
-            return None
-        places = (last >> _HOME_SHIFT).astype(np.intp)
-        are_homes = self._home_names[places] == last
-        first = are_homes.argmax()
-        return int(self._home_replicas[places[first]]) if are_homes[first] else None
+        homes = self._homes
+        for name in names[: -_LOOK_BACK - 1 : -1].tolist():
+            if name in homes:
+                return homes[name]
+        return None
