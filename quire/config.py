@@ -3,6 +3,7 @@ elsewhere (`runner/memory.py`) and never written back."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -102,6 +103,38 @@ class Duration(check.Values):
 
 
 @dataclass(frozen=True, slots=True)
+class Weights(check.Values):
+    """Names with numbers above 0; kept as text, which commands and messages can carry."""
+
+    def check(self, name: str, value: Any) -> str:
+        pairs = value
+        if isinstance(value, str):
+            pairs = dict(one.rpartition("=")[::2] for one in filter(None, value.split(",")))
+        try:
+            weights = {tenant: float(weight) for tenant, weight in pairs.items()}
+        except (AttributeError, TypeError, ValueError):
+            weights = {"": 0.0}
+        if any(
+            not isinstance(tenant, str) or not tenant or "," in tenant or not 0 < weight < math.inf
+            for tenant, weight in weights.items()
+        ):
+            shown = value[:64] if isinstance(value, str) else value
+            raise InvalidRequestError(
+                name, f"must be names with numbers above 0 such as gold=4,free=1, not {shown!r}"
+            )
+        return ",".join(f"{tenant}={weight:g}" for tenant, weight in weights.items())
+
+    def __str__(self) -> str:
+        return "names with numbers (gold=4,free=1)"
+
+
+def read_weights(text: str) -> tuple[tuple[str, float], ...]:
+    """What `Weights` keeps as text."""
+    pairs = (one.rpartition("=") for one in filter(None, text.split(",")))
+    return tuple((tenant, float(weight)) for tenant, _, weight in pairs)
+
+
+@dataclass(frozen=True, slots=True)
 class File(check.Values):
     def check(self, name: str, value: Any) -> Path | str:
         if not isinstance(value, Path | str):
@@ -133,6 +166,7 @@ class EngineOptions(TypedDict, total=False):
     speculation: str
     acceptance: str
     policy: Literal["fcfs", "priority", "fair"]
+    tenant_weights: Mapping[str, float] | str
     target_token_time: float | str | None
     target_first_token: float | str | None
     gives_way: Literal["first_token", "token_time"]
@@ -271,6 +305,13 @@ class EngineConfig:
     """fair: the tenant for whom the fewest tokens were computed; among its own requests as priority
     does.
     """
+    tenant_weights: Mapping[str, float] | str = check.parameter(
+        "",
+        Weights(),
+        cli=True,
+        help="Shares under policy fair, such as gold=4,free=1; whoever is not named has 1.",
+    )
+    """A server takes them from its keys' file."""
     target_token_time: float | str | None = check.parameter(
         None,
         Duration(),

@@ -7,7 +7,7 @@ the engine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 from quire.backends.select import device_of
 from quire.checkpoints.checkpoint import Checkpoint
 from quire.checkpoints.sources import ModelSource, resolve
-from quire.config import EngineConfig, EngineLimits
+from quire.config import EngineConfig, EngineLimits, read_weights
 from quire.engine import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
@@ -221,6 +221,7 @@ def scheduler_config(
         max_model_len=plan.max_model_len,
         block_size=plan.block_size,
         policy=config.policy,
+        tenant_weights=_weights(config.tenant_weights),
         num_host_blocks=plan.num_host_blocks,
         prefix_caching=config.prefix_caching,
         groups=plan.groups.kept,
@@ -231,6 +232,11 @@ def scheduler_config(
         target_first_token=_seconds(config.target_first_token),
         gives_way=config.gives_way,
     )
+
+
+def _weights(value: Mapping[str, float] | str) -> tuple[tuple[str, float], ...]:
+    assert isinstance(value, str)  # as `Weights` keeps them
+    return read_weights(value)
 
 
 def _seconds(value: float | str | None) -> float | None:

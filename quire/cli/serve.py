@@ -13,11 +13,12 @@ from typer import Option
 
 from quire.cli import options
 from quire.cli.option_groups import FileOptions, OptionGroup, with_groups
-from quire.config import parse_bytes
+from quire.config import Duration, parse_bytes
 from quire.errors import InvalidRequestError, QuireError, reason
 
 if TYPE_CHECKING:
     from quire.server.config import ServerConfig
+    from quire.server.guard.key_limits import KeyLimits
 
 _KEY_VARIABLE = "QUIRE_API_KEY"
 _ADMIN_VARIABLE = "QUIRE_ADMIN_KEY"
@@ -48,7 +49,11 @@ class ServerOptions(OptionGroup):
     ] = None
     api_key: Annotated[list[str] | None, Option(metavar="KEY", help=_KEY_HELP)] = None
     api_key_file: Annotated[
-        Path | None, Option(metavar="FILE", help="Further keys, one per line.")
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="Further keys, one per line; after a key: weight=, requests_per_minute=, …",
+        ),
     ] = None
     admin_key: Annotated[
         list[str] | None,
@@ -66,6 +71,13 @@ class ServerOptions(OptionGroup):
     max_queued_tokens: Annotated[int, Option(metavar="N", help="Prompt tokens that may wait.")] = (
         1_000_000
     )
+    max_first_token: Annotated[
+        str | None,
+        Option(
+            metavar="T",
+            help="Refuse a request at once whose first token would come later, such as 10s.",
+        ),
+    ] = None
     request_timeout: Annotated[float, Option(metavar="S", help="Seconds a request may take.")] = (
         600.0
     )
@@ -145,6 +157,7 @@ class ServerOptions(OptionGroup):
         """What the server is started with."""
         from quire.server.config import ServerConfig
 
+        from_file = _keys_of_file(self.api_key_file)
         return ServerConfig(
             model=model,
             engine=engine,
@@ -152,8 +165,9 @@ class ServerOptions(OptionGroup):
             served_model_names=tuple(self.served_model_name or ()),
             host=self.host,
             port=self.port,
-            api_keys=_keys(self.api_key or [], self.api_key_file),
-            admin_keys=_keys(self.admin_key or [], None, _ADMIN_VARIABLE),
+            api_keys=(*_keys(self.api_key or [], _KEY_VARIABLE), *from_file),
+            key_limits=from_file,
+            admin_keys=_keys(self.admin_key or [], _ADMIN_VARIABLE),
             cors_origins=tuple(self.cors_origin or ()),
             allowed_hosts=tuple(self.allowed_host or ()),
             page=self.page,
@@ -163,6 +177,9 @@ class ServerOptions(OptionGroup):
             http_workers=self.http_workers,
             max_queued_requests=self.max_queued_requests,
             max_queued_tokens=self.max_queued_tokens,
+            first_token_seconds=None
+            if self.max_first_token is None
+            else Duration().check("--max-first-token", self.max_first_token),
             request_seconds=self.request_timeout,
             queue_seconds=self.queue_timeout,
             drain_seconds=self.drain_timeout,
@@ -227,23 +244,26 @@ def _bytes_or_none(option: str, value: str | None) -> int | None:
     return None if value is None else parse_bytes(option, value, low=1)
 
 
-def _keys(
-    given: list[str], file: Path | None, variable_name: str = _KEY_VARIABLE
-) -> tuple[str, ...]:
+def _keys(given: list[str], variable_name: str) -> tuple[str, ...]:
     variable = os.environ.get(variable_name, "")
-    keys = [*given, *filter(None, (key.strip() for key in variable.split(",")))]
-    if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidRequestError(
-                "--api-key-file", f"{file} can't be read: {reason(error)}"
-            ) from None
-        found = [line.strip() for line in lines if line.strip()]
-        if not found:
-            raise InvalidRequestError("--api-key-file", f"{file} holds no key")
-        keys += found
-    return tuple(keys)
+    return (*given, *filter(None, (key.strip() for key in variable.split(","))))
+
+
+def _keys_of_file(file: Path | None) -> dict[str, KeyLimits]:
+    from quire.server.guard.key_limits import read_key
+
+    if file is None:
+        return {}
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(
+            "--api-key-file", f"{file} can't be read: {reason(error)}"
+        ) from None
+    found = [read_key(line) for line in lines if line.strip()]
+    if not found:
+        raise InvalidRequestError("--api-key-file", f"{file} holds no key")
+    return dict(found)
 
 
 def _readable(field: str, file: Path | None) -> Path | None:

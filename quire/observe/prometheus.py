@@ -81,8 +81,14 @@ _COUNTERS = {
     "vllm:spec_decode_num_draft_tokens": "Draft tokens that were checked.",
     "vllm:spec_decode_num_accepted_tokens": "Draft tokens that were right.",
     "quire_failed_steps": "Steps that could not be computed.",
+    "quire_late_token_steps": "Steps that could not keep the target of token times.",
+    "quire_late_first_token_steps": "Steps that could not keep the target of first tokens.",
     "quire_engine_restarts": "Times the engine process was replaced.",
     "quire_http_worker_restarts": "Times an HTTP worker was replaced.",
+}
+_LATE = {
+    "token_time": "quire_late_token_steps",
+    "first_token": "quire_late_first_token_steps",
 }
 _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "vllm:time_to_first_token_seconds": ("From arrival to the first token.", _SECONDS),
@@ -122,6 +128,8 @@ _OF_STEPS = {
     "vllm:spec_decode_num_draft_tokens",
     "vllm:spec_decode_num_accepted_tokens",
     "quire_failed_steps",
+    "quire_late_token_steps",
+    "quire_late_first_token_steps",
     "quire_engine_restarts",
     "vllm:iteration_tokens_total",
     "quire_step_seconds",
@@ -239,6 +247,8 @@ class ServerMetrics:
         for step in steps:
             self._counters["vllm:num_preemptions"].inc(step.num_preempted)
             self._counters["quire_failed_steps"].inc(step.error is not None)
+            if step.gave_way is not None:
+                self._counters[_LATE[step.gave_way]].inc()
             if step.num_scheduled:
                 self._observe("vllm:iteration_tokens_total", step.num_tokens)
                 self._observe("quire_step_seconds", step.seconds)

@@ -259,6 +259,8 @@ class StepSummary(NamedTuple):
     num_draft_tokens: int = 0
     accepted: tuple[int, ...] = ()
     """How many of the first draft tokens were right, of the second ones, and so on."""
+    gave_way: str | None = None
+    """The target of time that this step could not keep."""
 
 
 def summarize(entry: StepLogEntry) -> StepSummary:
@@ -282,6 +284,7 @@ def summarize(entry: StepLogEntry) -> StepSummary:
         accepted=tuple(
             sum(length > place for length in lengths) for place in range(max(lengths, default=0))
         ),
+        gave_way=None if step.promise is None else step.promise.gave_way,
     )
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError
+from quire.server.guard.key_limits import KeyLimits
 from quire.server.logs import LOG_FORMATS, LOG_LEVELS
 
 MIB = 2**20
@@ -50,6 +51,8 @@ class ServerConfig:
     """0 takes a free one."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     """Clients must send one of these; empty: anybody may use the server."""
+    key_limits: dict[str, KeyLimits] = field(default_factory=dict, repr=False)
+    """What single keys may do, and their shares under policy `fair`; by the key."""
     admin_keys: tuple[str, ...] = field(default=(), repr=False)
     """Keys like these that also see what other keys asked for: requests, the live view, files and
     batches.
@@ -83,6 +86,8 @@ class ServerConfig:
     """Answers one call may ask for: prompts times n (or best_of)."""
     max_buffered_tokens: int = 4096
     """Tokens a stream's reader may be behind; then the stream ends."""
+    first_token_seconds: float | None = None
+    """A request whose first token is not to be expected within that is refused at once."""
     request_seconds: float = 600.0
     """After which a request ends, however far it has come."""
     queue_seconds: float = 120.0
@@ -141,6 +146,18 @@ class ServerConfig:
             raise InvalidRequestError(
                 "admin_keys", "need api_keys: without them everybody sees everything"
             )
+        if not self.key_limits.keys() <= set(self.api_keys):
+            raise InvalidRequestError("key_limits", "are for keys of api_keys only")
+        policy = self.engine.get("policy", "fcfs")
+        if policy != "fair" and any(one.weight != 1 for one in self.key_limits.values()):
+            raise InvalidRequestError(
+                "weight", f"of a key counts under --policy fair only, not {policy}"
+            )
+        if policy == "priority" and self.first_token_seconds is not None:
+            raise InvalidRequestError(
+                "first_token_seconds",
+                "can't be kept under --policy priority, where later requests may go first",
+            )
         if self.log_format not in LOG_FORMATS:
             raise InvalidRequestError(
                 "log_format", f"must be one of {', '.join(LOG_FORMATS)}, not {self.log_format!r}"
@@ -153,7 +170,7 @@ class ServerConfig:
             value = getattr(self, name)
             if name.startswith("max_") and value is not None and value < 1:
                 raise InvalidRequestError(name, f"must be at least 1, not {value}")
-            if name.endswith("_seconds") and not 0 < value < math.inf:
+            if name.endswith("_seconds") and value is not None and not 0 < value < math.inf:
                 raise InvalidRequestError(name, f"must be above 0 and finite, not {value}")
         if not 1 <= self.http_workers <= _MOST_WORKERS:
             raise InvalidRequestError(

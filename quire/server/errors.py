@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -56,6 +57,7 @@ class ApiError(Exception):
         field: str | None = None,
         code: str | None = None,
         retry_after: float | None = None,
+        more_headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -66,13 +68,13 @@ class ApiError(Exception):
         self.field = field
         self.code = code
         self.retry_after = retry_after
+        self._more_headers = more_headers
 
     def headers(self) -> dict[str, str]:
-        return (
-            {}
-            if self.retry_after is None
-            else {"retry-after": str(max(1, round(self.retry_after)))}
-        )
+        found = dict(self._more_headers)
+        if self.retry_after is not None:
+            found["retry-after"] = str(max(1, round(self.retry_after)))
+        return found
 
 
 def to_api_error(error: Exception) -> ApiError:

@@ -128,6 +128,7 @@ class _Run:
             self._tracing,
             self._responses,
             counts,
+            None if hub is None else hub.quotas,
         )
         if self._store is not None:
             self._queue = BatchQueue(self._store, self._service)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from quire.server.errors import ApiError
 from quire.server.guard.admission import Admission
 from quire.server.guard.auth import owner_of
 from quire.server.guard.counts import Counts
+from quire.server.guard.quotas import Quotas, limits_by_owner
 from quire.server.link.engine_client import Engines, unavailable
 from quire.server.link.messages import Ready
 from quire.server.stored.store import OwnResponses, ResponseStore, open_store
@@ -38,6 +40,8 @@ _THREADS = 4
 """For tokenizing: more would only wait for each other."""
 _ENCODED_AT_ONCE = 32
 """Prompts of a call that a thread encodes before others have their turn."""
+_TIMEOUT_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")
+"""Seconds."""
 _PROMPT_FIELDS = ("prompt", "text", "token_ids")
 """Fields of errors about a prompt itself."""
 
@@ -55,8 +59,9 @@ class GenerationService:
         tracing: Tracing | None = None,
         responses: ResponseStore | None = None,
         counts: Counts | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
-        """`counts`: what the limits count, if other processes share them (`quire.server.link.workers`)."""
+        """`counts`, `quotas`: what limits count, if other processes share them (`quire.server.link.workers`)."""
         self.config = config
         self.tokenizer = tokenizer
         self.client = client
@@ -67,7 +72,8 @@ class GenerationService:
         self.responses = responses if responses is not None else open_store(config)
         self.counts = counts or Counts()
         limits = (ready.max_num_seqs, config.max_queued_requests, config.max_queued_tokens)
-        self.admission = Admission(*limits, counts=self.counts)
+        self.admission = Admission(*limits, counts=self.counts, is_fair=ready.policy == "fair")
+        self.quotas = quotas or Quotas(limits_by_owner(config))
         self.find_elsewhere: Callable[[str, str | None], Awaitable[RequestRecord | None]] | None = (
             None
         )
@@ -131,15 +137,23 @@ class GenerationService:
             )
         if request.params.priority and self.ready.policy == "fcfs":
             raise InvalidRequestError(
-                "priority", "counts only on a server started with --policy priority or fair"
+                request.fields.get("priority", "priority"),
+                "counts only on a server started with --policy priority or fair",
             )
         if self.ready.policy == "fair":
             request = replace(request, params=replace(request.params, tenant=owner))
         kind: type[Call] = TextCall if request.pooling is None else EmbeddingCall
-        ticket = self.admission.enter(min(num_answers, kind.AT_ONCE))
+        quota = self.quotas.enter(owner)
+        try:
+            ticket = self.admission.enter(min(num_answers, kind.AT_ONCE), owner, quota)
+        except BaseException:
+            if quota is not None:
+                quota.release()
+            raise
         try:
             prompts = await self._encode(request)
-            ticket.add_tokens(sum(len(prompt.token_ids) for prompt in prompts))
+            num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+            ticket.add_tokens(num_tokens, self._first_token_seconds(headers))
             trace = self._begin_trace(request, request_id, http_request_id, headers)
             parts = (self.client, self.config, self.metrics, ticket, trace, self._callbacks)
             call = kind(request_id, http_request_id, request, prompts, self.tokenizer, *parts)
@@ -150,6 +164,19 @@ class GenerationService:
             raise
         await call.start()
         return call
+
+    def _first_token_seconds(self, headers: Mapping[str, str]) -> float | None:
+        """How long a client waits for its first token: as the server allows it, or until its own
+        patience ends, which OpenAI's and Anthropic's clients tell.
+        """
+        found = [] if self.config.first_token_seconds is None else [self.config.first_token_seconds]
+        if self.ready.policy != "priority":  # there nobody knows who will come before
+            for name in _TIMEOUT_HEADERS:
+                with contextlib.suppress(ValueError):
+                    seconds = float(headers.get(name, ""))
+                    if seconds > 0:
+                        found.append(seconds)
+        return min(found, default=None)
 
     async def in_thread(self, function: Callable[..., _T], *args: object) -> _T:
         """Runs what may take long beside the event loop."""

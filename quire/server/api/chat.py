@@ -100,7 +100,7 @@ class ChatCompletionRequest(sampling.SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     prediction: Prediction | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: sampling.ServiceTier | None = None
     safety_identifier: str | None = Field(None, max_length=1024)
     store: bool | None = None
     """Only /v1/responses stores what it answers; the answer itself is the same."""
@@ -132,6 +132,7 @@ class ChatCompletionRequest(sampling.SamplingFields):
         )
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = "max_completion_tokens"
+        fields |= sampling.tier_field(self)
         kwargs = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
@@ -245,7 +246,8 @@ class ChatWriter(ChoicesWriter[ChatCompletionRequest]):
 
     def outline(self, kind: str) -> dict[str, Any]:
         outline = super().outline(kind)
-        return outline if self.body.service_tier is None else {**outline, "service_tier": "default"}
+        tier = self.body.service_tier
+        return outline if tier is None else {**outline, "service_tier": sampling.tier_of(tier)}
 
     def _first_chunk(self, event: GenerationEvent) -> bytes:
         """Says who speaks. An answer that begins with a call has no content, one without calls has

@@ -92,6 +92,7 @@ async def answer(
         headers = connection.ignored_header(
             [*request.state.ignored, *wanted.ignored, *call.ignored]
         )
+        headers |= service.quotas.headers(owner)
         if call.prompts[0].is_clamped:
             headers["x-quire-clamped"] = f"max_tokens={call.prompts[0].params.max_tokens}"
         if wanted.stream:

@@ -164,7 +164,7 @@ class ResponsesRequest(sampling.TokenChoice, ApiRequest):
     """False: the response can't be asked for again, nor gone on with."""
     truncation: Literal["disabled", "auto"] | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: sampling.ServiceTier | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: Literal[True] | None = None
     """An item of its own, which a client may leave out by itself."""
@@ -231,7 +231,7 @@ class ResponsesRequest(sampling.TokenChoice, ApiRequest):
             tool_choice=self._tool_choice(),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             truncate_prompt_tokens=-1 if self.truncation == "auto" else None,
-            fields={**self.FIELDS, **names},
+            fields={**self.FIELDS, **names, **sampling.tier_field(self)},
             ignored=(*ignored, *dropped),
             notes=present(
                 user=self.user, safety_identifier=self.safety_identifier, metadata=self.metadata
@@ -418,7 +418,7 @@ class ResponseWriter(Writer[ResponsesRequest]):
             "previous_response_id": self.body.previous_response_id,
             "reasoning": reasoning,
             "safety_identifier": self.body.safety_identifier,
-            "service_tier": "default",
+            "service_tier": sampling.tier_of(self.body.service_tier),
             "store": self.body.to_store is not None,
             "temperature": self.body.effective("temperature"),
             "text": {"format": text_format},

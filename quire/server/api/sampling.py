@@ -5,7 +5,7 @@ own, which every API takes; and how they become sampling parameters.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, PrivateAttr, create_model
 from pydantic_core import CoreSchema, core_schema
@@ -147,9 +147,27 @@ class TokenChoice(TableFields):
             given["top_k"] = max(0, self.top_k)
         if self.seed is not None:
             given["seed"] = self.seed % 2**64
+        tier = TIERS.get(getattr(self, "service_tier", None) or "", 0)
+        if tier and not given.get("priority"):
+            given["priority"] = tier
         if self.logit_bias:
             given["logit_bias"] = {_token_id(name): bias for name, bias in self.logit_bias.items()}
         return SamplingParams(**{**self._defaults, **given, **more})
+
+
+ServiceTier = Literal["auto", "default", "flex", "priority"]
+TIERS = {"flex": 100, "priority": -100}
+"""Classes of requests that OpenAI's clients ask for, as priorities: the lowest goes first."""
+
+
+def tier_of(asked: str | None) -> str:
+    """The class that a request got."""
+    return asked if asked in TIERS else "default"
+
+
+def tier_field(body: TokenChoice) -> dict[str, str]:
+    """What an error about a priority that came from a class names (`GenerationRequest.fields`)."""
+    return {} if getattr(body, "priority", 0) else {"priority": "service_tier"}
 
 
 class StreamOptions(Body):

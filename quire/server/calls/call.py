@@ -313,7 +313,7 @@ class Call(ABC):
         else:
             self._client.abort([asked.request_id for asked in self._asked])
             self._metrics.requests_failed(state, len(self._unfinished))
-        self._ticket.release()
+        self._ticket.release(self.usage.completion_tokens)
         record = self.record
         record.state = state
         record.cached_tokens = self.usage.cached_tokens

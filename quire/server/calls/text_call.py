@@ -251,6 +251,7 @@ class TextCall(Call):
         self._metrics.tokens(count, now - since, answer.first_token is None)
         if answer.first_token is None:
             answer.first_token = now
+            self._ticket.answered()
             self.record.timings.setdefault("first_token", round(now - self._arrival, 6))
         answer.last_token = now
         answer.num_tokens += count

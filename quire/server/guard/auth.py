@@ -79,7 +79,7 @@ class Authentication:
         if sent is None and sessions is not None:
             sent = sessions.key_behind(scope)
         if sent is not None and sent in self._keys:
-            scope["state"]["owner"] = _owner(sent)
+            scope["state"]["owner"] = owner_name(sent)
             scope["state"]["is_admin"] = sent in self._admin_keys
             await self._app(scope, receive, send)
         elif sessions is not None and wants_page(scope):
@@ -106,7 +106,8 @@ def seen_by(scope: Scope) -> str | None:
     return None if scope["state"].get("is_admin", False) else owner_of(scope)
 
 
-def _owner(key: bytes) -> str:
+def owner_name(key: bytes) -> str:
+    """Of whoever sends this key."""
     return hashlib.sha256(b"owner of responses: " + key).hexdigest()[:32]
 
 

@@ -12,6 +12,7 @@ import msgspec
 from quire.errors import EngineError, QuireError
 from quire.process.child import Child
 from quire.server.config import ServerConfig
+from quire.server.guard.quotas import tenant_weights
 from quire.server.link.channel import Channel
 from quire.server.link.messages import (
     Command,
@@ -70,7 +71,7 @@ class EngineLink:
             raise EngineError(f"the engine process could not be started: {error}") from error
         first = EngineProcessConfig(
             config.model,
-            config.engine,
+            {**config.engine, **tenant_weights(config)},
             config.log_format,
             config.log_level,
             share.log_name,

@@ -19,6 +19,7 @@ from quire.process.child import Child
 from quire.process.temporary_folders import temporary_folder
 from quire.server.config import ServerConfig, encode_config
 from quire.server.guard.counts import Counts
+from quire.server.guard.quotas import Quotas, limits_by_owner
 from quire.server.link.engine_client import Engines
 from quire.server.link.messages import Drain, WorkerConfig
 from quire.server.link.workers.relay import WorkerLink
@@ -57,6 +58,9 @@ class WorkerHub:
         self.folder = self._stack.enter_context(temporary_folder("quire-http-", parent))
         self._counts_path = self.folder / "counts"
         self.counts = Counts(self._counts_path, 0, config.http_workers + 1)
+        self.quotas = Quotas(
+            limits_by_owner(config), self.folder / "quotas", 0, config.http_workers + 1
+        )
         self._service: GenerationService | None = None
         self._client: Engines | None = None
         self._links: dict[int, WorkerLink] = {}
@@ -147,6 +151,7 @@ class WorkerHub:
             link = self._links.pop(worker, None)
             lost = 0 if link is None else link.lost()
             self.counts.clear(worker)
+            self.quotas.clear(worker)
             if self._draining.is_set():
                 return
             child = self._children.get(worker)

@@ -25,6 +25,7 @@ from quire.process.child import end_with_parent, ignore_terminal_signals
 from quire.server.app import create_app
 from quire.server.config import ServerConfig, decode_config
 from quire.server.guard.counts import Counts
+from quire.server.guard.quotas import Quotas, limits_by_owner
 from quire.server.http_server import (
     HttpServer,
     http_settings,
@@ -89,12 +90,15 @@ async def _serve(
     engines = RemoteEngines(first.ready)
     await engines.open(connection)
     counts = Counts(folder / "counts", first.worker, config.http_workers + 1)
+    quotas = Quotas(
+        limits_by_owner(config), folder / "quotas", first.worker, config.http_workers + 1
+    )
     metrics = metrics_for(config, Numbers(folder / f"numbers-{first.worker}"))
     endpoint = config.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
     client, store = cast(Engines, engines), RemoteStore(config, engines)
     service = GenerationService(
-        config, tokenizer, client, first.ready, metrics, tracing, store, counts
+        config, tokenizer, client, first.ready, metrics, tracing, store, counts, quotas
     )
     app = Forward(create_app(service), str(folder / "inner"))
     server = _Server(
