@@ -169,7 +169,12 @@ class TestReport:
 
     def test_goodput(self) -> None:
         assert parse_goodput(["ttft:500", "tpot:20.5"]) == {"ttft": 500.0, "tpot": 20.5}
-        for bad in ("itl:3", "ttft", "ttft:x", "ttft:-1", "ttft:nan"):
+        even = Result(0.0, chunks=[0.1 * i for i in range(1, 200)], end=20.0, output_tokens=199)
+        late = Result(0.0, chunks=[*even.chunks[:100], *(9 + 0.1 * i for i in range(100, 199))])
+        for limit, good in ((150.0, 1), (50.0, 0)):
+            figures = summarize([even, late], 1.0, Metrics({"itl": limit}))
+            assert figures["request_goodput"] == 2 * good  # one gap in 198 is forgiven
+        for bad in ("itl:x", "ttft", "ttft:x", "ttft:-1", "ttft:nan"):
             with pytest.raises(InvalidRequestError, match="--goodput"):
                 parse_goodput([bad])
 
@@ -344,6 +349,29 @@ class TestAgainstAServer:
         assert found["facts"]["server"] == server.url
         assert found["tables"][0]["rows"][0] == [{"text": "Successful requests:"}, {"text": "6"}]
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+    def test_several_rates_give_the_share_within_targets(
+        self, server: Server, tmp_path: Path
+    ) -> None:
+        figures, picture = tmp_path / "rates.json", tmp_path / "rates.svg"
+        options = "--num-prompts 4 --request-rate 40,80 --random-input-len 5 --random-output-len 3"
+        result = self.run(
+            server,
+            *f"{options} --ignore-eos --goodput e2el:60000 --goodput itl:60000".split(),
+            *("--result-file", str(figures), "--plot", str(picture)),
+        )
+        assert result.exit_code == 0, result.output
+        runs = json.loads(figures.read_text())["runs"]
+        assert [(run["request_rate"], run["good_share"], run["completed"]) for run in runs] == [
+            (40.0, 1.0, 4),
+            (80.0, 1.0, 4),
+        ]
+        assert "100%" in result.output
+        assert "<svg" in picture.read_text()
+        for wrong in ("40,inf", "40,0", "x", "1,2"):  # the last without a target
+            result = self.run(server, "--request-rate", wrong)
+            assert result.exit_code != 0
+            assert "--request-rate" in str(result.output) + str(result.exception)
 
     def test_chat_at_a_rate(self, server: Server) -> None:
         options = "--backend openai-chat --num-prompts 3 --request-rate 50 --burstiness 2 --random-input-len 5"

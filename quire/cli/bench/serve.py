@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from typer import Option
 from quire.cli.bench.options import deliver
 from quire.cli.option_groups import with_groups
 from quire.cli.options import SentOptions, given_parameters
+from quire.cli.terminal import say
 from quire.errors import InvalidRequestError, QuireError
 
 _KEY = Option(
@@ -45,8 +47,12 @@ def serve(
     ] = None,
     num_prompts: Annotated[int, Option(min=1, metavar="N", help="How many requests.")] = 100,
     request_rate: Annotated[
-        float, Option(metavar="R", help="Requests a second; inf: all at once.")
-    ] = math.inf,
+        str,
+        Option(
+            metavar="R,…",
+            help="Requests a second; inf: all at once. Several: one run each, with --goodput.",
+        ),
+    ] = "inf",
     burstiness: Annotated[
         float,
         Option(metavar="B", help="1: Poisson arrivals; less: in bursts; more: evenly spread."),
@@ -87,7 +93,9 @@ def serve(
     ] = "{}",
     goodput: Annotated[
         list[str] | None,
-        Option(metavar="NAME:MS", help="ttft, tpot or e2el a good request keeps. Repeat."),
+        Option(
+            metavar="NAME:MS", help="ttft, tpot, itl (P99) or e2el a good request keeps. Repeat."
+        ),
     ] = None,
     percentile_metrics: Annotated[
         str, Option(metavar="NAMES", help="What the table shows.")
@@ -113,7 +121,7 @@ def serve(
 
     \b
     quire bench serve --num-prompts 64 --max-concurrency 32 --ignore-eos
-    quire bench serve --request-rate 4 --goodput ttft:500 --goodput tpot:50 \\
+    quire bench serve --request-rate 1,2,4,8 --goodput ttft:500 --goodput itl:50 \\
         --result-file run.json --plot run.png
     """
     import asyncio
@@ -127,8 +135,8 @@ def serve(
         random_jobs,
     )
     from quire.tools.bench.machine import report_facts
-    from quire.tools.bench.plot import check_plotting, plot_requests
-    from quire.tools.bench.serve.figures import Metrics, serving_report
+    from quire.tools.bench.plot import check_plotting, plot_rates, plot_requests
+    from quire.tools.bench.serve.figures import Metrics, RateResult, rates_report, serving_report
     from quire.tools.bench.serve.load import Load, measure_server
 
     prompts = Lengths.around("--random-input-len", random_input_len, random_range_ratio)
@@ -155,6 +163,7 @@ def serve(
         raise InvalidRequestError("--dataset-path", "says which file --dataset-name custom reads")
     else:
         jobs = file_jobs(dataset_path, num_prompts, custom_output_len)
+    rates = _rates(request_rate)
     sent = given_parameters(sampling)
     ignore_eos = sent.pop("ignore_eos", False)
     temperature = sent.pop("temperature", None)
@@ -163,7 +172,7 @@ def serve(
         backend,
         endpoint,
         model,
-        request_rate,
+        rates[0],
         burstiness,
         max_concurrency,
         ignore_eos,
@@ -172,11 +181,30 @@ def serve(
         seed,
     )
     metrics = Metrics.parse(goodput or (), percentile_metrics, metric_percentiles)
+    if len(rates) > 1 and (not metrics.goodput or save_detailed):
+        raise InvalidRequestError(
+            "--request-rate", "of several needs --goodput, and goes without --save-detailed"
+        )
     if save_detailed and result_file is None:
         raise InvalidRequestError("--save-detailed", "needs --result-file")
     if plot is not None:
         check_plotting()
     facts = report_facts() | {"server": base_url}
+    if len(rates) > 1:
+        runs = []
+        for rate in rates:
+            say(f"{rate:g} requests a second …")
+            load, results, duration = asyncio.run(
+                measure_server(
+                    base_url, api_key, replace(load, request_rate=rate), jobs, num_warmups
+                )
+            )
+            runs.append(RateResult(rate, results, duration))
+        deliver(rates_report(facts, load, dataset_name, runs, metrics), None, result_file)
+        if plot is not None:
+            shares = [(run.rate, run.good_share(metrics)) for run in runs]
+            plot_rates(plot, f"{load.model} at {base_url}", shares)
+        return
     load, results, duration = asyncio.run(
         measure_server(base_url, api_key, load, jobs, num_warmups)
     )
@@ -186,6 +214,19 @@ def serve(
         raise QuireError(f"no request succeeded; the first failed so: {results[0].error}")
     if plot is not None:
         plot_requests(plot, f"{load.model} at {base_url}", results)
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = []
+    several = len(rates) > 1
+    if not rates or any(not rate > 0 or (several and math.isinf(rate)) for rate in rates):
+        raise InvalidRequestError(
+            "--request-rate", f"must be inf or numbers above 0 like 1,2,4, not {text[:200]!r}"
+        )
+    return rates
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -56,6 +56,19 @@ def plot_bars(path: Path, title: str, bars: Sequence[tuple[str, Spread]]) -> Non
     _save(figure, path)
 
 
+def plot_rates(path: Path, title: str, shares: Sequence[tuple[float, float]]) -> None:
+    """The share of requests within targets, by the rate of requests."""
+    check_plotting()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([rate for rate, _ in shares], [share for _, share in shares], marker="o")
+    axes.set(title=title, xlabel="requests a second", ylabel="within targets", ylim=(0, 1.05))
+    axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
 def plot_requests(path: Path, title: str, results: Sequence[Result]) -> None:
     """How the latencies of requests are spread, and what happened when."""
     check_plotting()

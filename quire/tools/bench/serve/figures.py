@@ -22,7 +22,7 @@ METRICS = {
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
 }
-_GOODPUT = ("ttft", "tpot", "e2el")
+_GOODPUT = ("ttft", "tpot", "itl", "e2el")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,9 @@ class Metrics:
     """Which figures are computed beside the usual ones, and which are shown."""
 
     goodput: Mapping[str, float] = field(default_factory=dict)
-    """Limits a good request keeps, in milliseconds."""
+    """Limits a good request keeps, in milliseconds; of the times between its tokens (itl), 99 in
+    100.
+    """
     shown: Sequence[str] = tuple(METRICS)
     percentiles: Sequence[float] = (99.0,)
 
@@ -90,6 +92,50 @@ def serving_report(
     )
     more = details(results) if is_detailed else {}
     return Report(table.title, facts, (table,), {**about, **figures, **more})
+
+
+@dataclass(frozen=True, slots=True)
+class RateResult:
+    """A run at one rate, among several."""
+
+    rate: float
+    results: Sequence[Result]
+    duration: float
+
+    def good_share(self, metrics: Metrics) -> float:
+        """Of all that were sent; refused ones are not good."""
+        good = sum(one.is_success and _is_good(one, metrics.goodput) for one in self.results)
+        return good / len(self.results)
+
+
+def rates_report(
+    facts: Mapping[str, str],
+    load: Load,
+    dataset: str,
+    runs: Sequence[RateResult],
+    metrics: Metrics,
+) -> Report:
+    """Requests within targets, by rate; the JSON has a run's figures for each."""
+    columns = ("rate (req/s)", "within targets", "failed", "output tok/s", "P99 TTFT", "P99 ITL")
+    rows, figures = [], []
+    for run in runs:
+        one = summarize(run.results, run.duration, metrics)
+        share = run.good_share(metrics)
+        times = samples(run.results)
+        figures.append({"request_rate": run.rate, "good_share": share, **one})
+        rows.append(
+            (
+                f"{run.rate:g}",
+                f"{share:.0%}",
+                one["failed"],
+                f"{one['output_throughput']:.1f}",
+                *(f"{percentile_of(times[name], 99):.0f} ms" for name in ("ttft", "itl")),
+            )
+        )
+    limits = ", ".join(f"{name} {limit:g} ms" for name, limit in metrics.goodput.items())
+    table = Table("Requests within targets", f"targets: {limits}", columns, tuple(rows))
+    about = {"model_id": load.model, "dataset_name": dataset, "goodput": dict(metrics.goodput)}
+    return Report(table.title, facts, (table,), {**about, "runs": figures})
 
 
 def samples(results: Iterable[Result]) -> dict[str, list[float]]:
@@ -189,6 +235,8 @@ def _number(text: str) -> float:
 
 def _is_good(result: Result, limits: Mapping[str, float]) -> bool:
     seconds = {"ttft": result.ttft, "tpot": result.tpot or 0.0, "e2el": result.latency}
+    if "itl" in limits:
+        seconds["itl"] = percentile_of(sorted(result.itls) or [0.0], 99)
     return all(1000 * seconds[name] <= limit for name, limit in limits.items())
 
 
