@@ -11,6 +11,7 @@ from typer import Option
 
 from quire.cli import options
 from quire.cli.option_groups import ByPlace, with_groups
+from quire.config import Duration
 from quire.errors import InvalidRequestError
 
 _DRAWN = 256
@@ -72,16 +73,21 @@ def plan(
     ttft: Annotated[
         float | None, Option(metavar="S", min=0.0, help="Seconds to the first token, as wanted.")
     ] = None,
+    target_token_time: Annotated[
+        str | None,
+        Option(metavar="T", help="A token for every answer in this time, such as 40ms: its price."),
+    ] = None,
     json_output: Annotated[bool, Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Tell whether a model fits a device, in which formats, how many requests at once, and how
     fast; before it is there: a config.json is enough. The exit status is 1 if it does not fit, or
-    the rate is too high.
+    the rate or the target is too high.
 
     \b
     quire plan smollm2
     quire plan Qwen3-8B/config.json --gpu h200 --input 2000 --output 500 --rate 5 --ttft 0.5
     quire plan Qwen3-8B/config.json --gpu h200 --requests 256 --input 100-1024 --output 100-1024
+    quire plan Qwen3-8B/config.json --gpu h200 --input 8000 --output 500 --target-token-time 30ms
     quire plan --model config.json --gpu l4 --gpus 4 --json
     quire plan Qwen3-32B/config.json --gpu h100 --gpus 4 --tensor-parallel-size 2
     """
@@ -91,6 +97,7 @@ def plan(
     from quire.tools.plan.forms import forms_of
     from quire.tools.plan.model import open_planned
     from quire.tools.plan.report import Findings, as_json, print_plan
+    from quire.tools.plan.token_time import plan_target
     from quire.tools.plan.workload import draw_jobs, read_jobs
 
     planned = open_planned(model)
@@ -118,12 +125,23 @@ def plan(
         if fitting is not None and rate is not None
         else None
     )
-    findings = Findings(planned, device, engines, load, found, serving)
+    seconds = (
+        None
+        if target_token_time is None
+        else Duration().check("--target-token-time", target_token_time)
+    )
+    target = (
+        plan_target(planned, device, fitting, load, seconds)
+        if fitting is not None and seconds is not None
+        else None
+    )
+    findings = Findings(planned, device, engines, load, found, serving, target, seconds)
     if json_output:
         print(json.dumps(as_json(findings), indent=1))
     else:
         print_plan(findings)
-    if fitting is None or (serving is not None and not serving.is_possible):
+    is_kept = seconds is None or target is not None
+    if fitting is None or not is_kept or (serving is not None and not serving.is_possible):
         raise typer.Exit(1)
 
 

@@ -23,7 +23,7 @@ _OUTLIER = 3.0
 """A step that took longer than this many times the expected time counts as this long: it was
 disturbed. If steps have become slower, they are believed after a few.
 """
-_AIM = 0.9
+AIM = 0.9
 """The part of the promised time that a step is planned to take."""
 _FIRST_PROMPT_TOKENS = 64
 """Planned for the first step, and at most twice the largest step so far after it: sizes that were
@@ -99,7 +99,7 @@ class TokenTimes:
         """
         start = 0 if prompt is None else prompt.num_computed_tokens
         beside = self.seconds(len(decodes), float(sum(map(_position, decodes))))
-        left, (_, per_token, per_pair) = _AIM * self._token_time - beside, self._plane
+        left, (_, per_token, per_pair) = AIM * self._token_time - beside, self._plane
         each = per_token + per_pair * start
         count = 0.0 if left <= 0 else float(most)
         if left > 0 and (each > 0 or per_pair > 0):

@@ -26,6 +26,7 @@ from quire.tools.plan.estimate import Estimate, ExpectedLoad, PlannedTimes, esti
 from quire.tools.plan.forms import Form, forms_of
 from quire.tools.plan.model import PlannedModel, described_model
 from quire.tools.plan.report import Findings, advice
+from quire.tools.plan.token_time import plan_target
 from quire.tools.plan.work import Rates
 from quire.tools.plan.workload import (
     RequestLengths,
@@ -413,3 +414,23 @@ def test_a_workload_and_a_number_of_requests_are_not_given_together(tmp_path: Pa
         app, ["plan", str(config), "--gpu", "h200", "--requests", "5", "--workload", "x"]
     )
     assert done.exit_code != 0
+
+
+def test_a_target_of_token_times_has_its_price() -> None:
+    model, load = planned("qwen3-8b"), ExpectedLoad(8000, 500)
+    found = first(model, H200, load)
+    plans = [
+        plan_target(model, H200, found, load, seconds) for seconds in (0.03, 0.06, 0.2, 0.0001)
+    ]
+    assert plans[-1] is None
+    kept = [one for one in plans if one is not None]
+    assert [one.token_time for one in kept] == [0.03, 0.06, 0.2]
+    speeds = [one.tokens_per_second for one in kept]
+    assert speeds == sorted(speeds)
+    assert all(one.prompt_tokens >= 16 and 1 <= one.at_once <= found.at_once for one in kept)
+    assert 0.5 < kept[-1].share < 1.1
+    findings = Findings(model, H200, 2, load, [found], None, kept[0], 0.03)
+    (line,) = [line for line in advice(findings) if line.startswith("A token every 30 ms")]
+    assert f"{2 * kept[0].at_once} answers at once" in line
+    unkept = Findings(model, H200, 1, load, [found], None, None, 0.0001)
+    assert any("not kept even by one answer" in line for line in advice(unkept))

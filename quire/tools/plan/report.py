@@ -17,6 +17,7 @@ from quire.tools.plan.devices import PlannedDevice
 from quire.tools.plan.estimate import Estimate, ExpectedLoad, Serving, estimate
 from quire.tools.plan.forms import Form, forms_of
 from quire.tools.plan.model import PlannedModel
+from quire.tools.plan.token_time import TargetPlan
 
 _PIPE_WIDTH = 150
 _MORE_RANKS = (2, 4, 8)
@@ -32,11 +33,14 @@ class Findings(NamedTuple):
     load: ExpectedLoad
     found: Sequence[Estimate]
     serving: Serving | None
+    target: TargetPlan | None = None
+    target_token_time: float | None = None
+    """That was asked for, kept or not."""
 
 
 def print_plan(findings: Findings) -> None:
     """For people."""
-    model, device, num_engines, load, found, _ = findings
+    model, device, num_engines, load, found = findings[:5]
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     num_devices = num_engines * found[0].form.ranks
     count = f"{num_devices} x " if num_devices > 1 else ""
@@ -100,7 +104,7 @@ def _duration(seconds: float) -> str:
 
 def advice(findings: Findings) -> Iterator[str]:
     """What follows from the table, and what to change."""
-    _, device, num_engines, load, found, serving = findings
+    _, device, num_engines, load, found, serving, target, target_token_time = findings
     fitting = [one for one in found if one.fits]
     if not fitting:
         yield _what_would_fit(findings)
@@ -128,6 +132,18 @@ def advice(findings: Findings) -> Iterator[str]:
         yield "The cache decides how many: shorter requests, smaller weights or more memory for it give more."
     if not device.is_measured:
         yield "Speeds are bounds here (what the weights' products alone take, attention left out), not estimates."
+    if target is not None:
+        yield (
+            f"A token every {target.token_time * 1e3:g} ms: {target.at_once * num_engines} answers at once with "
+            f"{target.prompt_tokens:,} prompt tokens beside them in a step, "
+            f"{_speed(target.tokens_per_second * num_engines)} tokens a second: {target.share:.0%} of the throughput "
+            "without a target."
+        )
+    elif target_token_time is not None:
+        yield (
+            f"A token every {target_token_time * 1e3:g} ms is not kept even by one answer alone "
+            f"({first.alone_seconds * 1e3:,.1f} ms a step)."
+        )
     if serving is None or load.rate is None:
         return
     if not serving.is_possible:
@@ -198,7 +214,7 @@ def _devices_needed(rate: float, most: float, ranks: int) -> str:
 
 
 def _what_would_fit(findings: Findings) -> str:
-    model, device, _, load, found, _ = findings
+    model, device, _, load, found = findings[:5]
     smallest = min(found, key=lambda one: one.form.weight_bytes)
     ranks = smallest.form.ranks
     what = f"{format_bytes(smallest.form.weight_bytes)}" + (
@@ -222,7 +238,7 @@ def _fits(model: PlannedModel, device: PlannedDevice, load: ExpectedLoad, ranks:
 
 def as_json(findings: Findings) -> Mapping[str, Any]:
     """For programs."""
-    model, device, num_engines, load, found, serving = findings
+    model, device, num_engines, load, found, serving, target, _ = findings
     return {
         "model": model.name,
         "family": model.spec.family,
@@ -242,6 +258,9 @@ def as_json(findings: Findings) -> Mapping[str, Any]:
         "serving": None
         if serving is None
         else {name: getattr(serving, name) for name in serving.__slots__},
+        "target": None
+        if target is None
+        else {name: getattr(target, name) for name in target.__slots__},
         "advice": list(advice(findings)),
     }
 
