@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from quire.backends.select import device_of, pick_device
 from quire.checkpoints.sources import ModelSource
@@ -23,6 +25,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.weights import Weight
 from quire.load import Share, load_model, reload_weights, scheduler_config
 from quire.models.decoder import Decoder
+from quire.models.given_weights import given_weights
 from quire.models.load import Progress
 from quire.models.spec import ModelSpec
 from quire.observe.measure_costs import about_model
@@ -59,6 +62,8 @@ class Engine:
     description: str
     """What was loaded, where, in which format, and what fits: for the start-up message."""
 
+    quantization: str = "auto"
+    """As it was asked for."""
     reload: Callable[[], None] | None = None
     """Reads the weights from the model's files again; None where there are no files."""
 
@@ -90,6 +95,14 @@ class Engine:
                 self.reload()
         finally:
             self._take_requests()
+
+    def new_weights(self, given: Iterable[tuple[str, Tensor]]) -> dict[str, Weight]:
+        """What `update_weights` takes, from tensors by the names that checkpoints have."""
+        if not isinstance(self.runner, Runner):
+            raise EngineError(
+                "weights can't be replaced with tensor parallelism: each rank has a part"
+            )
+        return given_weights(self.decoder, self.quantization, given)
 
     def update_weights(self, weights: Mapping[str, Weight]) -> None:
         """Replaces weights, by the decoder's names, where they lie (see `Parameters.update`), and
@@ -218,4 +231,5 @@ def assemble(
         eos_token_ids,
         grammars,
         description,
+        config.quantization,
     )

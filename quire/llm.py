@@ -8,10 +8,12 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Unpack
+
+from torch import Tensor
 
 from quire.assemble import Engine, build_engine
 from quire.checkpoints.sources import resolve
@@ -273,6 +275,18 @@ class LLM:
         """Takes the memory again; answers are what they were, bit for bit."""
         with self._drive() as engine:
             engine.wake_up()
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replaces weights where they lie, from pairs of a name and a tensor, as a trainer has them:
+        names as in the model's safetensors, any floating dtype, any order, all of them or some.
+        They are quantised if the model was while loading. Requests, of which none may run now, see
+        the old ones or the new ones; the prefix cache is forgotten.
+
+        With an unknown name, another shape or a missing part of a matrix nothing changes.
+        """
+        with self._drive() as engine:
+            named = engine.new_weights(weights)
+            engine.update_weights(named)
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes; refused while requests run."""

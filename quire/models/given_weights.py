@@ -1,0 +1,131 @@
+"""Weights that a caller gives, a trainer say, by the names that checkpoints have: as the decoder's
+own, in the formats that it has them in.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.checkpoints.checkpoint import Checkpoint, Chunk, TensorInfo, chunks_of
+from quire.errors import ModelFormatError
+from quire.kernels.formats import PLAIN
+from quire.kernels.weights import Weight
+from quire.models.decoder import Decoder
+from quire.models.families import family_named
+from quire.models.load import reading
+from quire.models.names import Piece, huggingface_pieces, ignored_names
+from quire.models.spec import ModelSpec
+from quire.models.weight_plan import ModelFiles, plan_weights
+
+_HERE = Path("the tensors given")
+"""What errors say where they name a file."""
+
+
+class GivenTensors(Checkpoint):
+    """A checkpoint in memory."""
+
+    def __init__(self, given: Mapping[str, Tensor]) -> None:
+        self._given = given
+        infos = {
+            name: TensorInfo(
+                name, tuple(one.shape), PLAIN[one.dtype].name, _HERE, one.nbytes, offset=0
+            )
+            for name, one in given.items()
+        }
+        super().__init__("safetensors", infos, {})
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        target.copy_(self._given[name])
+
+    def chunks(
+        self, name: str, copied_to: torch.device | None = None
+    ) -> Iterator[tuple[Chunk, tuple[Tensor, ...]]]:
+        tensor = self._given[name]
+        for chunk in chunks_of(tuple(tensor.shape)):
+            yield chunk, (tensor[chunk.index].contiguous(),)
+
+
+def given_weights(
+    decoder: Decoder, quantization: str, given: Iterable[tuple[str, Tensor]]
+) -> dict[str, Weight]:
+    """By the decoder's names. Raises ModelFormatError for a tensor that has no place or another
+    shape, and where a tensor is missing that is kept as one matrix with others that are given.
+    """
+    tensors = _checked(given)
+    spec = decoder.spec
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    for piece in _pieces(spec, tensors):
+        pieces[piece.parameter].append(piece)
+    touched = {
+        parameter: own
+        for parameter, own in pieces.items()
+        if any(piece.name in tensors for piece in own)
+    }
+    for own in touched.values():
+        missing = [piece.name for piece in own if piece.name not in tensors]
+        if missing:
+            there = next(piece.name for piece in own if piece.name in tensors)
+            raise ModelFormatError(
+                f"{there} is kept as one matrix with {', '.join(missing[:3])}: give them together"
+            )
+    known = {piece.name for own in touched.values() for piece in own}
+    unknown = sorted(tensors.keys() - known - ignored_names(spec, tensors.keys()))
+    if unknown:
+        raise ModelFormatError(
+            f"{unknown[0]} has no place in this {spec.family} model"
+            + (f", nor have {len(unknown) - 1} more" if unknown[1:] else "")
+        )
+    _check_head(spec, tensors, pieces)
+    parameters = {name: one for name, one in spec.parameters().items() if name in touched}
+    files = ModelFiles(
+        spec,
+        GivenTensors({name: tensors[name] for name in known}),
+        tuple(piece for own in touched.values() for piece in own),
+        parameters,
+    )
+    plan = plan_weights(files, decoder.kernels, decoder.dtype, decoder.device, quantization)
+    with reading(plan) as loaded:
+        return {name: loaded.pop(name) for name in parameters}
+
+
+def _checked(given: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in given:
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ModelFormatError("weights are given as pairs of a name and a tensor")
+        if name in tensors:
+            raise ModelFormatError(f"{name} is given twice")
+        if not tensor.is_floating_point():
+            raise ModelFormatError(f"{name} must hold floating-point numbers, not {tensor.dtype}")
+        plain = tensor.detach()
+        tensors[name] = plain if plain.dtype in PLAIN else plain.float()
+    return tensors
+
+
+def _pieces(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> list[Piece]:
+    """All that the model consists of, under the names that most of the given tensors have."""
+    family = family_named(spec.family)
+    found = [
+        list(huggingface_pieces(spec, {*tensors, f"{prefix}.{family.embedding}.weight"}))
+        for prefix in family.prefixes
+    ]
+    return max(found, key=lambda pieces: sum(piece.name in tensors for piece in pieces))
+
+
+def _check_head(
+    spec: ModelSpec, tensors: Mapping[str, Tensor], pieces: Mapping[str, list[Piece]]
+) -> None:
+    """The head of a tied model is its embedding: another one would be lost without a word."""
+    head = tensors.get("lm_head.weight")
+    if not spec.tie_embeddings or head is None:
+        return
+    embedding = tensors.get(pieces["embedding"][0].name)
+    if embedding is None or not torch.equal(embedding.to(head), head):
+        raise ModelFormatError(
+            "lm_head.weight differs from the embedding, or comes without it, and this model has one matrix for both"
+        )
