@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.elementwise import gelu, sigmoid
+from quire.kernels.elementwise import gelu, sigmoid, softplus
 from quire.kernels.filters import filter_rows_
 from quire.kernels.formats import Format
 from quire.kernels.logprobs import gather_logprobs
@@ -63,6 +63,9 @@ class ReferenceKernels:
         # better
         return False
 
+    def attends(self, spec: AttentionSpec) -> bool:
+        return True
+
     def captures(self, mixer: object) -> bool:
         return isinstance(mixer, AttentionSpec)
 
@@ -108,6 +111,11 @@ class ReferenceKernels:
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         return _ACTIVATIONS[activation](x.float()).to(x.dtype)
 
+    def xielu(self, x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        x32, p, n = x.float(), softplus(positive), softplus(negative) + 0.5
+        below = (x32.clamp(max=0).exp() - 1 - x32) * n
+        return (torch.where(x32 > 0, p * x32 * x32, below) + 0.5 * x32).to(x.dtype)
+
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         if weight.is_dense:
             return F.embedding(token_ids, weight.tensor)
@@ -137,6 +145,10 @@ class ReferenceKernels:
     def scale_add(self, x: Tensor, scale: float, other: Tensor | None = None) -> Tensor:
         scaled = x if scale == 1 else x * scale
         return scaled if other is None else scaled + other
+
+    def scale_rows(self, x: Tensor, factors: Tensor, which: Tensor | None = None) -> Tensor:
+        own = factors if which is None else factors[which]
+        return (x.float() * own.unsqueeze(1)).to(x.dtype)
 
     def soft_cap_(self, x: Tensor, cap: float) -> None:
         x.copy_(soft_capped(x.float(), cap))
@@ -275,11 +287,11 @@ class ReferenceKernels:
         tables = batch.table_rows.tolist()
         for i, context_len in enumerate(context_lens):
             first_row, end_row = starts[i], starts[i + 1]
-            first = (
-                max(0, context_len - (end_row - first_row) - spec.sliding_window + 1)
-                if spec.sliding_window
-                else 0
-            )
+            start, first = context_len - (end_row - first_row), 0
+            if spec.sliding_window:
+                first = max(0, start - spec.sliding_window + 1)
+            elif spec.chunk:
+                first = start // spec.chunk * spec.chunk
             keys, values = _gather_tiles(cache, batch.block_tables[tables[i]], first, context_len)
             for row in range(first_row, end_row, QUERY_TILE):
                 tile_rows = slice(row, min(row + QUERY_TILE, end_row))
@@ -299,6 +311,8 @@ class ReferenceKernels:
         # One sort groups the rows by expert; stable, so an expert's rows stay in their order.
         by_expert = chosen.flatten().sort(stable=True)
         rows = by_expert.indices // spec.top_k
+        if experts.scales is not None:
+            weights = weights * experts.scales[chosen]
         weights = weights.flatten()[by_expert.indices].unsqueeze(1)
         counts = torch.bincount(by_expert.values, minlength=router_logits.shape[1]).tolist()
         # ascending: the order of additions in a row
@@ -306,9 +320,11 @@ class ReferenceKernels:
         sizes = [counts[expert] for expert in used]
         parts, scales = rows.split_with_sizes(sizes), weights.split_with_sizes(sizes)
         hidden = []
-        for expert, part in zip(used, parts, strict=True):
+        for expert, part, scale in zip(used, parts, scales, strict=True):
             added = _row(experts.gate_up_bias, expert)
             own, weight = x[part], experts.gate_up.experts[expert]
+            if spec.scales_inputs:
+                own = (own.float() * scale).to(x.dtype)
             hidden.append(
                 self.linear_gated(own, weight, added, spec.activation)
                 if spec.gated
@@ -323,7 +339,7 @@ class ReferenceKernels:
             product = self.linear(
                 own, experts.down.experts[expert], _row(experts.down_bias, expert)
             )
-            output[part] += product.float() * scale
+            output[part] += product.float() if spec.scales_inputs else product.float() * scale
         return output.to(x.dtype)
 
     def gumbel_argmax(
@@ -404,6 +420,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: lambda x: x * sigmoid(x),
     Activation.GELU_TANH: lambda x: x * sigmoid(GELU_FACTOR * (x + 0.044715 * x * x * x)),
     Activation.CLAMPED_SWIGLU: lambda x: x * sigmoid(SWIGLU_SLOPE * x),
+    Activation.RELU: torch.relu,
     Activation.RELU2: lambda x: x.relu().square(),
     Activation.GELU: gelu,
 }
@@ -480,6 +497,8 @@ def _attend(
     visible = key_position <= query_position
     if spec.sliding_window is not None:
         visible = visible & (key_position > query_position - spec.sliding_window)
+    if spec.chunk is not None:
+        visible = visible & (key_position >= query_position // spec.chunk * spec.chunk)
     scores = scores.masked_fill(~visible, float("-inf"))
 
     # A padded query may see no key at all: its maximum is kept finite, and its row is dropped at
