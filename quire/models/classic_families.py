@@ -72,11 +72,15 @@ def _gptj(config: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def _gpt_neox_settings(config: Fields) -> Fields:
-    config = _renamed(
-        config, {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}
+    # under other names these count only within `rope_parameters`
+    return config.with_values(
+        {
+            "num_key_value_heads": config.raw("num_attention_heads"),
+            "head_dim": None,
+            "partial_rotary_factor": config.number("rotary_pct", 0.25),
+            "rope_theta": config.number("rotary_emb_base", 10_000.0),
+        }
     )
-    heads = config.raw("num_attention_heads")
-    return config.with_values({"num_key_value_heads": heads, "head_dim": None})
 
 
 def _gpt_neox(config: Fields, spec: ModelSpec) -> ModelSpec:

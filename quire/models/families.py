@@ -27,6 +27,7 @@ from quire.models.config_parts import (
 from quire.models.family import Family
 from quire.models.further_families import FURTHER
 from quire.models.gemma4_family import GEMMA4
+from quire.models.llama4_family import LLAMA4
 from quire.models.quirks import (
     MIXTRAL_NAMES,
     SEEING_PREFIXES,
@@ -376,6 +377,7 @@ FAMILIES: tuple[Family, ...] = (
         gguf_names={"mlp_norm": "post_attention_norm"}, gguf_settings={"rope_parameters": {"truncate": False}},
     ),
     GEMMA4,
+    LLAMA4,
     *FURTHER,
     *CLASSIC,
 )  # fmt: skip

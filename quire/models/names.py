@@ -257,8 +257,8 @@ def huggingface_pieces(spec: ModelSpec, present: Collection[str]) -> Iterator[Pi
         (one for one in family.prefixes if f"{_under(one, family.embedding)}.weight" in present),
         family.prefixes[0],
     )
-    heads = (family.head, f"language_model.{family.head}")  # the second in older files that see
-    head = next((one for one in heads if f"{one}.weight" in present), family.head)
+    heads = (one.removesuffix(".weight") for one in _head_names(family) if one in present)
+    head = next(heads, family.head)
     embedding, norm = (_under(prefix, one) for one in (family.embedding, family.final_norm))
     further = {one: _under(prefix, name) for one, name in family.outside.items()}
     return _pieces(
@@ -270,6 +270,13 @@ def huggingface_pieces(spec: ModelSpec, present: Collection[str]) -> Iterator[Pi
         present,
         family.stacked_names,
     )
+
+
+def _head_names(family: Family) -> tuple[str, ...]:
+    """What the head may be called: by the family, by transformers, in older files of models that
+    also see.
+    """
+    return tuple(f"{one}.weight" for one in (family.head, "lm_head", "language_model.lm_head"))
 
 
 def _under(prefix: str, name: str) -> str:
@@ -313,7 +320,7 @@ def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
     if family.has_drafting_layers:
         unused |= {name for name in present if name.startswith(further)}
     if spec.tie_embeddings:
-        unused |= {f"{family.head}.weight", f"language_model.{family.head}.weight"}
+        unused |= set(_head_names(family))
     return unused
 
 

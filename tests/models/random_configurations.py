@@ -16,6 +16,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from quire.models.families import family_named
+
 Values = dict[str, Any]
 Draw = Callable[[Random, Values], Any]
 ABSENT = object()
@@ -198,6 +200,12 @@ DRAWS: dict[str, Draw] = {
         BOOLEAN,
     ),
     "rotary_dim": one_of(4, 8),
+    "intermediate_size_mlp": one_of(24, 40),
+    "interleave_moe_layer_step": one_of(1, 2, ABSENT),
+    "attention_chunk_size": one_of(5, 16, 33),
+    "attn_temperature_tuning": BOOLEAN,
+    "floor_scale": one_of(4, 16),
+    "attn_scale": one_of(0.1, 0.5, ABSENT),
 }
 """What is drawn for a field, in this order; sizes and rope are drawn for every family."""
 
@@ -206,8 +214,10 @@ NEVER_SET: dict[str, tuple[str, ...]] = {
     "cohere": ("use_qk_norm",),
     "ernie4_5_moe": ("use_bias",),
     "apertus": ("hidden_act",),
+    "llama4_text": ("layer_types",),
 }
 """By family, fields whose other values are refused by name: see `test_config.py`."""
+OLD_ROPE_KEYS = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
 LATE = ("num_experts_per_tok", "topk_group")
 
 
@@ -387,9 +397,10 @@ def vary_config(rng: Random, family: str, folder: Path) -> None:
     if rope and "rope_type" in rope:
         if how == "old":
             del values["rope_parameters"]
-            values["rope_theta"] = rope.pop("rope_theta")
+            theta, share = OLD_ROPE_KEYS.get(family, ("rope_theta", "partial_rotary_factor"))
+            values[theta] = rope.pop("rope_theta")
             if rope.get("partial_rotary_factor") is not None:
-                values["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+                values[share] = rope.pop("partial_rotary_factor")
             rope["type"] = rope.pop("rope_type")
             values["rope_scaling"] = None if rope == {"type": "default"} else rope
         elif (
@@ -404,15 +415,16 @@ def vary_config(rng: Random, family: str, folder: Path) -> None:
             values["original_max_position_embeddings"] = 48
     file.write_text(json.dumps(values))
     if values.get("tie_word_embeddings") and rng.random() < 0.3:
-        add_head(folder, values)
+        add_head(folder, family)
 
 
-def add_head(folder: Path, values: Values) -> None:
+def add_head(folder: Path, family: str) -> None:
     """A tied model whose file has another head all the same."""
+    own = family_named(family)
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    embedding = tensors["model.embed_tokens.weight"]
-    tensors["lm_head.weight"] = torch.randn_like(embedding) * 0.2
+    embedding = tensors[f"{own.prefixes[0]}.{own.embedding}.weight"]
+    tensors[f"{own.head}.weight"] = torch.randn_like(embedding) * 0.2
     save_file(tensors, file, {"format": "pt"})
 
 
