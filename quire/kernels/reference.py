@@ -8,14 +8,13 @@ QUERY_TILE, keys in tiles of KEY_TILE, the last tile filled up with zeros.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.elementwise import gelu, sigmoid, softplus
+from quire.kernels.elementwise import ACTIVATIONS, sigmoid, soft_capped, xielu
 from quire.kernels.filters import filter_rows_
 from quire.kernels.formats import Format
 from quire.kernels.logprobs import gather_logprobs
@@ -43,9 +42,7 @@ from quire.kernels.weights import Weight
 ROW_TILE = 32
 QUERY_TILE = 16
 KEY_TILE = 64
-# twice that of tanh: (1 + tanh(y)) / 2 is the sigmoid of 2y
-GELU_FACTOR = 2 * math.sqrt(2 / math.pi)
-SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
+SWIGLU_LIMIT = 7.0
 
 
 class ReferenceKernels:
@@ -109,12 +106,10 @@ class ReferenceKernels:
         return self.activate(gate, activation) * up
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
-        return _ACTIVATIONS[activation](x.float()).to(x.dtype)
+        return ACTIVATIONS[activation.value](x.float()).to(x.dtype)
 
     def xielu(self, x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        x32, p, n = x.float(), softplus(positive), softplus(negative) + 0.5
-        below = (x32.clamp(max=0).exp() - 1 - x32) * n
-        return (torch.where(x32 > 0, p * x32 * x32, below) + 0.5 * x32).to(x.dtype)
+        return xielu(x.float(), positive, negative).to(x.dtype)
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         if weight.is_dense:
@@ -408,22 +403,6 @@ def _in_best_groups(ranked: Tensor, spec: MoeSpec) -> Tensor:
     best = totals.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_groups]
     is_best = torch.zeros_like(totals, dtype=torch.bool).scatter_(1, best, True)
     return groups.masked_fill(~is_best.unsqueeze(-1), float("-inf")).flatten(1)
-
-
-def soft_capped(x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap), by exp as `sigmoid` is."""
-    decayed = (x.abs() * (-2 / cap)).exp()
-    return (cap * (1 - decayed) / (1 + decayed)).copysign(x)
-
-
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.SILU: lambda x: x * sigmoid(x),
-    Activation.GELU_TANH: lambda x: x * sigmoid(GELU_FACTOR * (x + 0.044715 * x * x * x)),
-    Activation.CLAMPED_SWIGLU: lambda x: x * sigmoid(SWIGLU_SLOPE * x),
-    Activation.RELU: torch.relu,
-    Activation.RELU2: lambda x: x.relu().square(),
-    Activation.GELU: gelu,
-}
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,8 +29,9 @@ from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.gguf_spec import read_gguf_spec
 from quire.models.model_config import read_config
-from quire.models.names import Piece, RowRuns, gguf_pieces, huggingface_pieces
+from quire.models.names import gguf_pieces, huggingface_pieces
 from quire.models.parameters import WeightSource
+from quire.models.pieces import Piece, RowRuns
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles, WeightPlan
 from quire.process.life import sign_of_life

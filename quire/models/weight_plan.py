@@ -17,7 +17,8 @@ from quire.kernels.formats import FORMATS, PLAIN, Format
 from quire.kernels.ops import AttentionSpec, Kernels
 from quire.kernels.quantize import FP8, INT8, Q4_0
 from quire.kernels.weights import Part, Weight
-from quire.models.names import Piece, ignored_names
+from quire.models.names import ignored_names
+from quire.models.pieces import Piece
 from quire.models.spec import POSITIONS, ModelSpec, Parameter
 
 QUANTIZED = {"int8": INT8, "int4": Q4_0, "fp8": FP8}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.checkpoints.checkpoint import TensorInfo
-from quire.models.names import Piece, RowOrder, RowRuns
+from quire.models.pieces import Piece, RowOrder, RowRuns
 from quire.models.spec import Parameter
 from quire.models.weight_plan import ModelFiles, check_names_and_shapes
 from quire.parallel.division import Division
