@@ -79,6 +79,10 @@ class Family:
     """What an absent `tie_word_embeddings` means for a model that also sees; None: what it means
     for its text part.
     """
+    text_has_head: bool = False
+    """The text part of a model that also sees has a head of its own: `tie_word_embeddings` beside
+    `text_config` means nothing then.
+    """
     settings: Callable[[Fields], Fields] | None = None
     """Brings config.json into the usual form before it is read."""
     numbers_blocks: bool = False

@@ -92,7 +92,7 @@ LLAMA4 = Family(
     },
     interleaved_rope=True,
     turned_experts=True,
-    ties_whole=False,
+    text_has_head=True,
     prefixes=("model", "language_model.model"),
     unused=("vision_model.", "multi_modal_projector."),
 )

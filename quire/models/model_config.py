@@ -37,7 +37,8 @@ def read_config(path: Path) -> ModelSpec:
         config.part("text_config")  # which is an object
         tied = values.get("tie_word_embeddings", family.ties_whole)
         values = dict(values["text_config"])
-        values |= {} if tied is None else {"tie_word_embeddings": tied}
+        if tied is not None and not family.text_has_head:
+            values["tie_word_embeddings"] = tied
     config = Fields(with_defaults(family.name, values), str(path))
     if family.settings is not None:
         config = family.settings(config)
