@@ -7,14 +7,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from quire.backends.cpu.kernels import CpuKernels
-from quire.kernels.ops import Activation, MoeSpec
+from quire.kernels.ops import Activation, LayerCache, MoeSpec
+from quire.kernels.reference import ReferenceKernels
 from quire.models.config_parts import plain_attention
 from quire.models.decoder import Decoder
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, QueryScale, RopeSpec
 from quire.runner.layer_groups import LayerGroups
 from quire.runner.recorded import RecordedSteps
+from tests.decoding import paged_batch
 from tests.models.test_mixers import FP32, PARAMS, PROMPTS, SCENARIOS, alone, assert_same
 from tests.parallel.ranks import Ranks, rank_decoder, whole_weights
 from tests.random_models import Bench, random_decoder
@@ -103,6 +106,32 @@ def test_blocks_before_a_chunk_are_given_back() -> None:
     assert kept == {("all", 0), ("chunk", 9)}
     chunked = next(one for one in groups.kept if one.keeps == "chunk")
     assert [chunked.first_token(position) for position in (8, 9, 20)] == [0, 9, 18]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [9, 64, 70])
+def test_attention_in_chunks_is_that_of_the_reference(dtype: torch.dtype, chunk: int) -> None:
+    generator = torch.Generator().manual_seed(chunk)
+    spec = replace(plain_attention(4, 2, 16), chunk=chunk)
+    keys, values = (torch.randn(12, 2, 16, 16, generator=generator).to(dtype) for _ in range(2))
+    # from a chunk's midst over its end, a single token, a whole prompt
+    batch = paged_batch([(60, 30, range(1, 7)), (133, 1, range(2, 11)), (0, 20, (7, 3))], 16)
+    query = torch.randn(51, 4, 16, generator=generator).to(dtype)
+    cache = LayerCache(keys, values)
+    found = CpuKernels().attention(query, cache, batch, spec)
+    expected = ReferenceKernels().attention(query, cache, batch, spec)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    # by hand: the single token sees the keys of its chunk
+    seen = range(133 // chunk * chunk, 134)
+    places = [(2 + token // 16, token % 16) for token in seen]
+    own_keys, own_values = (
+        torch.stack([side[block, :, offset] for block, offset in places], 1).double()
+        for side in (keys, values)
+    )
+    scores = torch.einsum("hgd,hkd->hgk", query[30].view(2, 2, 16).double(), own_keys) * spec.scale
+    output = (scores.softmax(-1) @ own_values).view(4, 16)
+    torch.testing.assert_close(found[30].double(), output, atol=tolerance, rtol=tolerance)
 
 
 def test_a_query_sees_its_own_chunk_and_costs_what_that_costs() -> None:
