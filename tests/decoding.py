@@ -34,14 +34,20 @@ def make_caches(
     decoder: Decoder, num_blocks: int, block_size: int = BLOCK_SIZE
 ) -> list[LayerCache]:
     """Caches full of NaN: whoever reads a slot nobody wrote is found out."""
-    spec = decoder.spec
-    shape = (num_blocks, spec.head_shapes[0].num_kv_heads, block_size, spec.head_shapes[0].head_dim)
-    device = decoder.device
-
-    def side() -> Tensor:
-        return torch.full(shape, float("nan"), dtype=decoder.dtype, device=device)
-
-    return [LayerCache(side(), side()) for _ in range(spec.num_layers)]
+    caches: list[LayerCache] = []
+    for layer in decoder.spec.layers:
+        if layer.reads_layer is not None:
+            caches.append(caches[layer.reads_layer])
+            continue
+        assert layer.attention is not None
+        heads = layer.attention.heads
+        shape = (num_blocks, heads.num_kv_heads, block_size, heads.head_dim)
+        keys, values = (
+            torch.full(shape, float("nan"), dtype=decoder.dtype, device=decoder.device)
+            for _ in range(2)
+        )
+        caches.append(LayerCache(keys, values))
+    return caches
 
 
 def paged_batch(

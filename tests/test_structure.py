@@ -293,7 +293,14 @@ def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:
     """What differs between families is data: a string that is one's name or architecture is a
     branch on it.
     """
-    tables = ("families", "further_families", "defaults")
+    tables = (
+        "families",
+        "further_families",
+        "classic_families",
+        "gemma4_family",
+        "llama4_family",
+        "defaults",
+    )
     names = {
         name for family in FAMILIES for name in (family.name, *family.architectures, family.gguf)
     }

@@ -5,6 +5,7 @@ tensor in another way than the rest, so their bits would depend on the number of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -40,3 +41,28 @@ def gelu(x: Tensor) -> Tensor:
     for factor in ERF_FACTORS:
         lacking = (lacking + factor) * part
     return x.clamp(min=0) - 0.5 * size * lacking * (-0.5 * x * x).exp()
+
+
+def xielu(x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    """Of float32 numbers: see `quire.kernels.ops.Kernels`."""
+    below = (x.clamp(max=0).exp() - 1 - x) * (softplus(negative) + 0.5)
+    return torch.where(x > 0, softplus(positive) * x * x, below) + 0.5 * x
+
+
+def soft_capped(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), by exp as `sigmoid` is."""
+    decayed = (x.abs() * (-2 / cap)).exp()
+    return (cap * (1 - decayed) / (1 + decayed)).copysign(x)
+
+
+# twice that of tanh: (1 + tanh(y)) / 2 is the sigmoid of 2y
+GELU_FACTOR = 2 * math.sqrt(2 / math.pi)
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: x * sigmoid(x),
+    "gelu_tanh": lambda x: x * sigmoid(GELU_FACTOR * (x + 0.044715 * x * x * x)),
+    "clamped_swiglu": lambda x: x * sigmoid(1.702 * x),
+    "relu": torch.relu,
+    "relu2": lambda x: x.relu().square(),
+    "gelu": gelu,
+}
+"""By the values of `quire.kernels.ops.Activation`, of float32 numbers."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -185,6 +185,10 @@ class AttentionSpec:
     """Factor of the products of queries and keys."""
     sliding_window: int | None = None
     """A query sees this many most recent keys, its own included; None: all."""
+    chunk: int | None = None
+    """A query sees the keys of its own chunk of so many tokens, counted from the sequence's begin,
+    up to itself; None: of all chunks. Not beside a window.
+    """
     soft_cap: float = 0.0
     """Scaled products become cap * tanh(product / cap); 0: no cap."""
 
@@ -203,10 +207,11 @@ class AttentionSpec:
         heads = self.heads.num_kv_heads
         sides = (StoredPart(heads, (self.heads.head_dim,), cache_dtype),) * 2
         scales = (StoredPart(heads, (), float32),) * 2 if cache_dtype == int8 else ()
-        window = self.sliding_window or 0
-        return LayerState(
-            (*sides, *scales), "window" if window else "all", window, self.heads.num_heads
-        )
+        keeps: Literal["all", "window", "chunk"] = "all"
+        if self.sliding_window or self.chunk:
+            keeps = "window" if self.sliding_window else "chunk"
+        size = self.sliding_window or self.chunk or 0
+        return LayerState((*sides, *scales), keeps, size, self.heads.num_heads)
 
     def layer_cache(self, memory: CacheMemory) -> LayerCache:
         """What kernels read and write."""
@@ -226,15 +231,25 @@ class AttentionSpec:
 
     def bytes_read(self, context: int, itemsize: float) -> float:
         """Of the cache, by a token that is the last of so many; `itemsize` is a key's."""
-        seen = min(context, self.sliding_window or context)
+        seen = self._num_seen(context)
         return 2 * seen * self.heads.num_kv_heads * self.heads.head_dim * itemsize
 
     def flops(self, context: int) -> float:
         """Of a token that is the last of so many: products with keys, and with values."""
-        return 4.0 * min(context, self.sliding_window or context) * self.output_size
+        return 4.0 * self._num_seen(context) * self.output_size
+
+    def _num_seen(self, context: int) -> int:
+        """Keys that the last of so many tokens sees."""
+        if self.chunk:
+            return (context - 1) % self.chunk + 1 if context else 0
+        return min(context, self.sliding_window or context)
 
     def prompt_flops(self, length: int) -> float:
         """Of all tokens of a sequence: token i sees i keys, up to the window."""
+        if self.chunk:
+            full, rest = divmod(length, self.chunk)
+            seen = full * self.chunk * (self.chunk + 1) // 2 + rest * (rest + 1) // 2
+            return 4.0 * seen * self.output_size
         growing = min(length, self.sliding_window or length)
         seen = growing * (growing + 1) // 2 + (length - growing) * growing
         return 4.0 * seen * self.output_size
@@ -265,6 +280,7 @@ class Activation(Enum):
     """
     RELU2 = "relu2"
     """The square of what is positive, 0 elsewhere."""
+    RELU = "relu"
     GELU = "gelu"
     """GELU by the error function, as `quire.kernels.elementwise.gelu` approximates it."""
 
@@ -302,6 +318,10 @@ class MoeSpec:
     group is as good as the sum of its two best scores, with the choice bias.
     """
     top_groups: int = 1
+    expert_scales: bool = False
+    """Each expert's weight is multiplied by a number of its own (`ExpertWeights.scales`)."""
+    scales_inputs: bool = False
+    """Weights multiply what experts take, not what they give."""
 
     @property
     def has_float32_router(self) -> bool:
@@ -323,6 +343,8 @@ class ExpertWeights(NamedTuple):
     down_bias: Tensor | None = None
     """[num_experts, hidden]."""
     choice_bias: Tensor | None = None
+    """[num_experts]."""
+    scales: Tensor | None = None
     """[num_experts]."""
 
 
@@ -412,6 +434,9 @@ class Kernels(Protocol):
         takes too much memory.
         """
 
+    def attends(self, spec: AttentionSpec) -> bool:
+        """Whether the backend has a kernel for such attention; a model with other is refused."""
+
     def captures(self, mixer: object) -> bool:
         """Whether steps with such a mixer can be captured or recorded: if its kernels read nothing
         on the host.
@@ -454,6 +479,12 @@ class Kernels(Protocol):
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         """activation(x)."""
 
+    def xielu(self, x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        """The activation that has two numbers of its own for each layer, in float32:
+        p x² + x / 2 where x is positive, (n + 1/2) (exp(x) - 1 - x) + x / 2 elsewhere, where p and n
+        are log(1 + e^a) of the float32 numbers a [1].
+        """
+
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         """Rows of weight [vocab, hidden] by int64 token_ids [rows], as plain numbers (float32 if
         the weight is quantised). A weight that is also the head is packed.
@@ -476,6 +507,11 @@ class Kernels(Protocol):
 
     def scale_add(self, x: Tensor, scale: float, other: Tensor | None = None) -> Tensor:
         """x * scale, rounded, + other, of [rows, size]."""
+
+    def scale_rows(self, x: Tensor, factors: Tensor, which: Tensor | None = None) -> Tensor:
+        """Each row of x [rows, size] times one of the float32 factors: the one that int64 `which`
+        [rows] says, or the only one there is.
+        """
 
     def soft_cap_(self, x: Tensor, cap: float) -> None:
         """Numbers of x [rows, size] become cap * tanh(x / cap)."""

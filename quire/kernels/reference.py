@@ -8,14 +8,13 @@ QUERY_TILE, keys in tiles of KEY_TILE, the last tile filled up with zeros.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.elementwise import gelu, sigmoid
+from quire.kernels.elementwise import ACTIVATIONS, sigmoid, soft_capped, xielu
 from quire.kernels.filters import filter_rows_
 from quire.kernels.formats import Format
 from quire.kernels.logprobs import gather_logprobs
@@ -43,9 +42,7 @@ from quire.kernels.weights import Weight
 ROW_TILE = 32
 QUERY_TILE = 16
 KEY_TILE = 64
-# twice that of tanh: (1 + tanh(y)) / 2 is the sigmoid of 2y
-GELU_FACTOR = 2 * math.sqrt(2 / math.pi)
-SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
+SWIGLU_LIMIT = 7.0
 
 
 class ReferenceKernels:
@@ -62,6 +59,9 @@ class ReferenceKernels:
         # it could, by expanding the weight at every product; expanding it once, at loading, is
         # better
         return False
+
+    def attends(self, spec: AttentionSpec) -> bool:
+        return True
 
     def captures(self, mixer: object) -> bool:
         return isinstance(mixer, AttentionSpec)
@@ -106,7 +106,10 @@ class ReferenceKernels:
         return self.activate(gate, activation) * up
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
-        return _ACTIVATIONS[activation](x.float()).to(x.dtype)
+        return ACTIVATIONS[activation.value](x.float()).to(x.dtype)
+
+    def xielu(self, x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        return xielu(x.float(), positive, negative).to(x.dtype)
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         if weight.is_dense:
@@ -137,6 +140,10 @@ class ReferenceKernels:
     def scale_add(self, x: Tensor, scale: float, other: Tensor | None = None) -> Tensor:
         scaled = x if scale == 1 else x * scale
         return scaled if other is None else scaled + other
+
+    def scale_rows(self, x: Tensor, factors: Tensor, which: Tensor | None = None) -> Tensor:
+        own = factors if which is None else factors[which]
+        return (x.float() * own.unsqueeze(1)).to(x.dtype)
 
     def soft_cap_(self, x: Tensor, cap: float) -> None:
         x.copy_(soft_capped(x.float(), cap))
@@ -275,11 +282,11 @@ class ReferenceKernels:
         tables = batch.table_rows.tolist()
         for i, context_len in enumerate(context_lens):
             first_row, end_row = starts[i], starts[i + 1]
-            first = (
-                max(0, context_len - (end_row - first_row) - spec.sliding_window + 1)
-                if spec.sliding_window
-                else 0
-            )
+            start, first = context_len - (end_row - first_row), 0
+            if spec.sliding_window:
+                first = max(0, start - spec.sliding_window + 1)
+            elif spec.chunk:
+                first = start // spec.chunk * spec.chunk
             keys, values = _gather_tiles(cache, batch.block_tables[tables[i]], first, context_len)
             for row in range(first_row, end_row, QUERY_TILE):
                 tile_rows = slice(row, min(row + QUERY_TILE, end_row))
@@ -299,6 +306,8 @@ class ReferenceKernels:
         # One sort groups the rows by expert; stable, so an expert's rows stay in their order.
         by_expert = chosen.flatten().sort(stable=True)
         rows = by_expert.indices // spec.top_k
+        if experts.scales is not None:
+            weights = weights * experts.scales[chosen]
         weights = weights.flatten()[by_expert.indices].unsqueeze(1)
         counts = torch.bincount(by_expert.values, minlength=router_logits.shape[1]).tolist()
         # ascending: the order of additions in a row
@@ -306,9 +315,11 @@ class ReferenceKernels:
         sizes = [counts[expert] for expert in used]
         parts, scales = rows.split_with_sizes(sizes), weights.split_with_sizes(sizes)
         hidden = []
-        for expert, part in zip(used, parts, strict=True):
+        for expert, part, scale in zip(used, parts, scales, strict=True):
             added = _row(experts.gate_up_bias, expert)
             own, weight = x[part], experts.gate_up.experts[expert]
+            if spec.scales_inputs:
+                own = (own.float() * scale).to(x.dtype)
             hidden.append(
                 self.linear_gated(own, weight, added, spec.activation)
                 if spec.gated
@@ -323,7 +334,7 @@ class ReferenceKernels:
             product = self.linear(
                 own, experts.down.experts[expert], _row(experts.down_bias, expert)
             )
-            output[part] += product.float() * scale
+            output[part] += product.float() if spec.scales_inputs else product.float() * scale
         return output.to(x.dtype)
 
     def gumbel_argmax(
@@ -392,21 +403,6 @@ def _in_best_groups(ranked: Tensor, spec: MoeSpec) -> Tensor:
     best = totals.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_groups]
     is_best = torch.zeros_like(totals, dtype=torch.bool).scatter_(1, best, True)
     return groups.masked_fill(~is_best.unsqueeze(-1), float("-inf")).flatten(1)
-
-
-def soft_capped(x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap), by exp as `sigmoid` is."""
-    decayed = (x.abs() * (-2 / cap)).exp()
-    return (cap * (1 - decayed) / (1 + decayed)).copysign(x)
-
-
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.SILU: lambda x: x * sigmoid(x),
-    Activation.GELU_TANH: lambda x: x * sigmoid(GELU_FACTOR * (x + 0.044715 * x * x * x)),
-    Activation.CLAMPED_SWIGLU: lambda x: x * sigmoid(SWIGLU_SLOPE * x),
-    Activation.RELU2: lambda x: x.relu().square(),
-    Activation.GELU: gelu,
-}
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -480,6 +476,8 @@ def _attend(
     visible = key_position <= query_position
     if spec.sliding_window is not None:
         visible = visible & (key_position > query_position - spec.sliding_window)
+    if spec.chunk is not None:
+        visible = visible & (key_position >= query_position // spec.chunk * spec.chunk)
     scores = scores.masked_fill(~visible, float("-inf"))
 
     # A padded query may see no key at all: its maximum is kept finite, and its row is dropped at

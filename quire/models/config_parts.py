@@ -23,8 +23,11 @@ _ACTIVATIONS = {
     "gelu_new": Activation.GELU_TANH,
     "gelu": Activation.GELU,
     "relu2": Activation.RELU2,
+    "relu": Activation.RELU,
 }
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "factors")
+ROPE_TYPES = (
+    "default", "linear", "llama3", "yarn", "longrope", "dynamic", "factors", "proportional",
+)  # fmt: skip
 
 
 def plain_attention(
@@ -45,7 +48,7 @@ def read_activation(config: Fields, default: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def _rope_settings(config: Fields, kind_of_layer: str) -> tuple[Fields, bool]:
+def rope_settings(config: Fields, kind_of_layer: str) -> tuple[Fields, bool]:
     """The settings of a kind of layer, and whether they stand apart from other kinds'. What
     `rope_scaling` says counts more than `rope_parameters`: users add it to files that have both.
     """
@@ -71,7 +74,7 @@ def read_rope(
     the older `rope_theta` with `rope_scaling`. `theta` is the base that an absent `rope_theta`
     means; for the rest see `Family`.
     """
-    scaling, is_apart = _rope_settings(config, kind_of_layer)
+    scaling, is_apart = rope_settings(config, kind_of_layer)
     theta = scaling.number("rope_theta", theta, low=1e-6)
     kind = scaling.string("rope_type", scaling.string("type", "default"))
     if kind not in ROPE_TYPES:
@@ -79,6 +82,10 @@ def read_rope(
             f"{config.file}: rope type {kind!r} is not supported, only {', '.join(ROPE_TYPES)} are."
         )
     share = scaling.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    if kind == "proportional":
+        turning = int(share * head_dim // 2)
+        factor = scaling.number("factor", 1.0, low=1e-6)
+        return RopeSpec(theta, kind="proportional", factor=factor, num_turning=turning)
     if not is_partial and kind == "default":  # nobody reads it
         share = 1.0
     rotated = int(head_dim * share)

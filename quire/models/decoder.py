@@ -9,18 +9,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import AttentionSpec, Batches, ExpertWeights, Kernels, MixerCache, MoeSpec
+from quire.kernels.ops import (
+    Activation,
+    AttentionSpec,
+    Batches,
+    ExpertWeights,
+    Kernels,
+    MixerCache,
+    MoeSpec,
+)
 from quire.kernels.tensor_memory import TensorMemory
 from quire.kernels.weights import Weight
 from quire.models.linear import Embedding, Experts, Linear, Rows
 from quire.models.mixers import Batch, Mixers, make_mixer
 from quire.models.parameters import Parameters, SleepLevel, WeightSource
 from quire.models.rope import cos_sin_table
-from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec, mixer_names
+from quire.models.spec import (
+    EXPERTS_NORMS,
+    POSITIONS,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    RopeSpec,
+    mixer_names,
+)
 
 
 class Norm:
@@ -30,7 +47,9 @@ class Norm:
 
     def __init__(self, parameters: Parameters, name: str, spec: ModelSpec) -> None:
         self.spec = spec
-        self.weight = parameters.vector(name)
+        self.weight = (
+            parameters.vector(name) if spec.norm_weights else parameters.ones(spec.hidden_size)
+        )
         self.bias = parameters.optional_vector(f"{name}_bias")
 
     def __call__(self, batch: Batch, x: Tensor) -> Tensor:
@@ -59,12 +78,18 @@ class Mlp:
         self.spec = spec
         self.up = parameters.linear(f"{name}.gate_up" if spec.gated else f"{name}.up")
         self.down = parameters.linear(f"{name}.down")
+        self.alphas = tuple(
+            parameters.vector(f"{name}.{one}_alpha")
+            for one in (("positive", "negative") if spec.xielu else ())
+        )
 
     def __call__(self, batch: Batch, x: Tensor) -> Tensor:
         spec, kernels = self.spec, batch.kernels
         x = x if spec.input_scale == 1 else kernels.scale_add(x, spec.input_scale)
         if spec.gated:
             hidden = self.up.gated(batch, x, spec.activation)
+        elif spec.xielu:
+            hidden = kernels.xielu(self.up(batch, x), *self.alphas)
         else:
             hidden = kernels.activate(self.up(batch, x), spec.activation)
         output = self.down(batch, hidden)
@@ -82,6 +107,7 @@ class MoeMlp:
             parameters.vector(f"{name}.gate_up_bias").squeeze(-1) if spec.bias else None,
             parameters.vector(f"{name}.down_bias").squeeze(-1) if spec.bias else None,
             parameters.optional_vector(f"{name}.choice_bias"),
+            parameters.optional_vector(f"{name}.expert_scales"),
         )
         self.experts = Experts(weights, spec)
         self.router = parameters.linear(f"{name}.router")
@@ -107,6 +133,74 @@ class MoeMlp:
                 shared if gate is None else batch.kernels.sigmoid_mul(gate(batch, x), shared)
             )
         return output
+
+
+class ExpertsBeside:
+    """Experts beside an MLP: both take the residual stream, each by a norm of its own, and their
+    outputs are normed and added.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        name: str,
+        spec: ModelSpec,
+        moe: MoeSpec,
+        norms: Mapping[str, Norm],
+    ) -> None:
+        self.spec = spec
+        self.norm, self.mlp_norm, self.post_norm = (norms[one] for one in EXPERTS_NORMS)
+        self.router_norm = parameters.vector(f"{name}.router_norm")
+        self.moe = MoeMlp(parameters, name, moe)
+
+    def __call__(self, batch: Batch, stream: Tensor, from_mlp: Tensor) -> Tensor:
+        kernels, spec = batch.kernels, self.spec
+        routed = kernels.rms_norm(stream, self.router_norm, spec.rms_norm_eps, spec.norm_offset)
+        logits = self.moe.router(batch, kernels.scale_add(routed, spec.hidden_size**-0.5))
+        output = self.moe.experts(batch, self.norm(batch, stream), logits)
+        return kernels.scale_add(self.mlp_norm(batch, from_mlp), 1.0, self.post_norm(batch, output))
+
+
+class LayerInput:
+    """What a layer makes of its own vectors of tokens: they are the gates' partners in a small MLP
+    over the residual stream.
+    """
+
+    def __init__(
+        self, parameters: Parameters, name: str, spec: ModelSpec, activation: Activation
+    ) -> None:
+        size, number = spec.per_layer_size, int(name.rpartition(".")[2])
+        self.rows = slice(number * size, (number + 1) * size)
+        self.activation = activation
+        self.gate = parameters.linear(f"{name}.per_layer_gate")
+        self.output = parameters.linear(f"{name}.per_layer_output")
+        self.norm = Norm(parameters, f"{name}.per_layer_post_norm", spec)
+
+    def __call__(self, batch: Batch, stream: Tensor) -> Tensor:
+        assert batch.per_layer is not None
+        gate = batch.kernels.activate(self.gate(batch, stream), self.activation)
+        product = batch.kernels.multiply(gate, batch.per_layer[:, self.rows])
+        return self.norm(batch, self.output(batch, product))
+
+
+class LayerInputs:
+    """Makes the vectors that each token has for each layer."""
+
+    def __init__(self, parameters: Parameters, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.embedding = Embedding(parameters.matrix("per_layer_embedding", pack=False))
+        self.projection = parameters.linear("per_layer_projection")
+        self.norm = parameters.vector("per_layer_norm")
+
+    def __call__(self, batch: Batch, token_ids: Tensor, x: Tensor) -> Tensor:
+        """[rows, layers * size] of int64 token_ids [rows] and their embeddings."""
+        kernels, spec = batch.kernels, self.spec
+        projected = kernels.scale_add(self.projection(batch, x), spec.hidden_size**-0.5)
+        by_layer = projected.view(-1, spec.num_layers, spec.per_layer_size)
+        normed = kernels.rms_norm(by_layer, self.norm, spec.rms_norm_eps, spec.norm_offset)
+        known = self.embedding(batch, token_ids).to(x.dtype)
+        total = kernels.scale_add(known, spec.per_layer_size**0.5, normed.flatten(1))
+        return kernels.scale_add(total, 0.5**0.5)
 
 
 class DecoderLayer:
@@ -142,14 +236,37 @@ class DecoderLayer:
         if layer.mlp is not None:
             kind = Mlp if isinstance(layer.mlp, MlpSpec) else MoeMlp
             self.mlp = kind(parameters, f"{name}.mlp", layer.mlp)  # type: ignore[arg-type]
+        self.experts = (
+            None
+            if layer.experts is None
+            else ExpertsBeside(parameters, f"{name}.experts", spec, layer.experts, norms)
+        )
+        self.input: LayerInput | None = None
+        if spec.per_layer_size:
+            assert layer.mlp is not None
+            self.input = LayerInput(parameters, name, spec, layer.mlp.activation)
+        self.stream_scale = parameters.optional_vector(f"{name}.stream_scale")
 
     def __call__(
         self, batch: Batch, x: Tensor, residual: Tensor | None, caches: Sequence[MixerCache]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Takes x, the last layer's output that is not added to the residual stream yet (adding is
         fused with the norm), and returns this layer's output in the same way, with the residual
-        stream before it.
+        stream before it; None: the output is the whole stream.
         """
+        x, residual = self._computed(batch, x, residual, caches)
+        if self.input is not None:
+            residual = batch.kernels.scale_add(x, 1.0, residual)
+            x = self.input(batch, residual)
+        if self.stream_scale is None:
+            return x, residual
+        total = batch.kernels.scale_add(x, 1.0, residual)
+        return batch.kernels.scale_rows(total, self.stream_scale), None
+
+    def _computed(
+        self, batch: Batch, x: Tensor, residual: Tensor | None, caches: Sequence[MixerCache]
+    ) -> tuple[Tensor, Tensor]:
+        """Attention and MLP."""
         if not self.has_mixers:
             assert self.mlp is not None
             normed, residual = _enter(batch, x, residual, self.mlp_norm)
@@ -161,9 +278,13 @@ class DecoderLayer:
         if self.mlp is None:
             return attended, residual
         if self.parallel:
+            normed = normed if self.mlp_norm is None else self.mlp_norm(batch, residual)
             return batch.kernels.scale_add(self.mlp(batch, normed), self.scale, attended), residual
         normed, residual = _enter(batch, attended, residual, self.mlp_norm)
-        return self._leave(batch, self.mlp(batch, normed), self.mlp_post_norm), residual
+        output = self.mlp(batch, normed)
+        if self.experts is not None:
+            output = self.experts(batch, residual, output)
+        return self._leave(batch, output, self.mlp_post_norm), residual
 
     def _leave(self, batch: Batch, x: Tensor, norm: Norm | None) -> Tensor:
         """What attention or MLP adds to the residual stream: normed and scaled, where the model
@@ -203,15 +324,27 @@ class Decoder:
         self.kernels = kernels
         self.dtype = dtype
         self.max_position = max_position or spec.max_position
-        parameters = Parameters(kernels, loaded)
+        parameters = Parameters(kernels, loaded, dtype, self.max_position)
         # A tied embedding is the head too, which is packed; a recorded step (CPU) looks its rows up
         # by a kernel.
         pack_embedding = spec.tie_embeddings or kernels.record is not None
         embedding = parameters.matrix("embedding", pack=pack_embedding)
         self.device = embedding.device
         self.embedding = Embedding(embedding)
-        self.head = Linear(embedding if spec.tie_embeddings else parameters.matrix("head"))
+        self.head = Linear(
+            embedding if spec.tie_embeddings else parameters.matrix("head"),
+            parameters.optional_vector("head_bias"),
+        )
         self.final_norm = Norm(parameters, "final_norm", spec)
+        self.embedding_norm = (
+            Norm(parameters, "embedding_norm", spec) if spec.embedding_norm else None
+        )
+        self.positions = (
+            Embedding(parameters.matrix(POSITIONS, pack=kernels.record is not None))
+            if spec.num_learned_positions
+            else None
+        )
+        self.inputs = LayerInputs(parameters, spec) if spec.per_layer_size else None
         self.layers: list[DecoderLayer] = []
         tables: dict[tuple[RopeSpec, int], Tensor] = {}
         """Layers with the same rope and head size share a table."""
@@ -234,7 +367,7 @@ class Decoder:
             ]
             self.layers.append(DecoderLayer(parameters, f"layers.{i}", spec, layer, own))
         self._parameters = parameters
-        self._tables = TensorMemory(tables.values())
+        self._tables = TensorMemory((*tables.values(), *parameters.constants.values()))
 
     @property
     def weights(self) -> dict[str, Weight]:
@@ -249,20 +382,29 @@ class Decoder:
         """
         batch = Batch(self.kernels, positions, paged)
         x, residual, first = self.embed(batch, token_ids), None, 0
+        batch = self.with_layer_inputs(batch, token_ids, x)
         for layer in self.layers:
             end = first + len(layer.attention.parts)
             x, residual = layer(batch, x, residual, caches[first:end])
             first = end
         return _enter(batch, x, residual, self.final_norm)[0]
 
-    def embed(self, rows: Rows, token_ids: Tensor) -> Tensor:
+    def embed(self, batch: Batch, token_ids: Tensor) -> Tensor:
         """What the first layer takes of int64 token_ids [rows]."""
-        x = self.embedding(rows, token_ids).to(self.dtype)
-        return (
-            x
-            if self.spec.embedding_scale == 1
-            else self.kernels.scale_add(x, self.spec.embedding_scale)
-        )
+        x = self.embedding(batch, token_ids).to(self.dtype)
+        if self.spec.embedding_scale != 1:
+            x = self.kernels.scale_add(x, self.spec.embedding_scale)
+        if self.positions is not None:
+            x = self.kernels.scale_add(x, 1.0, self.positions(batch, batch.positions))
+        return x if self.embedding_norm is None else self.embedding_norm(batch, x)
+
+    def with_layer_inputs(self, batch: Batch, token_ids: Tensor, x: Tensor) -> Batch:
+        """The batch with the vectors that tokens have for each layer, where they have some; `x` are
+        their embeddings.
+        """
+        if self.inputs is None:
+            return batch
+        return replace(batch, per_layer=self.inputs(batch, token_ids, x))
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Scores [rows, vocab] of hidden rows, in the model's dtype; into `out` if there is one."""
@@ -311,4 +453,5 @@ class Decoder:
         self.sleep(2)
         self.layers.clear()
         self._parameters, self._tables = Parameters(self.kernels, {}), TensorMemory(())
-        del self.embedding, self.head, self.final_norm
+        del self.embedding, self.head, self.final_norm, self.embedding_norm, self.positions
+        self.inputs = None

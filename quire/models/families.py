@@ -14,6 +14,7 @@ from functools import partial
 from quire.checkpoints.fields import Fields
 from quire.errors import UnsupportedModelError
 from quire.kernels.ops import Activation
+from quire.models.classic_families import CLASSIC
 from quire.models.config_parts import (
     activation_of,
     read_rope,
@@ -25,9 +26,13 @@ from quire.models.config_parts import (
 )
 from quire.models.family import Family
 from quire.models.further_families import FURTHER
+from quire.models.gemma4_family import GEMMA4
+from quire.models.llama4_family import LLAMA4
 from quire.models.quirks import (
     MIXTRAL_NAMES,
+    SEEING_PREFIXES,
     STACKED_MIXTRAL_NAMES,
+    TOWERS,
     gemma,
     granite,
     hunyuan,
@@ -249,8 +254,9 @@ FAMILIES: tuple[Family, ...] = (
         names=MIXTRAL_NAMES, stacked_names=STACKED_MIXTRAL_NAMES, gguf_interleaved_rope=True,
     ),
     Family(
-        "mistral", "Mistral", ("MistralForCausalLM",), _mistral, "llama",
-        "attention.sliding_window", gguf_interleaved_rope=True,
+        "mistral", "Mistral", ("MistralForCausalLM", "Mistral3ForConditionalGeneration"), _mistral, "llama",
+        "attention.sliding_window", gguf_interleaved_rope=True, ties_whole=True,
+        prefixes=SEEING_PREFIXES, unused=TOWERS,
     ),
     Family(
         "llama", "Llama (2, 3.x, TinyLlama, SmolLM2), Falcon 3", ("LlamaForCausalLM",), llama, "llama",
@@ -272,8 +278,8 @@ FAMILIES: tuple[Family, ...] = (
         names={"mlp_norm": "pre_feedforward_layernorm"},
     ),
     Family(
-        "gemma3_text", "Gemma 3 (text)", ("Gemma3ForCausalLM",), _gemma3, "gemma3",
-        names={"mlp_norm": "pre_feedforward_layernorm"},
+        "gemma3_text", "Gemma 3 (text)", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), _gemma3, "gemma3",
+        names={"mlp_norm": "pre_feedforward_layernorm"}, ties_whole=True, prefixes=SEEING_PREFIXES, unused=TOWERS,
     ),
     Family(
         "phi3", "Phi-3, Phi-4", ("Phi3ForCausalLM",), partial(with_window, default=None), "phi3",
@@ -370,7 +376,10 @@ FAMILIES: tuple[Family, ...] = (
         turned_experts=True,
         gguf_names={"mlp_norm": "post_attention_norm"}, gguf_settings={"rope_parameters": {"truncate": False}},
     ),
+    GEMMA4,
+    LLAMA4,
     *FURTHER,
+    *CLASSIC,
 )  # fmt: skip
 
 

@@ -38,6 +38,8 @@ class Family:
     """Names of a layer's tensors that are not the usual ones (see `names.py`), "" where there is no
     such tensor.
     """
+    parallel_names: Mapping[str, str] = field(default_factory=dict)
+    """Names in layers whose attention and MLP norm the same input each by itself."""
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     interleaved_rope: bool = False
     """Rope rotates neighbouring dimensions (2i, 2i + 1): rows of q and k are reordered when they
@@ -53,12 +55,34 @@ class Family:
     """Stacked experts that are not quantised lie with inputs before outputs."""
     alternating_gate_up: bool = False
     """Gate and up rows of stacked experts alternate (row 0 gate, row 1 up, ...)."""
+    turned_products: bool = False
+    """All of a layer's matrices lie with inputs before outputs."""
+    qkv_by_key_head: bool = False
+    """Rows of packed queries, keys and values lie by key heads: the queries that look at one, the
+    key, the value.
+    """
     final_norm: str = "norm"
     embedding: str = "embed_tokens"
+    layers: str = "layers"
+    outside: Mapping[str, str] = field(default_factory=dict)
+    """Names of further tensors that are in no layer, by the decoder's parameters."""
+    first_position: int = 0
+    """Rows of the table of learned positions before that of position 0."""
+    head: str = "lm_head"
     prefixes: tuple[str, ...] = ("model",)
     """What the names of embedding, layers and final norm begin with; the first one is usual."""
     unused: tuple[str, ...] = ()
     """What the names of tensors begin with that are not for text: they are left out."""
+    ignored: tuple[str, ...] = ()
+    """How the names end of further tensors in files that are not needed: constants, such as masks."""
+    ties_whole: bool | None = None
+    """What an absent `tie_word_embeddings` means for a model that also sees; None: what it means
+    for its text part.
+    """
+    text_has_head: bool = False
+    """The text part of a model that also sees has a head of its own: `tie_word_embeddings` beside
+    `text_config` means nothing then.
+    """
     settings: Callable[[Fields], Fields] | None = None
     """Brings config.json into the usual form before it is read."""
     numbers_blocks: bool = False

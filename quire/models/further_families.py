@@ -10,32 +10,27 @@ from quire.kernels.ops import Activation, MoeSpec
 from quire.models.config_parts import (
     activation_of,
     read_window,
+    rope_settings,
     with_deepseek_experts,
+    with_window,
     with_windows,
 )
 from quire.models.family import Family
 from quire.models.quirks import (
     MIXTRAL_NAMES,
+    SEEING_PREFIXES,
     STACKED_MIXTRAL_NAMES,
+    TOWERS,
     gemma,
     granite,
     hunyuan,
     llama,
     mixtral_experts,
     olmo2,
+    refuse,
     with_biases,
 )
-from quire.models.spec import MlpSpec, ModelSpec
-
-
-def refuse(config: Fields, key: str, *neutral: object) -> None:
-    """Raises UnsupportedModelError if a setting asks for what is not computed here."""
-    value = config.raw(key)
-    if value is not None and value not in neutral:
-        allowed = " or ".join(map(repr, neutral)) or "null"
-        raise UnsupportedModelError(
-            f"{config.file}: {key} {value!r} is not supported, only {allowed} is."
-        )
+from quire.models.spec import MlpSpec, ModelSpec, QueryScale, RopeSpec
 
 
 def _gemma1(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -220,6 +215,30 @@ def _ernie4_5_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
     return replace(spec, layers=layers)
 
 
+def _nemotron(config: Fields, spec: ModelSpec) -> ModelSpec:
+    spec = replace(spec, layer_norm=True, norm_bias=True, norm_offset=1.0)
+    return replace(_arcee(config, spec), rms_norm_eps=config.number("norm_eps", 1e-5))
+
+
+def _nanochat(config: Fields, spec: ModelSpec) -> ModelSpec:
+    bias = config.boolean("attention_bias", False)
+    cap = config.number("final_logit_softcapping", 0.0)
+    rope = replace(spec.layers[0].rope or RopeSpec(), backwards=True)
+    spec = with_biases(spec, bias, bias, False, gated=False).with_layers(
+        qk_norm=True, qk_norm_after_rope=True, qk_norm_weights=False, rope=rope
+    )
+    return replace(spec, norm_weights=False, embedding_norm=True, logit_cap=cap)
+
+
+def _ministral3(config: Fields, spec: ModelSpec) -> ModelSpec:
+    refuse(config, "layer_types")
+    rope = rope_settings(config, "full_attention")[0]
+    key = "original_max_position_embeddings"  # as in `read_rope`
+    interval = (config if key in config else rope).integer(key, high=2**31)
+    scale = QueryScale(rope.number("llama_4_scaling_beta"), interval)
+    return with_window(config, spec, None).with_layers(query_scale=scale)
+
+
 _PRE_MLP_NORM = {"mlp_norm": "pre_feedforward_layernorm"}
 _SHARED_EXPERTS = {
     f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
@@ -262,6 +281,15 @@ FURTHER: tuple[Family, ...] = (
     Family("stablelm", "StableLM", ("StableLmForCausalLM",), _stablelm, has_partial_rope=True),
     Family("hyperclovax", "HyperCLOVA X", ("HyperCLOVAXForCausalLM",), _hyperclovax, names=_HYPERCLOVAX_NAMES),
     Family("arcee", "AFM (Arcee)", ("ArceeForCausalLM",), _arcee),
+    Family("nemotron", "Nemotron 3, Nemotron 4, Minitron", ("NemotronForCausalLM",), _nemotron, has_partial_rope=True),
+    Family(
+        "nanochat", "nanochat", ("NanoChatForCausalLM",), _nanochat,
+        names={"up": "mlp.fc1", "down": "mlp.fc2"},
+    ),
+    Family(
+        "ministral3", "Ministral 3 (text)", ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
+        _ministral3, ties_whole=True, prefixes=SEEING_PREFIXES, unused=TOWERS,
+    ),
     Family("jais2", "Jais 2", ("Jais2ForCausalLM",), _jais2),
     Family(
         "ernie4_5_moe", "ERNIE 4.5 with experts", ("Ernie4_5_MoeForCausalLM",), _ernie4_5_moe,

@@ -29,8 +29,9 @@ from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.gguf_spec import read_gguf_spec
 from quire.models.model_config import read_config
-from quire.models.names import Piece, RowRuns, gguf_pieces, huggingface_pieces
+from quire.models.names import gguf_pieces, huggingface_pieces
 from quire.models.parameters import WeightSource
+from quire.models.pieces import Piece, RowRuns
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles, WeightPlan
 from quire.process.life import sign_of_life
@@ -83,9 +84,10 @@ def open_model(path: Path) -> ModelFiles:
 
 def has_own_head(spec: ModelSpec, checkpoint: Checkpoint) -> bool:
     """Whether a tied model's files hold another head than its embedding: then that one counts."""
-    tensors, head = checkpoint.tensors, "lm_head.weight"
-    pieces = huggingface_pieces(spec, tensors.keys())
-    embedding = next(piece.name for piece in pieces if piece.parameter == "embedding")
+    tensors = checkpoint.tensors
+    pieces = huggingface_pieces(replace(spec, tie_embeddings=False), tensors.keys())
+    names = {piece.parameter: piece.name for piece in pieces}
+    head, embedding = names["head"], names["embedding"]
     if head not in tensors or embedding not in tensors:
         return False
     if tensors[head].shape != tensors[embedding].shape:
@@ -212,6 +214,8 @@ def read_piece(
         return
     if order is None:
         _read_as(checkpoint, piece.name, format, targets)
+        if piece.added:
+            targets[0].add_(piece.added)
         return
     if isinstance(order, RowRuns):
         rows = tuple(target.new_empty(order.total, *target.shape[1:]) for target in targets)
@@ -227,10 +231,11 @@ def read_piece(
 def _read_turned(
     checkpoint: Checkpoint, piece: Piece, format: Format, targets: Sequence[Tensor]
 ) -> None:
-    """Fills `targets` from a tensor [experts, in, out]."""
+    """Fills `targets` from a tensor [experts, in, out] or [in, out]."""
     numbers = checkpoint.read(piece.name).mT
     if piece.order is not None:
-        numbers = numbers.index_select(1, piece.order.index(numbers.shape[1]))
+        axis = piece.order.axis
+        numbers = numbers.index_select(axis, piece.order.index(numbers.shape[axis]))
     made = (numbers,) if format.dtype is not None else quantize(format, numbers.contiguous())
     if made is None:
         raise _not_finite(checkpoint, piece.name)

@@ -19,6 +19,7 @@ from quire.kernels.recurrent import (
 )
 from quire.models.linear import Rows
 from quire.models.parameters import Parameters
+from quire.models.rope import query_factors
 from quire.models.spec import LayerSpec, Mixer, ModelSpec
 
 
@@ -29,6 +30,8 @@ class Batch(Rows):
     positions: Tensor
     """int64 [rows]: where in its sequence each row stands."""
     paged: Batches
+    per_layer: Tensor | None = None
+    """[rows, layers * size]: the vectors that each token has for each layer, where it has some."""
 
 
 class MixerModule(Protocol):
@@ -54,14 +57,24 @@ class Attention:
         self.spec = mixer
         self.cos_sin = cos_sin
         self.has_keys = layer.reads_layer is None
+        self.keys_are_values = layer.keys_are_values
+        self.value_norm = parameters.ones(mixer.heads.head_dim) if layer.value_norm else None
+        self.eps = spec.rms_norm_eps
         self.is_gated = layer.gated_attention
         self.norms: HeadNorms | None = None
         if layer.qk_norm:
-            query = parameters.vector(f"{name}.query_norm")
-            key = parameters.vector(f"{name}.key_norm") if self.has_keys else query
-            self.norms = HeadNorms(
-                query, key, spec.rms_norm_eps, spec.norm_offset, layer.qk_norm_after_rope
+            has_weights, size = layer.qk_norm_weights, mixer.heads.head_dim
+            query = (
+                parameters.vector(f"{name}.query_norm") if has_weights else parameters.ones(size)
             )
+            has_own = has_weights and self.has_keys
+            key = parameters.vector(f"{name}.key_norm") if has_own else query
+            offset = spec.norm_offset if has_weights else 0.0
+            self.norms = HeadNorms(query, key, spec.rms_norm_eps, offset, layer.qk_norm_after_rope)
+        self.factors: Tensor | None = None
+        if (scale := layer.query_scale) is not None:
+            positions = parameters.num_positions
+            self.factors = parameters.constant(scale, lambda: query_factors(scale, positions))
         self.sinks = parameters.vector(f"{name}.sinks") if layer.sinks else None
         self.qkv = parameters.linear(f"{name}.qkv")
         self.output = parameters.linear(f"{name}.output")
@@ -72,6 +85,8 @@ class Attention:
         qkv, gate = self.qkv(batch, x), None
         if self.is_gated:
             qkv, gate = qkv.split_with_sizes((qkv.shape[1] - spec.output_size, spec.output_size), 1)
+        if self.has_keys and (self.value_norm is not None or self.keys_are_values):
+            qkv = self._with_values(kernels, qkv)
         if self.has_keys:
             query = kernels.qkv_to_cache_(
                 qkv,
@@ -84,9 +99,22 @@ class Attention:
             )
         else:
             query = kernels.query_heads(qkv, spec.heads, self.norms, batch.positions, self.cos_sin)
+        if self.factors is not None:
+            query = kernels.scale_rows(query.flatten(1), self.factors, batch.positions)
+            query = query.view(-1, spec.heads.num_heads, spec.heads.head_dim)
         attended = kernels.attention(query, cache, paged, spec, self.sinks)
         output = attended.flatten(1)
         return self.output(batch, output if gate is None else kernels.sigmoid_mul(gate, output))
+
+    def _with_values(self, kernels: Kernels, qkv: Tensor) -> Tensor:
+        """The packed row with its values made of keys, or normed."""
+        heads = self.spec.heads
+        size = heads.num_kv_heads * heads.head_dim
+        values, width = qkv[:, -size:], qkv.shape[1]
+        if self.value_norm is not None:
+            by_head = values.view(len(qkv), heads.num_kv_heads, heads.head_dim)
+            values = kernels.rms_norm(by_head, self.value_norm, self.eps).flatten(1)
+        return torch.cat((qkv[:, : width if self.keys_are_values else -size], values), 1)
 
 
 class Recurrent:

@@ -35,9 +35,10 @@ def read_config(path: Path) -> ModelSpec:
     read_layout(config)  # refuses ways of quantising that can't be read
     if "text_config" in config:  # of a model that also sees: its text part
         config.part("text_config")  # which is an object
-        tied = values.get("tie_word_embeddings")
+        tied = values.get("tie_word_embeddings", family.ties_whole)
         values = dict(values["text_config"])
-        values |= {} if tied is None else {"tie_word_embeddings": tied}
+        if tied is not None and not family.text_has_head:
+            values["tie_word_embeddings"] = tied
     config = Fields(with_defaults(family.name, values), str(path))
     if family.settings is not None:
         config = family.settings(config)
@@ -133,9 +134,10 @@ def _find_family(config: Fields) -> Family:
         names = [f.architectures[0] for f in FAMILIES if f.name == model_type] or [
             f"model_type {model_type!r}"
         ]
-    for family in FAMILIES:
-        if names[0] in family.architectures:
-            return family
+    fitting = [family for family in FAMILIES if names[0] in family.architectures]
+    if fitting:  # a model that also sees says which family its text part is of
+        part = config.part("text_config").string("model_type", "")
+        return next((family for family in fitting if family.name == part), fitting[0])
     supported = ", ".join(name for family in FAMILIES for name in family.architectures)
     raise UnsupportedModelError(
         f"{config.file}: the architecture {names[0]} is not supported. Supported: {supported}."

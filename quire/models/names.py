@@ -3,113 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from quire.kernels.ops import AttentionSpec, MoeSpec
 from quire.kernels.recurrent import ConvolutionSpec, RecurrentSpec
 from quire.models.families import family_named
-from quire.models.spec import LayerSpec, ModelSpec, Parameter, mixer_names
-
-
-@dataclass(frozen=True, slots=True)
-class RowOrder:
-    """How to reorder the rows of a tensor for the decoder, whose rope pairs dimension i of a head
-    with dimension i + head_dim / 2. A checkpoint's rope may pair neighbours, or rotate only the
-    first dimensions. Queries and keys are reordered alike, so their products don't change. Also
-    sorts experts whose gate and up rows alternate.
-    """
-
-    heads: int
-    """How many heads are reordered, from the first row on; rows after them keep their place."""
-    head_dim: int
-    rotated: int
-    """How many rows of a head are rotated, the first ones."""
-    interleaved: bool
-    """Whether the checkpoint pairs neighbours."""
-    axis: int = 0
-    """The tensor's dimension that has the rows."""
-
-    def index(self, num_rows: int) -> Tensor:
-        """For each row of the decoder, the checkpoint's row that it is taken from."""
-        turned, others = torch.arange(self.rotated), torch.arange(self.rotated, self.head_dim)
-        pairs = turned.view(-1, 2).t() if self.interleaved else turned.view(2, -1)
-        head = torch.cat((pairs, others.view(2, -1)), 1).flatten()
-        rows = torch.arange(num_rows)
-        changed = self.heads * self.head_dim
-        rows[:changed] = rows[:changed].view(self.heads, -1)[:, head].flatten()
-        return rows
-
-
-@dataclass(frozen=True, slots=True)
-class RowRuns:
-    """Some rows of a tensor, in runs: what a checkpoint packs in one tensor otherwise than the
-    decoder does.
-    """
-
-    runs: tuple[tuple[int, int], ...]
-    """First row and number of rows of each."""
-    total: int
-    """Rows of the tensor."""
-    axis: int = 0
-
-    def index(self, num_rows: int) -> Tensor:
-        return torch.cat([torch.arange(first, first + count) for first, count in self.runs])
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One tensor of the checkpoint and where it goes."""
-
-    name: str
-    """Its name in the checkpoint."""
-    parameter: str
-    """The decoder's parameter, by its dotted path."""
-    part: int | None = None
-    """Which of several tensors stacked in one parameter it is (query 0, key 1, value 2); None: it
-    fills all rows.
-    """
-    expert: int | None = None
-    """Which expert of a stack it is; None: it has all experts, or the parameter has none."""
-    order: RowOrder | RowRuns | None = None
-    """How its rows are rearranged, or which are taken; None: all as they are."""
-    has_middle: bool = False
-    """Whether in the checkpoint there is a dimension of one between rows and columns (of
-    convolutions).
-    """
-    has_first: bool = False
-    """Whether in the checkpoint there is a dimension of one before all others."""
-    is_turned: bool = False
-    """Whether in the checkpoint columns come before rows."""
-
-    def index(self, parameter: Parameter) -> tuple[int | slice, ...]:
-        """The part of the parameter that it fills."""
-        rows = slice(None) if self.part is None else parameter.rows_of(self.part)
-        if len(parameter.shape) < 3:
-            return (rows,)
-        return slice(None) if self.expert is None else self.expert, rows
-
-    def shape(self, parameter: Parameter) -> tuple[int, ...]:
-        """The shape that it must have in the checkpoint."""
-        shape = list(parameter.shape)
-        if self.part is not None:
-            shape[-2 if len(shape) > 1 else -1] = parameter.rows[self.part]
-        if isinstance(self.order, RowRuns):
-            shape[0] = self.order.total
-        if self.has_middle:
-            shape.insert(1, 1)
-            return tuple(shape)
-        if self.has_first:
-            shape.insert(0, 1)
-        if parameter.is_vector:
-            shape.pop()
-        if self.is_turned:
-            shape[-2:] = shape[:-3:-1]
-        return tuple(shape if self.expert is None else shape[1:])
-
+from quire.models.family import Family
+from quire.models.pieces import Piece, RowOrder, RowRuns
+from quire.models.spec import POSITIONS, LayerSpec, ModelSpec, Parameter, mixer_names
 
 _MLP = ("gate", "up", "down")
 _LAYER_NAMES = {
@@ -151,10 +53,23 @@ _LINEARS = {
     "mlp.shared.down": ("shared_down",),
     "mlp.shared_gate": ("shared_router",),
     "mlp.router": ("router",),
+    "experts.router": ("router",),
+    "per_layer_gate": ("per_layer_gate",),
+    "per_layer_output": ("per_layer_output",),
 }
 """For each of a layer's products: by what name its tensor goes, then the names of the tensors that
 are stacked in it where the files don't pack them.
 """
+_BARE = (
+    "sinks",
+    "choice_bias",
+    "expert_scales",
+    "router_norm",
+    "stream_scale",
+    "positive_alpha",
+    "negative_alpha",
+)
+"""Tensors whose names have no `.weight`."""
 _HUGGINGFACE, _GGUF = ({part: pair[i] for part, pair in _LAYER_NAMES.items()} for i in range(2))
 
 
@@ -238,13 +153,17 @@ def huggingface_pieces(spec: ModelSpec, present: Collection[str]) -> Iterator[Pi
     """`present` are the names in the checkpoint: experts come one by one or stacked."""
     family = family_named(spec.family)
     prefix = next(
-        (one for one in family.prefixes if f"{one}.{family.embedding}.weight" in present),
+        (one for one in family.prefixes if f"{_under(one, family.embedding)}.weight" in present),
         family.prefixes[0],
     )
+    heads = (one.removesuffix(".weight") for one in _head_names(family) if one in present)
+    head = next(heads, family.head)
+    embedding, norm = (_under(prefix, one) for one in (family.embedding, family.final_norm))
+    further = {one: _under(prefix, name) for one, name in family.outside.items()}
     return _pieces(
         spec,
-        (f"{prefix}.{family.embedding}", f"{prefix}.{family.final_norm}", "lm_head"),
-        f"{prefix}.layers",
+        _Ends(embedding, norm, head, further),
+        _under(prefix, family.layers),
         {**_HUGGINGFACE, **family.names},
         family.interleaved_rope,
         present,
@@ -252,8 +171,19 @@ def huggingface_pieces(spec: ModelSpec, present: Collection[str]) -> Iterator[Pi
     )
 
 
+def _head_names(family: Family) -> tuple[str, ...]:
+    """What the head may be called: by the family, by transformers, in older files of models that
+    also see.
+    """
+    return tuple(f"{one}.weight" for one in (family.head, "lm_head", "language_model.lm_head"))
+
+
+def _under(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
 def gguf_pieces(spec: ModelSpec, present: Collection[str] = ()) -> Iterator[Piece]:
-    family, ends = family_named(spec.family), ("token_embd", "output_norm", "output")
+    family, ends = family_named(spec.family), _Ends("token_embd", "output_norm", "output")
     return _pieces(
         spec,
         ends,
@@ -270,16 +200,26 @@ def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
     of its spec.
     """
     family = family_named(spec.family)
-    prefixes = (*(f"{prefix}.layers" for prefix in family.prefixes), "blk")
+    prefixes = (*(_under(prefix, family.layers) for prefix in family.prefixes), "blk")
     further = (*(f"{prefix}.{_num_stored(spec)}." for prefix in prefixes), "mtp.")
     unused = {name for name in present if name.endswith(".rotary_emb.inv_freq")}
     unused |= names_not_for_text(spec, present)
+    unread = tuple(
+        f"{prefix}.{number}.self_attn.{side}"
+        for prefix in prefixes
+        for number, layer in enumerate(spec.layers)
+        if layer.reads_layer is not None
+        for side in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    )
+    unused |= {name for name in present if name.startswith(unread)}  # another layer has them
+    if family.ignored:
+        unused |= {name for name in present if name.endswith(family.ignored)}
     if any(layer.rope is not None and layer.rope.kind == "factors" for layer in spec.layers):
         unused |= {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
     if family.has_drafting_layers:
         unused |= {name for name in present if name.startswith(further)}
     if spec.tie_embeddings:
-        unused.add("lm_head.weight")
+        unused |= set(_head_names(family))
     return unused
 
 
@@ -314,9 +254,41 @@ def _num_stored(spec: ModelSpec) -> int:
     return mixer + 1 if last.mlp is None else mlp + 1
 
 
+class _Ends(NamedTuple):
+    """Names of what is not in a layer."""
+
+    embedding: str
+    norm: str
+    head: str
+    further: Mapping[str, str] = {}
+    """By the decoder's parameters."""
+
+
+def _outside(spec: ModelSpec, ends: _Ends) -> dict[str, Piece]:
+    """The tensors that are not in a layer, by the decoder's parameters."""
+    found = {
+        "embedding": Piece(f"{ends.embedding}.weight", "embedding"),
+        "head": Piece(f"{ends.head}.weight", "head"),
+        "head_bias": Piece(f"{ends.head}.bias", "head_bias"),
+        "final_norm": Piece(f"{ends.norm}.weight", "final_norm", added=_added(spec)),
+        "final_norm_bias": Piece(f"{ends.norm}.bias", "final_norm_bias"),
+        **{one: Piece(name, one) for one, name in ends.further.items()},
+    }
+    first, count = family_named(spec.family).first_position, spec.num_learned_positions
+    if first and count:
+        rows = RowRuns(((first, count),), first + count)
+        found[POSITIONS] = replace(found[POSITIONS], order=rows)
+    return found
+
+
+def _added(spec: ModelSpec) -> float:
+    """What is added to the weights of norms when they are loaded: kernels add it to RMSNorm's."""
+    return spec.norm_offset if spec.layer_norm else 0.0
+
+
 def _pieces(
     spec: ModelSpec,
-    ends: tuple[str, str, str],
+    ends: _Ends,
     layers: str,
     names: Mapping[str, str],
     interleaved: bool,
@@ -324,18 +296,14 @@ def _pieces(
     stacked: Mapping[str, str],
 ) -> Iterator[Piece]:
     """`stacked` are names that replace others in a layer whose experts are stacked under them."""
-    embedding, norm, head = ends
-    outside = {
-        "embedding": f"{embedding}.weight",
-        "final_norm": f"{norm}.weight",
-        "head": f"{head}.weight",
-    }
-    outside["final_norm_bias"] = f"{norm}.bias"
+    outside = _outside(spec, ends)
     found: list[_Layer] = []
     for layer, (mixer, mlp) in zip(spec.layers, _stored_numbers(spec), strict=True):
         first = stacked.get("experts_gate_up")
         is_stacked = first is not None and f"{layers}.{mlp}.{first}" in present
         used = {**names, **stacked} if is_stacked else names
+        if layer.parallel_norms:
+            used = {**used, **family_named(spec.family).parallel_names}
         own = {
             part: f"{layers}.{mlp if _is_of_mlp(part) else mixer}.{name}"
             for part, name in used.items()
@@ -344,7 +312,7 @@ def _pieces(
         found.append(_Layer(spec, layer, own, interleaved, present))
     for path, parameter in spec.parameters().items():
         if path in outside:
-            yield Piece(outside[path], path)
+            yield outside[path]
         else:
             _, number, name = path.split(".", 2)
             yield from found[int(number)].pieces(name, path, parameter)
@@ -369,14 +337,20 @@ class _Layer(NamedTuple):
             yield from recurrent_pieces(names, mixer, own, kind, path)
         elif linear == "attention.qkv" and self.layer.gated_attention:
             yield from self._gated(kind, path)
+        elif linear == "attention.qkv" and "qkv" in names and self.family.qkv_by_key_head:
+            yield from self._by_key_head(kind, path)
         elif linear in _LINEARS:
             packed, *parts = _LINEARS[linear]
+            is_turned = self.family.turned_products and kind == "weight"
+            # keys and values may be another layer's, or values keys
+            parts = parts[: len(parameter.rows) or 1]
             for part in [packed] if packed in names or not parts else parts:
-                index = None if part == packed else parts.index(part)
-                yield Piece(f"{names[part]}.{kind}", path, index, None, self._order(part))
-        elif kind in ("sinks", "choice_bias"):
+                index = parts.index(part) if part != packed and parameter.rows else None
+                order = self._order(part)
+                yield Piece(f"{names[part]}.{kind}", path, index, order=order, is_turned=is_turned)
+        elif kind in _BARE:
             yield Piece(names[kind], path)
-        elif linear == "mlp":
+        elif linear in ("mlp", "experts"):
             yield from self._experts(kind, path, parameter)
         else:
             norm = kind.removesuffix("_bias")
@@ -384,7 +358,29 @@ class _Layer(NamedTuple):
                 f"{names[norm]}.{'weight' if kind == norm else 'bias'}",
                 path,
                 order=self._order(norm),
+                added=_added(self.spec) if kind in self.layer.norms else 0.0,
             )
+
+    @property
+    def family(self) -> Family:
+        return family_named(self.spec.family)
+
+    def _by_key_head(self, kind: str, path: str) -> Iterator[Piece]:
+        """Queries, keys and values from one tensor that has each key head's together."""
+        assert self.layer.attention is not None
+        heads = self.layer.attention.heads
+        size, group = heads.head_dim, heads.num_heads // heads.num_kv_heads
+        step = (group + 2) * size
+        total = step * heads.num_kv_heads
+        sides = (("query", 0, group), ("key", group, 1), ("value", group + 1, 1))
+        for part, (side, first, count) in enumerate(sides):
+            starts = (step * head + first * size for head in range(heads.num_kv_heads))
+            picked = tuple((start, count * size) for start in starts)
+            if (order := self._order(side)) is not None:
+                rows = RowRuns(picked, total).index(total)
+                picked = tuple((row, 1) for row in rows[order.index(len(rows))].tolist())
+            tensor = f"{self.names['qkv']}.{kind}"
+            yield Piece(tensor, path, part, order=RowRuns(picked, total))
 
     def _gated(self, kind: str, path: str) -> Iterator[Piece]:
         """Queries, keys, values and gates, where each head's query and gate are together."""
@@ -424,11 +420,12 @@ class _Layer(NamedTuple):
         by one.
         """
         names, (matrix, bias, _) = self.names, name.partition("_bias")
-        assert isinstance(self.layer.mlp, MoeSpec)
-        first = "gate" if self.layer.mlp.gated else "up"
-        stacked = names.get("experts_gate_up" if self.layer.mlp.gated else "experts_up")
+        moe = self.layer.experts or self.layer.mlp
+        assert isinstance(moe, MoeSpec)
+        first = "gate" if moe.gated else "up"
+        stacked = names.get("experts_gate_up" if moe.gated else "experts_up")
         if stacked in self.present or f"expert_{first}" not in names:
-            family, size = family_named(self.spec.family), parameter.shape[1]
+            family, size = self.family, parameter.shape[1]
             alternate = family.alternating_gate_up and matrix == "gate_up"
             order = RowOrder(1, size, size, True, axis=1) if alternate else None
             is_turned = family.turned_experts and not bias

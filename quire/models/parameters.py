@@ -4,9 +4,10 @@ and taken again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from quire.errors import ModelFormatError
@@ -37,9 +38,18 @@ class Parameters:
     know its address.
     """
 
-    def __init__(self, kernels: Kernels, loaded: WeightSource) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        loaded: WeightSource,
+        dtype: torch.dtype = torch.float32,
+        num_positions: int = 0,
+    ) -> None:
+        """`dtype` and `num_positions` are those of constants: norms' weights, tables."""
         self._kernels = kernels
         self._loaded = loaded
+        self._dtype = dtype
+        self.num_positions = num_positions
         self.weights: dict[str, Weight] = {}
         """All that were taken, as the kernels packed them."""
         self.missing: set[str] = set()
@@ -50,6 +60,20 @@ class Parameters:
         """By name, the formats that a weight was loaded in: only such a weight fits into its place."""
         self._packed: set[str] = set()
         self._memory: TensorMemory | None = None
+        self.constants: dict[Hashable, Tensor] = {}
+        """Tensors that are in no file: nobody replaces them."""
+
+    def constant(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor that is made once and shared by all who name it so, on the device of the weights
+        that were taken.
+        """
+        if key not in self.constants:
+            self.constants[key] = make().to(next(iter(self.weights.values())).device)
+        return self.constants[key]
+
+    def ones(self, size: int) -> Tensor:
+        """The weights of a norm that has none."""
+        return self.constant(("ones", size), lambda: torch.ones(size, dtype=self._dtype))
 
     def matrix(self, name: str, pack: bool = True) -> Weight:
         loaded = self._loaded.pop(name)

@@ -10,6 +10,16 @@ from quire.kernels.ops import MoeSpec
 from quire.models.config_parts import activation_of, with_windows
 from quire.models.spec import MlpSpec, ModelSpec, RopeSpec
 
+SEEING_PREFIXES = ("model", "model.language_model", "language_model.model")
+"""Of the text part of models that also see: alone, as transformers writes it since version 5, as
+before.
+"""
+TOWERS = tuple(
+    f"{prefix}{part}."
+    for prefix in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector")
+)
+"""What else is in such files."""
 MIXTRAL_NAMES = {
     "router": "block_sparse_moe.gate",
     "expert_gate": "block_sparse_moe.experts.{expert}.w1",
@@ -22,6 +32,16 @@ STACKED_MIXTRAL_NAMES = {
     "experts_gate_up": "mlp.experts.gate_up_proj",
     "experts_down": "mlp.experts.down_proj",
 }
+
+
+def refuse(config: Fields, key: str, *neutral: object) -> None:
+    """Raises UnsupportedModelError if a setting asks for what is not computed here."""
+    value = config.raw(key)
+    if value is not None and value not in neutral:
+        allowed = " or ".join(map(repr, neutral)) or "null"
+        raise UnsupportedModelError(
+            f"{config.file}: {key} {value!r} is not supported, only {allowed} is."
+        )
 
 
 def with_biases(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.models.spec import RopeSpec
+from quire.models.spec import QueryScale, RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, num_positions: int = 2**31) -> Tensor:
@@ -25,6 +25,9 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, num_positions: int = 2**3
         return _llama3(frequencies, rope)
     if rope.kind == "yarn":
         return _yarn(frequencies, rope, head_dim)
+    if rope.kind == "proportional":
+        turning = torch.arange(len(frequencies)) < rope.num_turning
+        return frequencies.where(turning, 0.0) / rope.factor
     if rope.kind == "factors":
         is_short = rope.short_factors and num_positions <= rope.original_max_position
         return frequencies / torch.tensor(rope.short_factors if is_short else rope.freq_factors)
@@ -40,7 +43,14 @@ def cos_sin_table(rope: RopeSpec, head_dim: int, num_positions: int) -> Tensor:
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     others = (0, (head_dim - rotated) // 2)
     cos, sin = (side * rope.attention_factor for side in (angles.cos(), angles.sin()))
+    sin = -sin if rope.backwards else sin
     return torch.cat((F.pad(cos, others, value=1.0), F.pad(sin, others)), dim=-1)
+
+
+def query_factors(scale: QueryScale, num_positions: int) -> Tensor:
+    """float32 [num_positions]: what queries are multiplied by."""
+    positions = torch.arange(num_positions, dtype=torch.float32) + scale.offset
+    return 1 + scale.strength * torch.log1p((positions / scale.interval).floor())
 
 
 def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:

@@ -23,7 +23,7 @@ class RopeSpec:
     """
 
     theta: float = 10_000.0
-    kind: Literal["plain", "linear", "llama3", "yarn", "factors"] = "plain"
+    kind: Literal["plain", "linear", "llama3", "yarn", "factors", "proportional"] = "plain"
     factor: float = 1.0
     original_max_position: int = 0
     """Context length before stretching (llama3, yarn, factors that come in two lists)."""
@@ -51,6 +51,21 @@ class RopeSpec:
     """
     rotated: int = 0
     """How many dimensions of a head are rotated (in a checkpoint its first ones); 0: all."""
+    backwards: bool = False
+    """Rotates by the negative angle."""
+    num_turning: int = 0
+    """proportional: how many frequencies are not 0, the first ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScale:
+    """Sharpens attention late in a sequence: queries at position p are multiplied by
+    1 + strength * log(1 + floor((p + offset) / interval)).
+    """
+
+    strength: float
+    interval: int
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +80,8 @@ class MlpSpec:
     input_scale: float = 1.0
     output_scale: float = 1.0
     """Factors of what it takes and gives."""
+    xielu: bool = False
+    """The activation is xIELU, which has two numbers of its own; not of an MLP with a gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +103,12 @@ and how it is computed a class in `mixers.py`.
 """
 
 
+EXPERTS_NORMS = ("experts_norm", "mlp_own_norm", "experts_post_norm")
+"""Norms of a layer with experts beside its MLP: of what they take, of what the MLP gives, of what
+they give.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer: what lets tokens see those before them (its mixer), and the MLP that follows it."""
@@ -100,6 +123,14 @@ class LayerSpec:
     qk_norm_is_whole: bool = False
     """One norm over all heads of the query, and one over those of the key."""
     qk_norm_after_rope: bool = False
+    qk_norm_weights: bool = True
+    """Whether these norms have weights."""
+    query_scale: QueryScale | None = None
+    """A factor of queries, behind rope and norms."""
+    value_norm: bool = False
+    """RMSNorm without weights over each value head."""
+    keys_are_values: bool = False
+    """Values are what the product for keys gives, before norm and rope."""
     qkv_bias: bool = False
     output_bias: bool = False
     pre_norms: bool = True
@@ -109,11 +140,19 @@ class LayerSpec:
     stream.
     """
     parallel: bool = False
-    """Attention and MLP take the same normed input, and their sum is added to the residual stream."""
+    """Attention and MLP take the same input, and their sum is added to the residual stream."""
+    parallel_norms: bool = False
+    """Where they do: each norms it by itself, otherwise they share a norm."""
     gated_attention: bool = False
     """What attention gives is multiplied by the sigmoid of a gate, number by number."""
     sinks: bool = False
     """Each head has one more score in its softmax, which belongs to no key."""
+    experts: MoeSpec | None = None
+    """Experts beside the MLP: with norms of their own before and behind them, added to the MLP's
+    output, which has another norm then.
+    """
+    stream_scale: bool = False
+    """Whether the residual stream behind the layer is multiplied by a number of the layer's."""
     reads_layer: int | None = None
     """The layer whose keys and values it reads, an earlier one with the same mixer; it has none of
     its own then.
@@ -153,9 +192,10 @@ class LayerSpec:
     def norms(self) -> tuple[str, ...]:
         """The names of the layer's norms, besides those of queries and keys."""
         parts = (["attention"] if self.mixers else []) + (["mlp"] if self.mlp is not None else [])
-        before = parts[:1] if self.parallel else parts
+        before = parts[:1] if self.parallel and not self.parallel_norms else parts
         names = [f"{part}_norm" for part in before] if self.pre_norms else []
         names += [f"{part}_post_norm" for part in parts] if self.post_norms else []
+        names += EXPERTS_NORMS if self.experts is not None else ()
         return tuple(names)
 
 
@@ -183,6 +223,10 @@ class Parameter:
         return slice(start, start + self.rows[part])
 
 
+POSITIONS = "position_embedding"
+"""The parameter with the learned vectors of positions."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One decoder-only transformer."""
@@ -200,8 +244,23 @@ class ModelSpec:
     layer_norm: bool = False
     """Norms are LayerNorm instead of RMSNorm (except those of queries and keys)."""
     norm_bias: bool = False
+    norm_weights: bool = True
+    """Whether norms have weights (for those of queries and keys the layer says it)."""
     norm_offset: float = 0.0
-    """Added to the weights of norms."""
+    """Added to the weights of norms; to those of LayerNorm when they are loaded."""
+    embedding_norm: bool = False
+    """Whether what the first layer takes is normed before."""
+    num_learned_positions: int = 0
+    """Rows of a table of which each token adds the one of its position to its embedding; 0: there
+    is none.
+    """
+    head_bias: bool = False
+    per_layer_size: int = 0
+    """Each token has a vector of this size for each layer, from a table and from its embedding; 0:
+    none.
+    """
+    per_layer_vocab: int = 0
+    """Rows of that table."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Factor of what attention and MLP add to the residual stream."""
@@ -242,8 +301,19 @@ class ModelSpec:
             "embedding": Parameter((self.vocab_size, self.hidden_size)),
             **dict(self._norm("final_norm")),
         }
+        if self.num_learned_positions:
+            found[POSITIONS] = Parameter((self.num_learned_positions, self.hidden_size))
+        if self.embedding_norm:
+            found |= dict(self._norm("embedding_norm"))
         if not self.tie_embeddings:
             found["head"] = Parameter((self.vocab_size, self.hidden_size))
+        if self.head_bias:
+            found["head_bias"] = Parameter((self.vocab_size,))
+        if size := self.per_layer_size:
+            width = self.num_layers * size
+            found["per_layer_embedding"] = Parameter((self.per_layer_vocab, width))
+            found |= dict(_linear("per_layer_projection", self.hidden_size, (width,)))
+            found["per_layer_norm"] = Parameter((size,))
         for i, layer in enumerate(self.layers):
             found |= {
                 f"layers.{i}.{name}": parameter for name, parameter in self._layer_parameters(layer)
@@ -255,6 +325,8 @@ class ModelSpec:
         return sum(math.prod(parameter.shape) for parameter in self.parameters().values())
 
     def _norm(self, name: str) -> Iterator[tuple[str, Parameter]]:
+        if not self.norm_weights:
+            return
         for one in (name, f"{name}_bias") if self.norm_bias else (name,):
             yield one, Parameter((self.hidden_size,))
 
@@ -263,30 +335,19 @@ class ModelSpec:
         for name in layer.norms:
             yield from self._norm(name)
         yield from self.mixer_parameters(layer)
-        mlp = layer.mlp
-        if mlp is None:
-            return
-        if isinstance(mlp, MlpSpec):
-            yield from _mlp("mlp", hidden, mlp)
-            return
-        size, shared = mlp.intermediate_size, mlp.shared_intermediate_size
-        if mlp.gated:
-            yield "mlp.gate_up", Parameter((mlp.num_experts, 2 * size, hidden), (size, size))
-        else:
-            yield "mlp.up", Parameter((mlp.num_experts, size, hidden))
-        yield "mlp.down", Parameter((mlp.num_experts, hidden, size))
-        if mlp.bias:
-            count = mlp.num_experts
-            yield "mlp.gate_up_bias", Parameter((count, 2 * size, 1), (size, size), is_vector=True)
-            yield "mlp.down_bias", Parameter((count, hidden, 1), is_vector=True)
-        for name, router in _linear("mlp.router", hidden, (mlp.num_experts,), mlp.bias):
-            yield name, replace(router, keep_float32=mlp.has_float32_router)
-        if mlp.choice_bias:
-            yield "mlp.choice_bias", Parameter((mlp.num_experts,), keep_float32=True)
-        if shared:
-            yield from _mlp("mlp.shared", hidden, MlpSpec(shared, gated=mlp.gated))
-        if shared and mlp.shared_gate:
-            yield from _linear("mlp.shared_gate", hidden, (1,))
+        if isinstance(layer.mlp, MlpSpec):
+            yield from _mlp("mlp", hidden, layer.mlp)
+        elif layer.mlp is not None:
+            yield from _moe("mlp", hidden, layer.mlp)
+        if layer.experts is not None:
+            yield "experts.router_norm", Parameter((hidden,))
+            yield from _moe("experts", hidden, layer.experts)
+        if size := self.per_layer_size:
+            yield from _linear("per_layer_gate", hidden, (size,))
+            yield from _linear("per_layer_output", size, (hidden,))
+            yield from self._norm("per_layer_post_norm")
+        if layer.stream_scale:
+            yield "stream_scale", Parameter((1,), keep_float32=True)
 
     def mixer_parameters(self, layer: LayerSpec) -> Iterator[tuple[str, Parameter]]:
         """Those of a layer's mixers, by their names in the layer."""
@@ -325,14 +386,15 @@ class ModelSpec:
     ) -> Iterator[tuple[str, Parameter]]:
         hidden, has_keys = self.hidden_size, layer.reads_layer is None
         query, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
-        if layer.qk_norm:
+        if layer.qk_norm and layer.qk_norm_weights:
             sizes = (query, kv) if layer.qk_norm_is_whole else (heads.head_dim, heads.head_dim)
             yield "query_norm", Parameter(sizes[:1])
             if has_keys:
                 yield "key_norm", Parameter(sizes[1:])
         if layer.sinks:
             yield "sinks", Parameter((heads.num_heads,), keep_float32=True)
-        rows = (query, kv, kv) if has_keys else (query,)
+        sides = (kv,) if layer.keys_are_values else (kv, kv)
+        rows = (query, *sides) if has_keys else (query,)
         rows = (*rows, query) if layer.gated_attention else rows
         yield from _linear("qkv", hidden, rows, layer.qkv_bias)
         yield from _linear("output", query, (hidden,), layer.output_bias)
@@ -368,3 +430,29 @@ def _mlp(name: str, hidden: int, mlp: MlpSpec) -> Iterator[tuple[str, Parameter]
     else:
         yield from _linear(f"{name}.up", hidden, (size,), mlp.bias)
     yield from _linear(f"{name}.down", size, (hidden,), mlp.bias)
+    if mlp.xielu:
+        for one in ("positive", "negative"):
+            yield f"{name}.{one}_alpha", Parameter((1,), keep_float32=True)
+
+
+def _moe(name: str, hidden: int, mlp: MoeSpec) -> Iterator[tuple[str, Parameter]]:
+    size, shared = mlp.intermediate_size, mlp.shared_intermediate_size
+    if mlp.gated:
+        yield f"{name}.gate_up", Parameter((mlp.num_experts, 2 * size, hidden), (size, size))
+    else:
+        yield f"{name}.up", Parameter((mlp.num_experts, size, hidden))
+    yield f"{name}.down", Parameter((mlp.num_experts, hidden, size))
+    if mlp.bias:
+        count = mlp.num_experts
+        yield f"{name}.gate_up_bias", Parameter((count, 2 * size, 1), (size, size), is_vector=True)
+        yield f"{name}.down_bias", Parameter((count, hidden, 1), is_vector=True)
+    for part, router in _linear(f"{name}.router", hidden, (mlp.num_experts,), mlp.bias):
+        yield part, replace(router, keep_float32=mlp.has_float32_router)
+    if mlp.choice_bias:
+        yield f"{name}.choice_bias", Parameter((mlp.num_experts,), keep_float32=True)
+    if mlp.expert_scales:
+        yield f"{name}.expert_scales", Parameter((mlp.num_experts,), keep_float32=True)
+    if shared:
+        yield from _mlp(f"{name}.shared", hidden, MlpSpec(shared, gated=mlp.gated))
+    if shared and mlp.shared_gate:
+        yield from _linear(f"{name}.shared_gate", hidden, (1,))

@@ -14,19 +14,20 @@ from torch import Tensor
 from quire.checkpoints.checkpoint import Checkpoint
 from quire.errors import DeviceError, InvalidRequestError, ModelFormatError
 from quire.kernels.formats import FORMATS, PLAIN, Format
-from quire.kernels.ops import Kernels
+from quire.kernels.ops import AttentionSpec, Kernels
 from quire.kernels.quantize import FP8, INT8, Q4_0
 from quire.kernels.weights import Part, Weight
-from quire.models.names import Piece, ignored_names
-from quire.models.spec import ModelSpec, Parameter
+from quire.models.names import ignored_names
+from quire.models.pieces import Piece
+from quire.models.spec import POSITIONS, ModelSpec, Parameter
 
 QUANTIZED = {"int8": INT8, "int4": Q4_0, "fp8": FP8}
 """The formats that `quantization` can ask for."""
 MULTIPLE = 32
 """The input size of a quantised matrix must be a multiple of this."""
-_STAY_PLAIN = (".router.weight", ".shared_gate.weight", "_bias")
+_STAY_PLAIN = (".router.weight", ".shared_gate.weight", "_bias", POSITIONS)
 """Matrices that are not quantised: they are small, and errors in them cost much quality."""
-ENDS = ("embedding", "head")
+ENDS = ("embedding", "head", "per_layer_embedding")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,7 @@ def plan_weights(
     """
     parameters = files.parameters
     check_names_and_shapes(files, parameters)
+    _check_attention(files.spec, kernels)
     if quantization in QUANTIZED:
         _check_can_quantize(files, kernels, device, quantization)
     tensors = files.checkpoint.tensors
@@ -198,6 +200,16 @@ def plan_weights(
         name: tuple(formats[part] for part in sorted(formats)) for name, formats in chosen.items()
     }
     return WeightPlan(files, kernels, dtype, device, quantization, parameters, formats_of)
+
+
+def _check_attention(spec: ModelSpec, kernels: Kernels) -> None:
+    """Refuses a model whose attention the kernels would compute wrongly."""
+    for mixer in spec.mixers:
+        if isinstance(mixer, AttentionSpec) and not kernels.attends(mixer):
+            raise DeviceError(
+                f"the {kernels.name} kernels have no attention in chunks (attention_chunk_size "
+                f"{mixer.chunk}): run this model on a CPU (--device cpu)"
+            )
 
 
 def check_not_quantized(files: ModelFiles, quantization: str) -> None:

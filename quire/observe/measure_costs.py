@@ -66,6 +66,8 @@ def measured_costs(decoder: Decoder, costs: RowCosts) -> RowCosts:
 
     def compute(count: int, every: int) -> float:
         batch = _batch(decoder, count, cache.num_groups)
+        tokens = torch.zeros(count, dtype=torch.int64)
+        batch = decoder.with_layer_inputs(batch, tokens, hidden[:count])
         began = process_time()
         for layer, own in layers[::every]:
             layer(batch, hidden[:count], None, own)

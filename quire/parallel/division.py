@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from quire.errors import InvalidRequestError
 from quire.kernels.ops import AttentionSpec
 from quire.kernels.shares import MixerShare, length, rows_of
-from quire.models.spec import LayerSpec, Mixer, ModelSpec, Parameter, mixer_names
+from quire.models.spec import POSITIONS, LayerSpec, Mixer, ModelSpec, Parameter, mixer_names
 
 _WHOLE = (
     "norm",
@@ -22,6 +22,11 @@ _WHOLE = (
     ".router.bias",
     ".choice_bias",
     ".shared_gate.weight",
+    ".expert_scales",
+    ".stream_scale",
+    "_alpha",
+    POSITIONS,
+    "per_layer_embedding",
 )
 """How the names end of parameters that every rank keeps: small ones that all of them need."""
 

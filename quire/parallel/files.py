@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from quire.checkpoints.checkpoint import TensorInfo
-from quire.errors import UnsupportedModelError
-from quire.models.names import Piece, RowOrder, RowRuns
+from quire.models.pieces import Piece, RowOrder, RowRuns
 from quire.models.spec import Parameter
 from quire.models.weight_plan import ModelFiles, check_names_and_shapes
 from quire.parallel.division import Division
@@ -40,11 +39,6 @@ def divide_files(files: ModelFiles, division: Division) -> ModelFiles:
     tensors: dict[str, TensorInfo] = {}
     pieces: list[Piece] = []
     for piece in files.pieces:
-        if piece.is_turned and division.size > 1:
-            raise UnsupportedModelError(
-                f"{piece.name} has inputs before outputs, as transformers saves this family's experts: tensor "
-                "parallelism can't read parts of it. Run it on one device, or take the files in MXFP4."
-            )
         for own, info in _own_pieces(
             piece, files.checkpoint.tensors[piece.name], whole[piece.parameter], division
         ):
@@ -66,7 +60,7 @@ def _own_pieces(
         yield piece, info
         return
     is_stack = len(parameter.shape) == 3 and piece.expert is None
-    num_rows = info.shape[1] if is_stack else info.shape[0]
+    num_rows = info.shape[-1] if piece.is_turned else info.shape[1 if is_stack else 0]
     selected: list[tuple[int | None, Sequence[int]]]
     if piece.part is not None:
         start = parameter.rows_of(piece.part).start
@@ -79,6 +73,9 @@ def _own_pieces(
         stored = rows
         if piece.order is not None:
             stored = piece.order.index(num_rows)[torch.tensor(rows)].tolist()
+        if piece.is_turned:
+            yield from _turned(piece, info, part, RowRuns(_runs(stored), num_rows))
+            continue
         first, count = min(stored), max(stored) - min(stored) + 1
         local = tuple(row - first for row in stored)
         order: RowOrder | RowRuns | None = None
@@ -90,6 +87,20 @@ def _own_pieces(
             begin = first + (expert * num_rows if is_stack and expert is not None else 0)
             cut = _cut(info, begin, count, is_stack)
             yield replace(piece, name=cut.name, part=part, expert=expert, order=order), cut
+
+
+def _turned(
+    piece: Piece, info: TensorInfo, part: int | None, order: RowRuns
+) -> Iterator[tuple[Piece, TensorInfo]]:
+    """Of a tensor with inputs before outputs, a rank's outputs lie in no piece of the file: it
+    reads all of them, a matrix at a time, and keeps its own.
+    """
+    is_stack = len(info.shape) == 3
+    for expert in range(info.shape[0]) if is_stack else (piece.expert,):
+        whole = info
+        if is_stack and expert is not None:
+            whole = _cut(info, expert * info.shape[1], info.shape[1], is_stack)
+        yield replace(piece, name=whole.name, part=part, expert=expert, order=order), whole
 
 
 def _runs(rows: Sequence[int]) -> tuple[tuple[int, int], ...]:

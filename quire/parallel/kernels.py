@@ -93,10 +93,13 @@ class ParallelKernels:
         self.add_rms_norm = kernels.add_rms_norm
         self.layer_norm = kernels.layer_norm
         self.scale_add = kernels.scale_add
+        self.scale_rows = kernels.scale_rows
         self.activate = kernels.activate
+        self.xielu = kernels.xielu
         self.sigmoid_mul = kernels.sigmoid_mul
         self.multiply = kernels.multiply
         self.captures = kernels.captures
+        self.attends = kernels.attends
         # Of the rank's own heads and channels; the product behind them gathers.
         self.attention = kernels.attention
         self.convolve_ = kernels.convolve_
@@ -165,7 +168,8 @@ class ParallelKernels:
         """Every rank looks all tokens up, those of others in a row of its own, and takes what their
         owners found.
         """
-        assert isinstance(weight, DividedWeight)
+        if not isinstance(weight, DividedWeight):  # of positions, which every rank has whole
+            return self._own.embedding(token_ids, weight)
         rows = self._division.rows(self._division.spec.vocab_size)
         found = self._own.embedding(
             (token_ids - rows.start).clamp(0, rows.stop - rows.start - 1), weight.own

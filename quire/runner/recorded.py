@@ -62,8 +62,11 @@ class RecordedSteps:
         """
         layers = decoder.spec.layers
         is_plain = all(
-            isinstance(layer.mlp, MlpSpec) and layer.reads_layer is None for layer in layers
+            isinstance(layer.mlp, MlpSpec) and layer.reads_layer is None and not layer.value_norm
+            for layer in layers
         )
+        # tables that are looked up, and rows that are put together, by torch
+        is_plain = is_plain and not decoder.spec.per_layer_size
         is_plain = is_plain and not any(
             isinstance(one, RecurrentSpec) and one.input_scales for one in decoder.spec.mixers
         )

@@ -28,7 +28,8 @@ from quire.kernels.formats import PLAIN, Format
 from quire.models.gguf_spec import config_of
 from quire.models.load import Progress, open_model, read_piece
 from quire.models.model_config import read_config
-from quire.models.names import Piece, huggingface_pieces
+from quire.models.names import huggingface_pieces
+from quire.models.pieces import Piece
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import (
     QUANTIZED,

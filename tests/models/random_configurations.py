@@ -16,6 +16,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from quire.models.families import family_named
+
 Values = dict[str, Any]
 Draw = Callable[[Random, Values], Any]
 ABSENT = object()
@@ -163,6 +165,7 @@ DRAWS: dict[str, Draw] = {
     "attention_multiplier": one_of(0.1, 0.5, ABSENT),
     "logit_scale": SCALE,
     "layer_norm_eps": one_of(1e-5, 1e-3, ABSENT),
+    "norm_eps": one_of(1e-5, 1e-3, ABSENT),
     "norm_epsilon": one_of(1e-5, 1e-3, ABSENT),
     "query_pre_attn_scalar": one_of(8, 20, ABSENT),
     "attn_logit_softcapping": one_of(None, 2.0, ABSENT),
@@ -171,6 +174,38 @@ DRAWS: dict[str, Draw] = {
         [ABSENT, [rng.randint(0, 1) for _ in range(values["num_hidden_layers"])]]
     ),
     "no_rope_layer_interval": one_of(2, 3, ABSENT),
+    "vocab_size_per_layer_input": lambda _, values: values["vocab_size"],
+    "hidden_size_per_layer_input": one_of(0, 6, 8),
+    "attention_k_eq_v": BOOLEAN,
+    "enable_moe_block": BOOLEAN,
+    "use_double_wide_mlp": BOOLEAN,
+    "top_k_experts": one_of(1, 2, 3),
+    "n_inner": one_of(24, 40, ABSENT),
+    "ffn_dim": one_of(24, 40),
+    "ffn_hidden_size": one_of(24, 40, ABSENT),
+    **dict.fromkeys(
+        ("activation_function", "activation"), one_of("gelu_new", "gelu", "relu", "silu", ABSENT)
+    ),
+    "layer_norm_epsilon": one_of(1e-5, 1e-3, ABSENT),
+    **dict.fromkeys(
+        (
+            "scale_attn_weights",
+            "scale_attn_by_inverse_layer_idx",
+            "enable_bias",
+            "layer_norm_elementwise_affine",
+            "multi_query",
+            "parallel_attn",
+            "bias",
+        ),
+        BOOLEAN,
+    ),
+    "rotary_dim": one_of(4, 8),
+    "intermediate_size_mlp": one_of(24, 40),
+    "interleave_moe_layer_step": one_of(1, 2, ABSENT),
+    "attention_chunk_size": one_of(5, 16, 33),
+    "attn_temperature_tuning": BOOLEAN,
+    "floor_scale": one_of(4, 16),
+    "attn_scale": one_of(0.1, 0.5, ABSENT),
 }
 """What is drawn for a field, in this order; sizes and rope are drawn for every family."""
 
@@ -178,8 +213,11 @@ NEVER_SET: dict[str, tuple[str, ...]] = {
     "gemma3_text": ("attn_logit_softcapping",),
     "cohere": ("use_qk_norm",),
     "ernie4_5_moe": ("use_bias",),
+    "apertus": ("hidden_act",),
+    "llama4_text": ("layer_types",),
 }
 """By family, fields whose other values are refused by name: see `test_config.py`."""
+OLD_ROPE_KEYS = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
 LATE = ("num_experts_per_tok", "topk_group")
 
 
@@ -216,7 +254,7 @@ def draw_values(rng: Random, family: str) -> Values:
     if "rope_parameters" in known:
         values["rope_parameters"] = draw_rope(rng, values)
     adjust(rng, family, values)
-    ropes = values.get("rope_parameters", {})
+    ropes = values.get("rope_parameters") or {}
     for rope in (ropes, ropes.get("full_attention", {})):
         if rope.get("rope_type") == "longrope":
             add_long_factors(family, values, rope)
@@ -235,6 +273,39 @@ def adjust(rng: Random, family: str, values: Values) -> None:
             }
         else:
             values.pop("rope_parameters")
+    if family == "falcon" and rng.random() < 0.5:
+        values |= {"new_decoder_architecture": True, "parallel_attn": True}
+        values["num_kv_heads"] = values["num_key_value_heads"]
+        if rng.random() < 0.5:
+            values["num_ln_in_parallel_attn"] = rng.choice([1, 2])
+    if family in ("gpt_neox", "phi"):
+        values["hidden_size"] = 16 * values["num_attention_heads"]
+        values["rope_parameters"]["partial_rotary_factor"] = rng.choice([0.25, 0.5, 1.0])
+    if family == "gemma4_text":
+        values |= {"global_head_dim": rng.choice([8, 24]), "head_dim": rng.choice([8, 16])}
+        if rng.random() < 0.5:
+            values["num_global_key_value_heads"] = 1
+        values["sliding_window"] = rng.choice([5, 16, 33])
+        values["layer_types"] = [
+            rng.choice(["sliding_attention", "full_attention"]),
+            *(["sliding_attention", "full_attention"] * 3),
+        ][: max(layers, 2)]
+        values["num_hidden_layers"] = layers = max(layers, 2)
+        values["layer_types"][-1] = "full_attention"
+        values["num_kv_shared_layers"] = rng.randint(0, max(0, layers - 3))
+        values["rope_parameters"] = rng.choice(
+            [
+                None,
+                {
+                    "full_attention": {
+                        "rope_type": "proportional",
+                        "partial_rotary_factor": 0.5,
+                        "rope_theta": 500_000.0,
+                    },
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                },
+            ]
+        )
     if family in ("glm", "glm4", "glm4_moe"):
         # half of it is rotated, in pairs
         values["head_dim"] = rng.choice([8, 16, 20])
@@ -246,11 +317,14 @@ def adjust(rng: Random, family: str, values: Values) -> None:
         if rope["rope_type"] not in ("default", "longrope"):
             values["rope_parameters"] = {"rope_theta": 10_000.0, "rope_type": "default"}
         values["original_max_position_embeddings"] = 8
+    if family == "ministral3":
+        values["rope_parameters"] |= {"llama_4_scaling_beta": rng.choice([0.1, 0.5])}
+        values["rope_parameters"]["original_max_position_embeddings"] = rng.choice([8, 32])
     if family == "hunyuan_v1_moe":  # transformers can't run it without
         values["head_dim"] = rng.choice([8, 12, 16, 20])
     if family == "helium":
         values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
-    if family in ("minimax_m2", "stablelm"):
+    if family in ("minimax_m2", "stablelm", "nemotron"):
         share = rng.choice([0.25, 0.5, 1.0])
         values["head_dim"] = 16
         if family == "stablelm":
@@ -289,13 +363,17 @@ def random_model(config: Any, seed: int) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "sinks" in name:
+            if name.endswith("bias") or "sinks" in name or "alpha" in name:
                 parameter.normal_(std=0.3)
-            elif "norm" in name or ".ln" in name:
+            elif (
+                "norm" in name or ".ln" in name or name.endswith(("router.scale", "_expert_scale"))
+            ):
                 parameter.uniform_(0.5, 1.5)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.3)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.3)
     return model
 
 
@@ -319,12 +397,17 @@ def vary_config(rng: Random, family: str, folder: Path) -> None:
     if rope and "rope_type" in rope:
         if how == "old":
             del values["rope_parameters"]
-            values["rope_theta"] = rope.pop("rope_theta")
+            theta, share = OLD_ROPE_KEYS.get(family, ("rope_theta", "partial_rotary_factor"))
+            values[theta] = rope.pop("rope_theta")
             if rope.get("partial_rotary_factor") is not None:
-                values["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+                values[share] = rope.pop("partial_rotary_factor")
             rope["type"] = rope.pop("rope_type")
             values["rope_scaling"] = None if rope == {"type": "default"} else rope
-        elif how == "beside" and rope["rope_type"] == "default" and family != "phi3":
+        elif (
+            how == "beside"
+            and rope["rope_type"] == "default"
+            and family not in ("phi3", "ministral3")
+        ):
             values["rope_scaling"] = {"rope_type": "linear", "factor": 4.0}
             if "partial_rotary_factor" in rope:
                 values["rope_scaling"]["partial_rotary_factor"] = rope["partial_rotary_factor"]
@@ -332,15 +415,16 @@ def vary_config(rng: Random, family: str, folder: Path) -> None:
             values["original_max_position_embeddings"] = 48
     file.write_text(json.dumps(values))
     if values.get("tie_word_embeddings") and rng.random() < 0.3:
-        add_head(folder, values)
+        add_head(folder, family)
 
 
-def add_head(folder: Path, values: Values) -> None:
+def add_head(folder: Path, family: str) -> None:
     """A tied model whose file has another head all the same."""
+    own = family_named(family)
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    embedding = tensors["model.embed_tokens.weight"]
-    tensors["lm_head.weight"] = torch.randn_like(embedding) * 0.2
+    embedding = tensors[f"{own.prefixes[0]}.{own.embedding}.weight"]
+    tensors[f"{own.head}.weight"] = torch.randn_like(embedding) * 0.2
     save_file(tensors, file, {"format": "pt"})
 
 

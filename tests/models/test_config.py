@@ -89,14 +89,14 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "architecture",
     [
-        "Gemma3ForConditionalGeneration",
         "Gemma3nForCausalLM",
-        "PhiForCausalLM",
+        "BloomForCausalLM",
+        "MptForCausalLM",
         "PhimoeForCausalLM",
         "OlmoForCausalLM",
         "Glm4vForConditionalGeneration",
         "DeepseekV3ForCausalLM",
-        "FalconForCausalLM",
+        "GPTNeoForCausalLM",
         "KimiLinearForCausalLM",
     ],
 )
@@ -222,7 +222,7 @@ def test_a_wrong_value_is_named_with_its_file(
     ("changes", "message"),
     [
         ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu'"),
-        ({"rope_scaling": {"type": "proportional", "factor": 2}}, "rope type 'proportional'"),
+        ({"rope_scaling": {"type": "mrope", "factor": 2}}, "rope type 'mrope'"),
         (
             {"rope_scaling": {"type": "linear", "factor": 2, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor 0.5",

@@ -35,6 +35,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe"] * 2},
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_ssm": 64},
     "bamba": {"mamba_n_heads": 4, "attn_layer_indices": [1, 4]},
+    "gpt2": {"n_embd": 64, "n_layer": 6, "n_head": 4},
+    "gptj": {"n_embd": 64, "n_layer": 6, "n_head": 4, "rotary_dim": 8},
+    "opt": {"ffn_dim": 32},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }
 """What else a small model of a family must say: what its class assumes is for a large one."""

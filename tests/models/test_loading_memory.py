@@ -42,7 +42,7 @@ QUANTIZE = (
     RESIDENT
     + """
 from quire.kernels.formats import FORMATS
-from quire.models.names import Piece
+from quire.models.pieces import Piece
 rooms = {name: FORMATS[sys.argv[2]].empty(info.shape) for name, info in checkpoint.tensors.items()}
 for room in rooms.values():
     for tensor in room:

@@ -32,7 +32,7 @@ struct Attention {
   T* out;
   int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size;
   int64_t block_stride, scale_stride;  // from block to block: numbers of keys and of values, and scales of either
-  int64_t window;  // 0: none
+  int64_t window, chunk;  // 0: none
   int64_t keys_by_dimension;  // 1: a block's keys are [head_dim][block_size], 0: [block_size][head_dim]
   const float* sinks;  // a score of each head that no key stands for; null for none
   float scale;  // with log2(e) in it: weights are powers of two
@@ -41,7 +41,8 @@ struct Attention {
   int num_threads;
   QUIRE_ARGUMENTS(query, query_stride, keys, values, key_scales, value_scales, query_start, context_lens,
                   block_tables, table_rows, out, num_sequences, max_blocks, num_heads, num_kv_heads, head_dim,
-                  block_size, block_stride, scale_stride, window, keys_by_dimension, sinks, scale, cap, value_scale, num_threads)
+                  block_size, block_stride, scale_stride, window, chunk, keys_by_dimension, sinks, scale, cap, value_scale,
+                  num_threads)
 
   int64_t group() const { return num_heads / num_kv_heads; }
   int64_t padded_dim() const { return (head_dim + 31) / 32 * 32; }
@@ -111,6 +112,7 @@ struct Rows {
   Visible visible(int64_t r) const {
     int64_t new_tokens = call.query_start[task.sequence + 1] - call.query_start[task.sequence];
     int64_t end = call.context_lens[task.sequence] - new_tokens + (task.first + r) / call.group() + 1;
+    if (call.chunk > 0) return {(end - 1) / call.chunk * call.chunk, end};
     return {call.window > 0 ? std::max<int64_t>(0, end - call.window) : 0, end};
   }
   const T* query(int64_t r) const { return call.query + query_row(r) * call.query_stride + head(r) * call.head_dim; }

@@ -31,6 +31,7 @@ ACTIVATIONS = (
     Activation.CLAMPED_SWIGLU,
     Activation.RELU2,
     Activation.GELU,
+    Activation.RELU,
 )
 """An activation's number is its index, as in `QUIRE_ACTIVATIONS`."""
 
@@ -133,6 +134,18 @@ def scale_add(
 ) -> None: ...
 
 
+def xielu(
+    *, x: Tensor, stride: int, positive: Tensor, negative: Tensor, out: Tensor, rows: int, size: int,
+    num_threads: int,
+) -> None: ...  # fmt: skip
+
+
+def scale_rows(
+    *, x: Tensor, stride: int, factors: Tensor, which: Tensor | None, out: Tensor, rows: int, size: int,
+    num_threads: int,
+) -> None: ...  # fmt: skip
+
+
 def multiply(
     *, x: Tensor, x_stride: int, other: Tensor, other_stride: int, out: Tensor, rows: int, size: int, num_threads: int,
 ) -> None: ...  # fmt: skip
@@ -186,7 +199,7 @@ def attention(
     *, query: Tensor, query_stride: int, keys: Tensor, values: Tensor, key_scales: Tensor | None,
     value_scales: Tensor | None, query_start: Tensor, context_lens: Tensor, block_tables: Tensor, table_rows: Tensor,
     out: Tensor, num_sequences: int, max_blocks: int, num_heads: int, num_kv_heads: int, head_dim: int,
-    block_size: int, block_stride: int, scale_stride: int, window: int, keys_by_dimension: bool,
+    block_size: int, block_stride: int, scale_stride: int, window: int, chunk: int, keys_by_dimension: bool,
     sinks: Tensor | None, scale: float, cap: float,
     value_scale: float, num_threads: int,
 ) -> None: ...  # fmt: skip

@@ -485,6 +485,7 @@ class CpuKernels(RecurrentKernels):
             block_stride=block_stride(cache.keys, cache.values),
             scale_stride=block_stride(*cache.scales),
             window=spec.sliding_window or 0,
+            chunk=spec.chunk or 0,
             keys_by_dimension=cache.keys_by_dimension,
             sinks=sinks,
             scale=spec.scale * key_scale * _LOG2_E,

@@ -70,6 +70,8 @@ class RecurrentKernels(ReferenceKernels):
         self._convolve = calls.by_dtype(functions.convolve)
         self._recur = calls.by_dtype(functions.recur)
         self._gated_norm = calls.by_dtype(functions.gated_norm)
+        self._xielu = calls.by_dtype(functions.xielu)
+        self._scale_rows = calls.by_dtype(functions.scale_rows)
         self._multiply = calls.by_dtype(functions.multiply)
         self._sigmoid_mul = calls.by_dtype(functions.sigmoid_mul)
 
@@ -185,6 +187,40 @@ class RecurrentKernels(ReferenceKernels):
             has_norm=spec.group_size > 0,
             gate_first=spec.gate_first,
             eps=eps,
+            num_threads=_threads(),
+        )
+        return out
+
+    def xielu(self, x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        _check_float32(positive=positive, negative=negative)
+        x, (rows, size) = with_whole_rows(x), x.shape
+        out = self._empty(rows, size, dtype=x.dtype)
+        self._xielu[x.dtype](
+            x=x,
+            stride=x.stride(0),
+            positive=positive,
+            negative=negative,
+            out=out,
+            rows=rows,
+            size=size,
+            num_threads=_threads(),
+        )
+        return out
+
+    def scale_rows(self, x: Tensor, factors: Tensor, which: Tensor | None = None) -> Tensor:
+        _check_float32(factors=factors)
+        if which is not None and which.dtype != torch.int64:
+            raise TypeError(f"which of the factors is {which.dtype}; it must be int64")
+        x, (rows, size) = with_whole_rows(x), x.shape
+        out = self._empty(rows, size, dtype=x.dtype)
+        self._scale_rows[x.dtype](
+            x=x,
+            stride=x.stride(0),
+            factors=factors,
+            which=which,
+            out=out,
+            rows=rows,
+            size=size,
             num_threads=_threads(),
         )
         return out

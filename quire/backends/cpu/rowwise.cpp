@@ -113,6 +113,28 @@ struct Multiply {
   }
 };
 
+// Each row times one of the factors: that number `which` of the row, or the first where it is null.
+template <class T>
+struct ScaleRows {
+  const T* x;
+  int64_t stride;
+  const float* factors;
+  const int64_t* which;
+  T* out;
+  int64_t rows, size;
+  int num_threads;
+  QUIRE_ARGUMENTS(x, stride, factors, which, out, rows, size, num_threads)
+
+  void run() const {
+    parallel_shares(num_threads, rows, size, [&](int64_t row) {
+      const float factor = factors[which ? which[row] : 0];
+      for_vectors(size, [&](int64_t i, int count) {
+        write(out + row * size + i, read(x + row * stride + i, count) * factor, count);
+      });
+    });
+  }
+};
+
 // sigmoid(gate), rounded, * x; a row has gates for all its numbers, or one.
 template <class T>
 struct SigmoidMul {
@@ -207,7 +229,7 @@ struct Rope {
   }
 };
 
-#define QUIRE_ACTIVATIONS SILU, GELU_TANH, CLAMPED_SWIGLU, RELU2, GELU  // as in `functions.py`
+#define QUIRE_ACTIVATIONS SILU, GELU_TANH, CLAMPED_SWIGLU, RELU2, GELU, RELU  // as in `functions.py`
 enum Activation : int64_t { QUIRE_ACTIVATIONS };
 
 // activation(gate) * up of rows [gate | up]; or of rows without up, activation(x).
@@ -230,6 +252,7 @@ struct Activate {
         Vec positive = v < 0.0f ? splat(0.0f) : v;
         return positive * positive;
       });
+      case RELU: return run([](Vec v) { return v < 0.0f ? splat(0.0f) : v; });
       case GELU: return run([](Vec v) {  // by the error function: see `kernels/elementwise.py`
         Vec size = v < 0.0f ? -v : v, part = 1.0f / (1.0f + 0.2316418882f * size);
         Vec lacking = splat(1.061405429f) * part;
@@ -265,6 +288,32 @@ struct Activate {
           result *= factor;
         }
         write(out + row * size + begin + i, result, count);
+      });
+    });
+  }
+};
+
+// The activation with two numbers of its own, each given as a with log(1 + e^a).
+template <class T>
+struct Xielu {
+  const T* x;
+  int64_t stride;
+  const float *positive, *negative;
+  T* out;
+  int64_t rows, size;
+  int num_threads;
+  QUIRE_ARGUMENTS(x, stride, positive, negative, out, rows, size, num_threads)
+
+  static float softplus(float a) { return std::max(a, 0.0f) + std::log1p(std::exp(-std::fabs(a))); }
+
+  void run() const {
+    constexpr int64_t PRODUCTS = 32;  // as much work as an exponential
+    const float p = softplus(*positive), n = softplus(*negative) + 0.5f;
+    parallel_shares(num_threads, rows, size * PRODUCTS, [&](int64_t row) {
+      for_vectors(size, [&](int64_t i, int count) {
+        const Vec v = read(x + row * stride + i, count), above = p * v * v;
+        const Vec below = (exp(v > 0.0f ? splat(0.0f) : v) - 1.0f - v) * n;
+        write(out + row * size + i, (v > 0.0f ? above : below) + 0.5f * v, count);
       });
     });
   }
@@ -413,6 +462,10 @@ QUIRE_FUNCTION(layer_norm_float32, call->run(), LayerNorm<float>)
 QUIRE_FUNCTION(layer_norm_bfloat16, call->run(), LayerNorm<bf16>)
 QUIRE_FUNCTION(scale_add_float32, call->run(), ScaleAdd<float>)
 QUIRE_FUNCTION(scale_add_bfloat16, call->run(), ScaleAdd<bf16>)
+QUIRE_FUNCTION(xielu_float32, call->run(), Xielu<float>)
+QUIRE_FUNCTION(xielu_bfloat16, call->run(), Xielu<bf16>)
+QUIRE_FUNCTION(scale_rows_float32, call->run(), ScaleRows<float>)
+QUIRE_FUNCTION(scale_rows_bfloat16, call->run(), ScaleRows<bf16>)
 QUIRE_FUNCTION(multiply_float32, call->run(), Multiply<float>)
 QUIRE_FUNCTION(multiply_bfloat16, call->run(), Multiply<bf16>)
 QUIRE_FUNCTION(sigmoid_mul_float32, call->run(), SigmoidMul<float>)

@@ -125,6 +125,9 @@ class TritonKernels(ReferenceKernels):
     def computes(self, format: Format) -> bool:
         return self._dtype != torch.float32 and quantized.computes(format)
 
+    def attends(self, spec: AttentionSpec) -> bool:
+        return spec.chunk is None
+
     def pack(self, weight: Weight) -> Weight:
         if len(weight.shape) > 1 and any(self.computes(part.format) for part in weight.parts):
             weight = quantized.pack(weight, self._dtype)
@@ -183,8 +186,9 @@ class TritonKernels(ReferenceKernels):
         spec: MoeSpec,
         transform_activated: TransformActivated | None = None,
     ) -> Tensor:
-        # Experts without gates have no kernel of their own yet.
-        compute = experts_kernels.moe if spec.gated else super().moe
+        # Experts without gates, and other ways to weigh them, have no kernel of their own yet.
+        has_own = spec.gated and not spec.expert_scales and not spec.scales_inputs
+        compute = experts_kernels.moe if has_own else super().moe
         return compute(x, router_logits, experts, spec, transform_activated)
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:

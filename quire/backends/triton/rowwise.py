@@ -157,13 +157,14 @@ def _launch_by_blocks(kernel: Any, rows: int, size: int, **arguments: Any) -> No
 
 
 SILU, GELU_TANH, CLAMPED_SWIGLU = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-RELU2, GELU = tl.constexpr(3), tl.constexpr(4)
+RELU2, GELU, RELU = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 NUMBERS = {
     Activation.SILU: 0,
     Activation.GELU_TANH: 1,
     Activation.CLAMPED_SWIGLU: 2,
     Activation.RELU2: 3,
     Activation.GELU: 4,
+    Activation.RELU: 5,
 }
 
 
@@ -180,6 +181,8 @@ def activated(x, ACTIVATION: tl.constexpr):
         return silu(x)
     if ACTIVATION == GELU_TANH:  # (1 + tanh(y)) / 2 is the sigmoid of 2y
         return x / (1.0 + tl.exp(-1.5957691216 * (x + 0.044715 * x * x * x)))
+    if ACTIVATION == RELU:
+        return tl.where(x < 0.0, 0.0, x)  # NaN stays
     if ACTIVATION == RELU2:
         positive = tl.where(x < 0.0, 0.0, x)  # NaN stays
         return positive * positive

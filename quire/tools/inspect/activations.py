@@ -45,7 +45,9 @@ def trace(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[Stage]:
     cache = ContiguousCache(decoder, num_sequences=1, capacity=len(token_ids))
     paged = cache.batch(decoder, [(0, 0, len(token_ids))])
     batch = Batch(decoder.kernels, torch.arange(len(token_ids), device=decoder.device), (paged,))
-    x = decoder.embed(batch, as_token_tensor(decoder, token_ids))
+    tokens = as_token_tensor(decoder, token_ids)
+    x = decoder.embed(batch, tokens)
+    batch = decoder.with_layer_inputs(batch, tokens, x)
     yield _stage("embedding", x)
     residual: Tensor | None = None
     inner: list[Stage] = []
@@ -63,9 +65,8 @@ def trace(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[Stage]:
                 setattr(layer, name, part)
         # attention first, whatever was computed first
         yield from sorted(inner, key=lambda stage: stage.name)
-        yield _stage(f"layers.{i}", x.float() + residual.float())
-    assert residual is not None
-    total = decoder.kernels.scale_add(x, 1.0, residual)
+        yield _stage(f"layers.{i}", x.float() + (0.0 if residual is None else residual.float()))
+    total = x if residual is None else decoder.kernels.scale_add(x, 1.0, residual)
     normed = decoder.final_norm(batch, total)
     yield _stage("final_norm", normed)
     yield _stage("logits", decoder.logits(normed))

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.checkpoints.checkpoint import TensorInfo
 from quire.kernels.reference import ReferenceKernels
 from quire.models.load import load_planned, read_piece
-from quire.models.names import Piece
+from quire.models.pieces import Piece
 from quire.models.spec import LayerSpec, ModelSpec
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
 from quire.tools.inspect.activations import trace

@@ -19,7 +19,8 @@ from quire.errors import ModelNotFoundError
 from quire.kernels.formats import FORMATS
 from quire.models.load import open_model
 from quire.models.model_config import read_config
-from quire.models.names import Piece, huggingface_pieces
+from quire.models.names import huggingface_pieces
+from quire.models.pieces import Piece
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ENDS, ModelFiles, quantized_format
 
