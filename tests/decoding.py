@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.kernels.layer_state import CacheMemory
 from quire.kernels.ops import AttentionSpec, HeadShape, Kernels, LayerCache, PagedBatch
 from quire.models.decoder import Decoder
 from quire.models.load import Progress, load_planned
@@ -34,14 +35,20 @@ def make_caches(
     decoder: Decoder, num_blocks: int, block_size: int = BLOCK_SIZE
 ) -> list[LayerCache]:
     """Caches full of NaN: whoever reads a slot nobody wrote is found out."""
-    spec = decoder.spec
-    shape = (num_blocks, spec.head_shapes[0].num_kv_heads, block_size, spec.head_shapes[0].head_dim)
-    device = decoder.device
-
-    def side() -> Tensor:
-        return torch.full(shape, float("nan"), dtype=decoder.dtype, device=device)
-
-    return [LayerCache(side(), side()) for _ in range(spec.num_layers)]
+    caches: list[LayerCache] = []
+    for mixer in decoder.spec.mixers:
+        assert isinstance(mixer, AttentionSpec)
+        parts = [
+            torch.full(
+                (num_blocks, part.heads, block_size, *part.shape),
+                float("nan"),
+                dtype=part.dtype,
+                device=decoder.device,
+            )
+            for part in mixer.layer_state(decoder.dtype, decoder.dtype).per_token
+        ]
+        caches.append(mixer.layer_cache(CacheMemory(parts, 0)))
+    return caches
 
 
 def paged_batch(

@@ -296,7 +296,7 @@ def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:
     """What differs between families is data: a string that is one's name or architecture is a
     branch on it.
     """
-    tables = ("families", "further_families", "defaults")
+    tables = ("families", "further_families", "latent_families", "defaults")
     names = {
         name for family in FAMILIES for name in (family.name, *family.architectures, family.gguf)
     }
@@ -317,7 +317,7 @@ def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:
     assert not found, "\n".join(found)
 
 
-PRODUCTS = ("linear", "linear_gated", "moe", "embedding")
+PRODUCTS = ("linear", "linear_gated", "linear_heads", "moe", "embedding")
 """The methods of `Kernels` that take a weight."""
 DOOR = "quire.models.linear"
 BEHIND_THE_DOOR = ("quire.kernels", "quire.backends", "quire.parallel.kernels")

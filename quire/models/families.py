@@ -25,6 +25,7 @@ from quire.models.config_parts import (
 )
 from quire.models.family import Family
 from quire.models.further_families import FURTHER
+from quire.models.latent_families import LATENT
 from quire.models.quirks import (
     MIXTRAL_NAMES,
     STACKED_MIXTRAL_NAMES,
@@ -371,6 +372,7 @@ FAMILIES: tuple[Family, ...] = (
         gguf_names={"mlp_norm": "post_attention_norm"}, gguf_settings={"rope_parameters": {"truncate": False}},
     ),
     *FURTHER,
+    *LATENT,
 )  # fmt: skip
 
 

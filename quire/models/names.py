@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.kernels.latent import LatentSpec
 from quire.kernels.ops import AttentionSpec, MoeSpec
 from quire.kernels.recurrent import ConvolutionSpec, RecurrentSpec
 from quire.models.families import family_named
@@ -42,6 +43,17 @@ class RowOrder:
         changed = self.heads * self.head_dim
         rows[:changed] = rows[:changed].view(self.heads, -1)[:, head].flatten()
         return rows
+
+
+@dataclass(frozen=True, slots=True)
+class LastRowsOrder(RowOrder):
+    """The same for heads whose last rows are rotated; others keep their place."""
+
+    def index(self, num_rows: int) -> Tensor:
+        heads = torch.arange(num_rows).view(self.heads, self.head_dim)
+        kept, turned = heads.split_with_sizes((self.head_dim - self.rotated, self.rotated), 1)
+        pairs = turned.reshape(self.heads, -1, 2).mT.flatten(1) if self.interleaved else turned
+        return torch.cat((kept, pairs), 1).flatten()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +168,28 @@ _LINEARS = {
 are stacked in it where the files don't pack them.
 """
 _HUGGINGFACE, _GGUF = ({part: pair[i] for part, pair in _LAYER_NAMES.items()} for i in range(2))
+
+
+def latent_pieces(
+    names: Mapping[str, str], mixer: LatentSpec, own: str, kind: str, path: str
+) -> Iterator[Piece]:
+    """The tensors of latent attention; `own` and `kind` are its parameter's name."""
+    heads, rotated, interleaved = mixer.heads.num_heads, mixer.rope_dim, mixer.interleaved_rope
+    sizes = {"key_up": (0, mixer.nope_dim), "value_up": (mixer.nope_dim, mixer.value_dim)}
+    if own in sizes:  # one tensor for both, in which each head's rows are together
+        first, count = sizes[own]
+        each = mixer.nope_dim + mixer.value_dim
+        runs = tuple((head * each + first, count) for head in range(heads))
+        yield Piece(f"{names['key_value_up']}.{kind}", path, order=RowRuns(runs, heads * each))
+    elif own == "query":
+        order = LastRowsOrder(heads, mixer.query_dim, rotated, interleaved)
+        name = names["query_up" if mixer.query_rank else "query"]
+        yield Piece(f"{name}.{kind}", path, order=order if interleaved else None)
+    elif own == "latent":
+        order = LastRowsOrder(1, mixer.heads.head_dim, rotated, interleaved)
+        yield Piece(f"{names['latent']}.{kind}", path, order=order if interleaved else None)
+    else:
+        yield Piece(f"{names[own]}.{kind}" if own else f"{names[kind]}.weight", path)
 
 
 def recurrent_pieces(
@@ -365,7 +399,9 @@ class _Layer(NamedTuple):
         names, (linear, _, kind) = self.names, name.rpartition(".")
         mixer_name, _, own = linear.partition(".")
         mixer = dict(zip(mixer_names(self.layer), self.layer.mixers, strict=True)).get(mixer_name)
-        if mixer is not None and not isinstance(mixer, AttentionSpec):
+        if isinstance(mixer, LatentSpec):
+            yield from latent_pieces(names, mixer, own, kind, path)
+        elif mixer is not None and not isinstance(mixer, AttentionSpec):
             yield from recurrent_pieces(names, mixer, own, kind, path)
         elif linear == "attention.qkv" and self.layer.gated_attention:
             yield from self._gated(kind, path)

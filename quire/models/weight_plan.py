@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from quire.checkpoints.checkpoint import Checkpoint
-from quire.errors import DeviceError, InvalidRequestError, ModelFormatError
+from quire.errors import (
+    DeviceError,
+    InvalidRequestError,
+    ModelFormatError,
+    UnsupportedModelError,
+)
 from quire.kernels.formats import FORMATS, PLAIN, Format
 from quire.kernels.ops import Kernels
 from quire.kernels.quantize import FP8, INT8, Q4_0
@@ -171,6 +176,7 @@ def plan_weights(
     ("int8", "int4").
     """
     parameters = files.parameters
+    _check_can_compute(files.spec, kernels, device)
     check_names_and_shapes(files, parameters)
     if quantization in QUANTIZED:
         _check_can_quantize(files, kernels, device, quantization)
@@ -182,6 +188,7 @@ def plan_weights(
         # On a GPU quantised formats have kernels for matrix products, not for looking up rows of
         # the embedding.
         can_stay = len(shape) > 1 and (device.type == "cpu" or piece.parameter not in ENDS)
+        can_stay = can_stay and not parameter.stays_plain
         wanted = (
             quantized_format(piece.parameter, shape, quantization) if can_stay else None
         ) or plain
@@ -198,6 +205,14 @@ def plan_weights(
         name: tuple(formats[part] for part in sorted(formats)) for name, formats in chosen.items()
     }
     return WeightPlan(files, kernels, dtype, device, quantization, parameters, formats_of)
+
+
+def _check_can_compute(spec: ModelSpec, kernels: Kernels, device: torch.device) -> None:
+    if not all(map(kernels.has_kernels_for, dict.fromkeys(spec.mixers))):
+        raise UnsupportedModelError(
+            f"{spec.family} has latent attention, which does not run on {device} yet: the {kernels.name} kernels "
+            'have no attention whose values are a part of its keys. Use device="cpu".'
+        )
 
 
 def check_not_quantized(files: ModelFiles, quantization: str) -> None:

@@ -35,6 +35,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe"] * 2},
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_ssm": 64},
     "bamba": {"mamba_n_heads": 4, "attn_layer_indices": [1, 4]},
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {"num_key_value_heads": 4},
+    "glm4_moe_lite": {"num_key_value_heads": 4},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }
 """What else a small model of a family must say: what its class assumes is for a large one."""

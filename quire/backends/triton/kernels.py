@@ -46,6 +46,7 @@ from quire.backends.triton.linear import (
 from quire.backends.triton.packed_size import packed_bytes
 from quire.backends.triton.small_batches import are_exact
 from quire.kernels.formats import Format
+from quire.kernels.latent import LatentSpec
 from quire.kernels.ops import (
     Activation,
     AttentionSpec,
@@ -193,6 +194,10 @@ class TritonKernels(ReferenceKernels):
             if weight.is_dense
             else super().embedding(token_ids, weight)
         )
+
+    def has_kernels_for(self, mixer: object) -> bool:
+        # Values that lie in the keys, and heads as large as these, are more than its attention takes.
+        return not isinstance(mixer, LatentSpec)
 
     def attention_work(
         self,
