@@ -10,7 +10,6 @@ from torch import Tensor
 from quire.backends.cpu import functions
 from quire.backends.cpu.recording import Calls
 from quire.backends.cpu.strided import takes_head_dim, with_whole_rows
-from quire.kernels.latent import LatentSpec
 from quire.kernels.ops import AttentionSpec, PagedBatch
 from quire.kernels.recurrent import (
     ConvolutionCache,
@@ -75,8 +74,6 @@ class RecurrentKernels(ReferenceKernels):
         self._sigmoid_mul = calls.by_dtype(functions.sigmoid_mul)
 
     def captures(self, mixer: object) -> bool:
-        if isinstance(mixer, LatentSpec):
-            return False
         if isinstance(mixer, AttentionSpec):
             return takes_head_dim(mixer.heads.head_dim)
         return isinstance(mixer, (ConvolutionSpec, RecurrentSpec))
