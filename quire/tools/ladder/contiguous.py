@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidRequestError, UnsupportedModelError
+from quire.kernels.layer_state import CacheMemory
 from quire.kernels.noise import noise_keys
-from quire.kernels.ops import HeadShape, Kernels, LayerCache, PagedBatch
+from quire.kernels.ops import AttentionSpec, HeadShape, Kernels, LayerCache, PagedBatch
 from quire.models.decoder import Decoder
 
 
@@ -25,17 +26,30 @@ class ContiguousCache:
 
     def __init__(self, decoder: Decoder, num_sequences: int, capacity: int) -> None:
         spec, device = decoder.spec, decoder.device
-        if len(spec.head_shapes) > 1 or any(layer.reads_layer is not None for layer in spec.layers):
+        attention = [one for one in spec.mixers if isinstance(one, AttentionSpec)]
+        if (
+            len(spec.head_shapes) > 1
+            or len(attention) < len(spec.mixers)
+            or any(layer.reads_layer is not None for layer in spec.layers)
+        ):
             raise UnsupportedModelError(
                 f"{spec.family}: a contiguous cache is for layers with the same heads"
             )
         self.heads = spec.head_shapes[0]
-        shape = (num_sequences, self.heads.num_kv_heads, capacity, self.heads.head_dim)
-
-        def side() -> Tensor:
-            return torch.empty(shape, dtype=decoder.dtype, device=device)
-
-        self.layers = [LayerCache(side(), side()) for layer in spec.layers for _ in layer.mixers]
+        self.num_bytes = 0
+        """What was allocated, used or not."""
+        self.layers: list[LayerCache] = []
+        for mixer in attention:
+            parts = [
+                torch.empty(
+                    (num_sequences, part.heads, capacity, *part.shape),
+                    dtype=part.dtype,
+                    device=device,
+                )
+                for part in mixer.layer_state(decoder.dtype, decoder.dtype).per_token
+            ]
+            self.layers.append(mixer.layer_cache(CacheMemory(parts, 0)))
+            self.num_bytes += sum(part.nbytes for part in parts)
         self.capacity = capacity
         self.max_length = min(capacity, decoder.max_position)
         """Of a sequence: what its room holds, and what the model has positions for."""
@@ -77,15 +91,6 @@ class ContiguousCache:
         """What the kernels need to compute these tokens."""
         self.check(spans)
         return contiguous_batch(spans, self.capacity, decoder.kernels, self.heads, decoder.device)
-
-    @property
-    def num_bytes(self) -> int:
-        """What was allocated, used or not."""
-        return sum(
-            side.numel() * side.element_size()
-            for layer in self.layers
-            for side in (layer.keys, layer.values)
-        )
 
 
 def contiguous_batch(
