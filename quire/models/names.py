@@ -303,18 +303,23 @@ def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
     """Tensors of a checkpoint that are not loaded: the decoder does not need them, or they are part
     of its spec.
     """
-    family = family_named(spec.family)
-    prefixes = (*(f"{prefix}.layers" for prefix in family.prefixes), "blk")
-    further = (*(f"{prefix}.{_num_stored(spec)}." for prefix in prefixes), "mtp.")
     unused = {name for name in present if name.endswith(".rotary_emb.inv_freq")}
-    unused |= names_not_for_text(spec, present)
+    unused |= names_not_for_text(spec, present) | drafting_names(spec, present)
     if any(layer.rope is not None and layer.rope.kind == "factors" for layer in spec.layers):
         unused |= {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
-    if family.has_drafting_layers:
-        unused |= {name for name in present if name.startswith(further)}
     if spec.tie_embeddings:
         unused.add("lm_head.weight")
     return unused
+
+
+def drafting_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
+    """Tensors of layers for multi-token prediction."""
+    family = family_named(spec.family)
+    if not family.has_drafting_layers:
+        return set()
+    prefixes = (*(f"{prefix}.layers" for prefix in family.prefixes), "blk")
+    further = (*(f"{prefix}.{_num_stored(spec)}." for prefix in prefixes), "mtp.")
+    return {name for name in present if name.startswith(further)}
 
 
 def names_not_for_text(spec: ModelSpec, present: Collection[str]) -> set[str]:

@@ -29,7 +29,13 @@ QUANTIZED = {"int8": INT8, "int4": Q4_0, "fp8": FP8}
 """The formats that `quantization` can ask for."""
 MULTIPLE = 32
 """The input size of a quantised matrix must be a multiple of this."""
-_STAY_PLAIN = (".router.weight", ".shared_gate.weight", "_bias")
+_STAY_PLAIN = (
+    ".router.weight",
+    ".shared_gate.weight",
+    "_bias",
+    ".key_up.weight",
+    ".value_up.weight",
+)
 """Matrices that are not quantised: they are small, and errors in them cost much quality."""
 ENDS = ("embedding", "head")
 
@@ -176,7 +182,7 @@ def plan_weights(
     ("int8", "int4").
     """
     parameters = files.parameters
-    _check_can_compute(files.spec, kernels, device)
+    _check_can_compute(files.spec, kernels)
     check_names_and_shapes(files, parameters)
     if quantization in QUANTIZED:
         _check_can_quantize(files, kernels, device, quantization)
@@ -207,11 +213,11 @@ def plan_weights(
     return WeightPlan(files, kernels, dtype, device, quantization, parameters, formats_of)
 
 
-def _check_can_compute(spec: ModelSpec, kernels: Kernels, device: torch.device) -> None:
+def _check_can_compute(spec: ModelSpec, kernels: Kernels) -> None:
     if not all(map(kernels.has_kernels_for, dict.fromkeys(spec.mixers))):
         raise UnsupportedModelError(
-            f"{spec.family} has latent attention, which does not run on {device} yet: the {kernels.name} kernels "
-            'have no attention whose values are a part of its keys. Use device="cpu".'
+            f"{spec.family} has latent attention, which does not run on GPUs yet: their kernels have no attention "
+            'whose values are a part of its keys. Use device="cpu".'
         )
 
 
