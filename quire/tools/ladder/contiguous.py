@@ -19,6 +19,7 @@ from quire.kernels.layer_state import CacheMemory
 from quire.kernels.noise import noise_keys
 from quire.kernels.ops import AttentionSpec, HeadShape, Kernels, LayerCache, PagedBatch
 from quire.models.decoder import Decoder
+from quire.models.spec import Mixer
 
 
 class ContiguousCache:
@@ -26,30 +27,13 @@ class ContiguousCache:
 
     def __init__(self, decoder: Decoder, num_sequences: int, capacity: int) -> None:
         spec, device = decoder.spec, decoder.device
-        attention = [one for one in spec.mixers if isinstance(one, AttentionSpec)]
-        if (
-            len(spec.head_shapes) > 1
-            or len(attention) < len(spec.mixers)
-            or any(layer.reads_layer is not None for layer in spec.layers)
-        ):
+        if len(spec.head_shapes) > 1 or any(layer.reads_layer is not None for layer in spec.layers):
             raise UnsupportedModelError(
                 f"{spec.family}: a contiguous cache is for layers with the same heads"
             )
         self.heads = spec.head_shapes[0]
-        self.num_bytes = 0
-        """What was allocated, used or not."""
-        self.layers: list[LayerCache] = []
-        for mixer in attention:
-            parts = [
-                torch.empty(
-                    (num_sequences, part.heads, capacity, *part.shape),
-                    dtype=part.dtype,
-                    device=device,
-                )
-                for part in mixer.layer_state(decoder.dtype, decoder.dtype).per_token
-            ]
-            self.layers.append(mixer.layer_cache(CacheMemory(parts, 0)))
-            self.num_bytes += sum(part.nbytes for part in parts)
+        shape = (num_sequences, capacity)
+        self.layers = [room_of(one, shape, decoder.dtype, device) for one in spec.mixers]
         self.capacity = capacity
         self.max_length = min(capacity, decoder.max_position)
         """Of a sequence: what its room holds, and what the model has positions for."""
@@ -91,6 +75,28 @@ class ContiguousCache:
         """What the kernels need to compute these tokens."""
         self.check(spans)
         return contiguous_batch(spans, self.capacity, decoder.kernels, self.heads, decoder.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """What was allocated, used or not. Values may be a part of the keys."""
+        sides = [side for layer in self.layers for side in (layer.values, layer.keys)]
+        return sum({side.data_ptr(): side.nbytes for side in sides}.values())
+
+
+def room_of(
+    mixer: Mixer, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> LayerCache:
+    """What one layer's attention keeps of so many sequences of so many tokens."""
+    if not isinstance(mixer, AttentionSpec):
+        raise UnsupportedModelError("a contiguous cache is for layers of attention alone")
+    num_sequences, capacity = shape
+    parts = [
+        torch.empty(
+            (num_sequences, part.heads, capacity, *part.shape), dtype=part.dtype, device=device
+        )
+        for part in mixer.layer_state(dtype, dtype).per_token
+    ]
+    return mixer.layer_cache(CacheMemory(parts, 0))
 
 
 def contiguous_batch(
