@@ -22,7 +22,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.device import Device
 from quire.models.decoder import Decoder
 from quire.models.load import Progress, load_planned, open_model, reading
-from quire.models.names import names_not_for_text
+from quire.models.names import drafting_names, names_not_for_text
 from quire.models.parameters import WeightSource
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
@@ -192,9 +192,16 @@ def open_tokenizer(source: ModelSource) -> Tokenizer:
 
 def _open(source: ModelSource, without_text: bool) -> tuple[ModelFiles, Tokenizer]:
     files = open_model(source.path)
-    if left_out := names_not_for_text(files.spec, files.checkpoint.tensors.keys()):
+    names = files.checkpoint.tensors.keys()
+    if left_out := names_not_for_text(files.spec, names):
         logger.warning(
             "%s: %d tensors for images are left out: only text is read", source.name, len(left_out)
+        )
+    if left_out := drafting_names(files.spec, names):
+        logger.warning(
+            "%s: %d tensors of layers for multi-token prediction are left out: they draft nothing here",
+            source.name,
+            len(left_out),
         )
     try:
         tokenizer = (

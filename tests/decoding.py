@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from quire.kernels.layer_state import CacheMemory
 from quire.kernels.ops import AttentionSpec, HeadShape, Kernels, LayerCache, PagedBatch
 from quire.models.decoder import Decoder
 from quire.models.load import Progress, load_planned
@@ -39,14 +40,18 @@ def make_caches(
         if layer.reads_layer is not None:
             caches.append(caches[layer.reads_layer])
             continue
-        assert layer.attention is not None
-        heads = layer.attention.heads
-        shape = (num_blocks, heads.num_kv_heads, block_size, heads.head_dim)
-        keys, values = (
-            torch.full(shape, float("nan"), dtype=decoder.dtype, device=decoder.device)
-            for _ in range(2)
-        )
-        caches.append(LayerCache(keys, values))
+        mixer = layer.attention
+        assert mixer is not None
+        parts = [
+            torch.full(
+                (num_blocks, part.heads, block_size, *part.shape),
+                float("nan"),
+                dtype=part.dtype,
+                device=decoder.device,
+            )
+            for part in mixer.layer_state(decoder.dtype, decoder.dtype).per_token
+        ]
+        caches.append(mixer.layer_cache(CacheMemory(parts, 0)))
     return caches
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.engine import EngineCore, Request, Scheduler, SchedulerConfig, make_requests
 from quire.engine.draft_tokens import Propose
 from quire.engine.invariants import check_invariants
+from quire.kernels.latent import LatentSpec, latent_heads
 from quire.kernels.ops import Activation, Kernels, MoeSpec
 from quire.kernels.recurrent import ConvolutionSpec, GatedNormSpec, RecurrentSpec
 from quire.kernels.weights import Weight
@@ -64,6 +65,10 @@ _STATE_SPACE = RecurrentSpec(
 _PLAIN_EXPERTS = replace(_SIGMOID_EXPERTS, activation=Activation.RELU2, gated=False)
 _CONVOLUTION = ConvolutionSpec(64, 3, silu=False)
 _GATED = replace(_LAYER, gated_attention=True, qk_norm=True)
+
+_LATENT = LatentSpec(
+    latent_heads(4, 24, 8), 0.2, nope_dim=12, rope_dim=8, value_dim=10, query_rank=20
+)
 
 WITH_STATES: dict[str, ModelSpec] = {
     "delta rule": replace(
@@ -154,6 +159,20 @@ SPECS: dict[str, ModelSpec] = {
     "glm4_moe": replace(
         _PLAIN, family="glm4_moe", layers=(_LAYER, replace(_LAYER, mlp=_SIGMOID_EXPERTS))
     ),
+    "deepseek_v3": replace(
+        _PLAIN,
+        family="deepseek_v3",
+        layers=(
+            replace(_LAYER, mixer=replace(_LATENT, query_rank=0)),
+            replace(
+                _LAYER,
+                mixer=_LATENT,
+                mlp=replace(_SIGMOID_EXPERTS, num_groups=2),
+                qkv_bias=True,
+                output_bias=True,
+            ),
+        ),
+    ),
     "gpt_oss": replace(_PLAIN, family="gpt_oss", layers=(_WINDOW, _LAYER)).with_layers(
         sinks=True,
         qkv_bias=True,
@@ -183,6 +202,7 @@ def random_decoder(
         value = torch.randn(parameter.shape, generator=generator)
         value = 1 + 0.1 * value if "norm" in name else value * (2.0 / parameter.shape[-1] ** 0.5)
         is_matrix = len(parameter.shape) > 1 and "router" not in name and "bias" not in name
+        is_matrix = is_matrix and not parameter.stays_plain
         plain = value if parameter.keep_float32 else value.to(dtype)
         loaded[name] = quantize(value) if quantize and is_matrix else Weight.dense(plain.to(device))
     return Decoder(spec, kernels, loaded, dtype)

@@ -105,6 +105,15 @@ def test_draft_tokens_change_no_bit(
         assert any(entry.runs_ahead for line in bench.log for entry in line.step.scheduled)
 
 
+def test_draft_tokens_change_no_bit_of_latent_attention() -> None:
+    decoder = random_decoder(
+        SPECS["deepseek_v3"], make_kernels("auto", torch.bfloat16), torch.bfloat16
+    )
+    expected = Bench(decoder).run(prompts(), EVERYTHING)
+    bench = Bench(decoder, depth=2, propose=Proposer(expected.tokens, 0.6, 2), preempt_every=5)
+    assert_same(bench.run(prompts(), EVERYTHING), expected)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

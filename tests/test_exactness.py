@@ -23,6 +23,7 @@ from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
 from quire.models.load import open_model
+from quire.runner.recorded import RecordedSteps
 from quire.sampling_params import SamplingParams
 from tests.decoding import load_decoder
 from tests.long_runs import IS_LONG, short_or_long
@@ -160,9 +161,10 @@ def test_every_family_is_exact_in_every_scenario(family: str, dtype: str) -> Non
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
-def test_a_cache_of_8_bits_is_exact_too(stored: torch.dtype, dtype: str) -> None:
+@pytest.mark.parametrize("family", ["smollm3", "deepseek_v3"])
+def test_a_cache_of_8_bits_is_exact_too(family: str, stored: torch.dtype, dtype: str) -> None:
     """The one of FP8 has scales, as a checkpoint may have them."""
-    spec = replace(SPECS["smollm3"], cache=StoredCache("fp8", {0: (0.037, 1.9), 1: (0.4, 0.01)}))
+    spec = replace(SPECS[family], cache=StoredCache("fp8", {0: (0.037, 1.9), 1: (0.4, 0.01)}))
     decoder = random_decoder(spec, make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
     prompts, params = workload(12, seed=3)
     expected = solo(decoder, prompts, params, cache_dtype=stored)
@@ -181,6 +183,18 @@ def test_a_cache_of_8_bits_is_exact_too(stored: torch.dtype, dtype: str) -> None
         for key in expected.logits.keys() & plain.keys()
     ]
     assert 0 < min(differences) < 0.1 * plain[next(iter(plain))].abs().max()
+
+
+def test_latent_attention_is_exact_too() -> None:
+    """In a few scenarios, without experts, which take most of the time: so its steps are recorded."""
+    latent = SPECS["deepseek_v3"]
+    dense = replace(latent, layers=latent.layers[:1] * 2)
+    decoder = random_decoder(dense, make_kernels("auto", torch.bfloat16), torch.bfloat16)
+    prompts, params = workload(8, seed=4)
+    expected = solo(decoder, prompts, params)
+    assert RecordedSteps.fit(decoder)
+    for name in (*OF_EVERY_FAMILY, "hardly any memory and a host tier"):
+        assert_same(Bench(decoder, **SCENARIOS[name]).run(prompts, params), expected)
 
 
 @pytest.mark.few(1)

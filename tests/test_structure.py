@@ -298,6 +298,7 @@ def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:
         "further_families",
         "classic_families",
         "gemma4_family",
+        "latent_families",
         "llama4_family",
         "defaults",
     )
@@ -321,7 +322,7 @@ def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:
     assert not found, "\n".join(found)
 
 
-PRODUCTS = ("linear", "linear_gated", "moe", "embedding")
+PRODUCTS = ("linear", "linear_gated", "linear_heads", "moe", "embedding")
 """The methods of `Kernels` that take a weight."""
 DOOR = "quire.models.linear"
 BEHIND_THE_DOOR = ("quire.kernels", "quire.backends", "quire.parallel.kernels")

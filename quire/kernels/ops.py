@@ -84,7 +84,8 @@ only.
 class LayerCache:
     """One layer's keys and values: [num_blocks, num_kv_heads, block_size, head_dim] each, in the
     model's dtype, in FP8, or in int8 with scales. In memory each lies as its shape says, or the
-    keys' last two dimensions are exchanged.
+    keys' last two dimensions are exchanged. Values may be the first numbers of the keys, in the
+    same memory (latent attention).
     """
 
     keys: Tensor
@@ -202,6 +203,11 @@ class AttentionSpec:
         """Of what the output's product takes."""
         return self.heads.num_heads * self.heads.head_dim
 
+    @property
+    def rotary_size(self) -> int:
+        """Numbers of a head in the tables of rope."""
+        return self.heads.head_dim
+
     def layer_state(self, cache_dtype: dtype, model_dtype: dtype) -> LayerState:
         """Keys and values of every token, or of those in the window; with int8, the scales of both."""
         heads = self.heads.num_kv_heads
@@ -268,6 +274,13 @@ class HeadNorms(NamedTuple):
     after_rope: bool = False
 
 
+class LatentNorm(NamedTuple):
+    """RMSNorm of latents."""
+
+    weight: Tensor
+    eps: float
+
+
 class Activation(Enum):
     """What an MLP applies to its gate, or to its only projection."""
 
@@ -315,9 +328,12 @@ class MoeSpec:
     """If not, an expert is activation(up), then down; the shared one, too."""
     num_groups: int = 1
     """Experts are in so many groups of neighbours; a token's are of its best `top_groups` groups. A
-    group is as good as the sum of its two best scores, with the choice bias.
+    group is as good as the sum of its `group_scores` best scores, with the choice bias.
     """
     top_groups: int = 1
+    group_scores: int = 2
+    float32_router: bool = False
+    """Whether the router's logits are computed in float32, though its scores don't ask for it."""
     expert_scales: bool = False
     """Each expert's weight is multiplied by a number of its own (`ExpertWeights.scales`)."""
     scales_inputs: bool = False
@@ -326,7 +342,7 @@ class MoeSpec:
     @property
     def has_float32_router(self) -> bool:
         """Whether the router's logits are computed in float32: a choice bias is made for that."""
-        return self.sigmoid_scores or self.choice_bias
+        return self.sigmoid_scores or self.choice_bias or self.float32_router
 
 
 class ExpertWeights(NamedTuple):
@@ -434,13 +450,13 @@ class Kernels(Protocol):
         takes too much memory.
         """
 
-    def attends(self, spec: AttentionSpec) -> bool:
-        """Whether the backend has a kernel for such attention; a model with other is refused."""
-
     def captures(self, mixer: object) -> bool:
         """Whether steps with such a mixer can be captured or recorded: if its kernels read nothing
         on the host.
         """
+
+    def has_kernels_for(self, mixer: object) -> bool:
+        """Whether the backend computes such a mixer at all; models with others are refused."""
 
     def compile_together(self, call: Callable[[], object]) -> None:
         """Compiles the kernels that `call` runs, several at once, where they are compiled on first
@@ -604,7 +620,29 @@ class Kernels(Protocol):
         """Causal attention of query [rows, num_heads, head_dim] over the cached keys and values
         (those of this step are already written); grouped heads; a window counts the query's own
         position. Each head's softmax has one more score, of sinks [num_heads], which adds nothing
-        to the output.
+        to the output. That has as many numbers in a head as the values have.
+        """
+
+    def linear_heads(self, x: Tensor, weight: Weight) -> Tensor:
+        """[rows, heads, out] of x [rows, heads, in]: each head's product with its own matrix of the
+        stack weight [heads, out, in], as `linear` computes it.
+        """
+
+    def latent_to_cache_(
+        self,
+        absorbed: Tensor,
+        rotated: Tensor,
+        latent: Tensor,
+        norm: LatentNorm,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Norms the first numbers of latents [rows, rank + rope], rotates the others by
+        `cos_sin[positions]` [max_position, rope] and stores both into their slots as keys. Returns
+        queries [rows, heads, rank + rope]: absorbed [rows, heads, rank] beside what becomes of
+        `rotated` [rows, heads, rope].
         """
 
     def convolve_(

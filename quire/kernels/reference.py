@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.kernels.elementwise import ACTIVATIONS, sigmoid, soft_capped, xielu
 from quire.kernels.filters import filter_rows_
 from quire.kernels.formats import Format
+from quire.kernels.latent import latent_to_cache_, linear_heads
 from quire.kernels.logprobs import gather_logprobs
 from quire.kernels.noise import gumbel_noise
 from quire.kernels.ops import (
@@ -60,11 +61,11 @@ class ReferenceKernels:
         # better
         return False
 
-    def attends(self, spec: AttentionSpec) -> bool:
-        return True
-
     def captures(self, mixer: object) -> bool:
         return isinstance(mixer, AttentionSpec)
+
+    def has_kernels_for(self, mixer: object) -> bool:
+        return True
 
     def compile_together(self, call: Callable[[], object]) -> None:
         """There is nothing to compile."""
@@ -277,7 +278,7 @@ class ReferenceKernels:
         spec: AttentionSpec,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        output = torch.empty_like(query)
+        output = query.new_empty(*query.shape[:2], cache.values.shape[3])
         starts, context_lens = batch.query_start.tolist(), batch.context_lens.tolist()
         tables = batch.table_rows.tolist()
         for i, context_len in enumerate(context_lens):
@@ -350,6 +351,8 @@ class ReferenceKernels:
         flags = HAS_NAN * best.isnan().int() + NOTHING_LEFT * (best == float("-inf")).int()
         return token_ids.masked_fill_(flags > 0, 0), flags
 
+    linear_heads = linear_heads
+    latent_to_cache_ = latent_to_cache_
     convolve_ = staticmethod(convolve)
     recur_ = staticmethod(recur)
     gated_norm = staticmethod(gated_norm)
@@ -399,7 +402,9 @@ def route(
 def _in_best_groups(ranked: Tensor, spec: MoeSpec) -> Tensor:
     """The scores [rows, experts], minus infinity outside of each row's best groups."""
     groups = ranked.view(len(ranked), spec.num_groups, -1)
-    totals = groups.sort(dim=-1, descending=True, stable=True).values[..., :2].sum(-1)
+    totals = (
+        groups.sort(dim=-1, descending=True, stable=True).values[..., : spec.group_scores].sum(-1)
+    )
     best = totals.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_groups]
     is_best = torch.zeros_like(totals, dtype=torch.bool).scatter_(1, best, True)
     return groups.masked_fill(~is_best.unsqueeze(-1), float("-inf")).flatten(1)
@@ -418,7 +423,7 @@ def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 def _gather_tiles(
     cache: LayerCache, block_table: Tensor, first: int, context_len: int
 ) -> tuple[Tensor, Tensor]:
-    """A sequence's keys and values in float32 as [kv_heads, tiles, KEY_TILE, head_dim], with zeros
+    """A sequence's keys and values in float32 as [kv_heads, tiles, KEY_TILE, …], with zeros
     after its end and before the `first` key that is seen: what the cache holds there may be NaN, so
     multiplying by zero won't do.
     """
@@ -495,7 +500,5 @@ def _attend(
         output = output + tile_outputs[:, tile]
     if sinks is not None:
         total = total + (sinks - highest).exp()[:, 0, :, :, 0]
-    output = output.view(kv_heads, QUERY_TILE, group, head_dim) / total.unsqueeze(-1)
-    return (
-        output.permute(1, 0, 2, 3).reshape(QUERY_TILE, num_heads, head_dim)[:rows].to(query.dtype)
-    )
+    output = output.view(kv_heads, QUERY_TILE, group, -1) / total.unsqueeze(-1)
+    return output.permute(1, 0, 2, 3).reshape(QUERY_TILE, num_heads, -1)[:rows].to(query.dtype)

@@ -170,6 +170,22 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def mscale_of(config: Fields, rope: RopeSpec) -> float:
+    """What the scale of attention is multiplied with, twice, where a family's rope is stretched and
+    says `mscale_all_dim`.
+    """
+    scaling, _ = rope_settings(config, "full_attention")
+    kind = scaling.string("rope_type", scaling.string("type", "default"))
+    all_dim = scaling.number("mscale_all_dim", 0.0)
+    if kind == "default" or not all_dim:
+        return 1.0
+    if rope.kind not in ("yarn", "linear", "llama3"):
+        raise UnsupportedModelError(
+            f"{config.file}: mscale_all_dim is not supported with rope of type {kind!r}."
+        )
+    return yarn_mscale(rope.factor, all_dim)
+
+
 def read_window(config: Fields, default: int | None) -> int | None:
     """`sliding_window`, where null and 0 mean none and only an absent key means the family's
     default.

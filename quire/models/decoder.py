@@ -360,7 +360,7 @@ class Decoder:
 
         for i, layer in enumerate(spec.layers):
             own = [
-                table_of(layer.rope, mixer.heads.head_dim)
+                table_of(layer.rope, mixer.rotary_size)
                 if isinstance(mixer, AttentionSpec)
                 else None
                 for mixer in layer.mixers

@@ -27,6 +27,7 @@ from quire.models.config_parts import (
 from quire.models.family import Family
 from quire.models.further_families import FURTHER
 from quire.models.gemma4_family import GEMMA4
+from quire.models.latent_families import LATENT
 from quire.models.llama4_family import LLAMA4
 from quire.models.quirks import (
     MIXTRAL_NAMES,
@@ -379,6 +380,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA4,
     LLAMA4,
     *FURTHER,
+    *LATENT,
     *CLASSIC,
 )  # fmt: skip
 

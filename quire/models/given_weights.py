@@ -18,7 +18,8 @@ from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.families import family_named
 from quire.models.load import reading
-from quire.models.names import Piece, huggingface_pieces, ignored_names
+from quire.models.names import huggingface_pieces, ignored_names
+from quire.models.pieces import Piece
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles, plan_weights
 

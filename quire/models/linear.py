@@ -44,6 +44,19 @@ class Linear:
         return rows.kernels.linear_gated(x, self._weight, self._bias, activation)
 
 
+class HeadLinear:
+    """A product for each head, with its own matrix of a stack [heads, out, in]."""
+
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight: Weight) -> None:
+        self._weight = weight
+
+    def __call__(self, rows: Rows, x: Tensor) -> Tensor:
+        """[rows, heads, out] of x [rows, heads, in]."""
+        return rows.kernels.linear_heads(x, self._weight)
+
+
 class Experts:
     """Products with stacked weights, of which each row takes those of its own experts."""
 

@@ -9,7 +9,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import AttentionSpec, Batches, HeadNorms, Kernels, LayerCache, MixerCache
+from quire.kernels.latent import LatentSpec
+from quire.kernels.ops import (
+    AttentionSpec,
+    Batches,
+    HeadNorms,
+    Kernels,
+    LatentNorm,
+    LayerCache,
+    MixerCache,
+)
 from quire.kernels.recurrent import (
     ConvolutionCache,
     ConvolutionSpec,
@@ -17,7 +26,7 @@ from quire.kernels.recurrent import (
     RecurrentSpec,
     RecurrentWeights,
 )
-from quire.models.linear import Rows
+from quire.models.linear import Linear, Rows
 from quire.models.parameters import Parameters
 from quire.models.rope import query_factors
 from quire.models.spec import LayerSpec, Mixer, ModelSpec
@@ -117,6 +126,56 @@ class Attention:
         return torch.cat((qkv[:, : width if self.keys_are_values else -size], values), 1)
 
 
+class LatentAttention:
+    """Attention over latents: each head's matrix for keys is multiplied with its queries, the one
+    for values with what it attended to.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        name: str,
+        mixer: LatentSpec,
+        cos_sin: Tensor | None,
+    ) -> None:
+        assert cos_sin is not None
+        heads = mixer.heads.num_heads
+        self.spec = mixer
+        self.cos_sin = cos_sin
+        self.query_down: Linear | None = None
+        if mixer.query_rank:
+            self.query_down = parameters.linear(f"{name}.query_down")
+            self.query_norm = parameters.vector(f"{name}.query_norm")
+        self.query = parameters.linear(f"{name}.query")
+        self.latent = parameters.linear(f"{name}.latent")
+        self.norm = LatentNorm(parameters.vector(f"{name}.latent_norm"), mixer.norm_eps)
+        self.key_up = parameters.heads(f"{name}.key_up", heads, is_turned=True)
+        self.value_up = parameters.heads(f"{name}.value_up", heads)
+        self.output = parameters.linear(f"{name}.output")
+
+    def __call__(self, batch: Batch, x: Tensor, cache: MixerCache) -> Tensor:
+        assert isinstance(cache, LayerCache)
+        kernels, paged, spec = batch.kernels, batch.paged[cache.group], self.spec
+        source = x
+        if self.query_down is not None:
+            down = self.query_down(batch, x)
+            source = kernels.rms_norm(down, self.query_norm, spec.norm_eps)
+        query = self.query(batch, source).view(len(x), -1, spec.query_dim)
+        plain, rotated = query.split_with_sizes((spec.nope_dim, spec.rope_dim), 2)
+        query = kernels.latent_to_cache_(
+            self.key_up(batch, plain),
+            rotated,
+            self.latent(batch, x),
+            self.norm,
+            batch.positions,
+            self.cos_sin,
+            cache,
+            paged.slot_mapping,
+        )
+        attended = kernels.attention(query, cache, paged, spec)
+        return self.output(batch, self.value_up(batch, attended).flatten(1))
+
+
 class Recurrent:
     """Packed projections, a convolution over time, a recurrence with a state, a norm with a gate."""
 
@@ -188,6 +247,8 @@ def make_mixer(
     cos_sin: Tensor | None,
 ) -> MixerModule:
     """The mixer with the parameters of this name."""
+    if isinstance(mixer, LatentSpec):
+        return LatentAttention(parameters, name, mixer, cos_sin)
     if isinstance(mixer, AttentionSpec):
         return Attention(parameters, name, spec, layer, mixer, cos_sin)
     if isinstance(mixer, ConvolutionSpec):

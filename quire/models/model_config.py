@@ -24,6 +24,7 @@ from quire.models.config_parts import (
 from quire.models.defaults import defaults_of, with_defaults
 from quire.models.families import FAMILIES
 from quire.models.family import Family
+from quire.models.latent_families import WITH_INDEXER
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec
 
 
@@ -114,7 +115,7 @@ def check_spec(spec: ModelSpec, file: str) -> None:
     for layer in spec.layers:
         attention = layer.attention
         if attention is not None and layer.rope is not None and layer.rope.kind == "factors":
-            pairs = (layer.rope.rotated or attention.heads.head_dim) // 2
+            pairs = (layer.rope.rotated or attention.rotary_size) // 2
             for factors in (
                 layer.rope.freq_factors,
                 layer.rope.short_factors or layer.rope.freq_factors,
@@ -138,6 +139,11 @@ def _find_family(config: Fields) -> Family:
     if fitting:  # a model that also sees says which family its text part is of
         part = config.part("text_config").string("model_type", "")
         return next((family for family in fitting if family.name == part), fitting[0])
+    if names[0] in WITH_INDEXER:
+        raise UnsupportedModelError(
+            f"{config.file}: {names[0]} chooses the tokens that a query sees by a sparse indexer, which Quire does not "
+            "compute yet. DeepSeek-V3 and GLM-4.7-Flash, which have none, run."
+        )
     supported = ", ".join(name for family in FAMILIES for name in family.architectures)
     raise UnsupportedModelError(
         f"{config.file}: the architecture {names[0]} is not supported. Supported: {supported}."

@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from quire.kernels.latent import LatentSpec
 from quire.kernels.ops import AttentionSpec, MoeSpec
 from quire.kernels.recurrent import ConvolutionSpec, RecurrentSpec
 from quire.models.families import family_named
 from quire.models.family import Family
-from quire.models.pieces import Piece, RowOrder, RowRuns
+from quire.models.pieces import LastRowsOrder, Piece, RowOrder, RowRuns
 from quire.models.spec import POSITIONS, LayerSpec, ModelSpec, Parameter, mixer_names
 
 _MLP = ("gate", "up", "down")
@@ -71,6 +72,28 @@ _BARE = (
 )
 """Tensors whose names have no `.weight`."""
 _HUGGINGFACE, _GGUF = ({part: pair[i] for part, pair in _LAYER_NAMES.items()} for i in range(2))
+
+
+def latent_pieces(
+    names: Mapping[str, str], mixer: LatentSpec, own: str, kind: str, path: str
+) -> Iterator[Piece]:
+    """The tensors of latent attention; `own` and `kind` are its parameter's name."""
+    heads, rotated, interleaved = mixer.heads.num_heads, mixer.rope_dim, mixer.interleaved_rope
+    sizes = {"key_up": (0, mixer.nope_dim), "value_up": (mixer.nope_dim, mixer.value_dim)}
+    if own in sizes:  # one tensor for both, in which each head's rows are together
+        first, count = sizes[own]
+        each = mixer.nope_dim + mixer.value_dim
+        runs = tuple((head * each + first, count) for head in range(heads))
+        yield Piece(f"{names['key_value_up']}.{kind}", path, order=RowRuns(runs, heads * each))
+    elif own == "query":
+        order = LastRowsOrder(heads, mixer.query_dim, rotated, interleaved)
+        name = names["query_up" if mixer.query_rank else "query"]
+        yield Piece(f"{name}.{kind}", path, order=order if interleaved else None)
+    elif own == "latent":
+        order = LastRowsOrder(1, mixer.heads.head_dim, rotated, interleaved)
+        yield Piece(f"{names['latent']}.{kind}", path, order=order if interleaved else None)
+    else:
+        yield Piece(f"{names[own]}.{kind}" if own else f"{names[kind]}.weight", path)
 
 
 def recurrent_pieces(
@@ -201,9 +224,8 @@ def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
     """
     family = family_named(spec.family)
     prefixes = (*(_under(prefix, family.layers) for prefix in family.prefixes), "blk")
-    further = (*(f"{prefix}.{_num_stored(spec)}." for prefix in prefixes), "mtp.")
     unused = {name for name in present if name.endswith(".rotary_emb.inv_freq")}
-    unused |= names_not_for_text(spec, present)
+    unused |= names_not_for_text(spec, present) | drafting_names(spec, present)
     unread = tuple(
         f"{prefix}.{number}.self_attn.{side}"
         for prefix in prefixes
@@ -216,11 +238,19 @@ def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
         unused |= {name for name in present if name.endswith(family.ignored)}
     if any(layer.rope is not None and layer.rope.kind == "factors" for layer in spec.layers):
         unused |= {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
-    if family.has_drafting_layers:
-        unused |= {name for name in present if name.startswith(further)}
     if spec.tie_embeddings:
         unused |= set(_head_names(family))
     return unused
+
+
+def drafting_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
+    """Tensors of layers for multi-token prediction."""
+    family = family_named(spec.family)
+    if not family.has_drafting_layers:
+        return set()
+    prefixes = (*(_under(prefix, family.layers) for prefix in family.prefixes), "blk")
+    further = (*(f"{prefix}.{_num_stored(spec)}." for prefix in prefixes), "mtp.")
+    return {name for name in present if name.startswith(further)}
 
 
 def names_not_for_text(spec: ModelSpec, present: Collection[str]) -> set[str]:
@@ -333,7 +363,9 @@ class _Layer(NamedTuple):
         names, (linear, _, kind) = self.names, name.rpartition(".")
         mixer_name, _, own = linear.partition(".")
         mixer = dict(zip(mixer_names(self.layer), self.layer.mixers, strict=True)).get(mixer_name)
-        if mixer is not None and not isinstance(mixer, AttentionSpec):
+        if isinstance(mixer, LatentSpec):
+            yield from latent_pieces(names, mixer, own, kind, path)
+        elif mixer is not None and not isinstance(mixer, AttentionSpec):
             yield from recurrent_pieces(names, mixer, own, kind, path)
         elif linear == "attention.qkv" and self.layer.gated_attention:
             yield from self._gated(kind, path)

@@ -14,7 +14,7 @@ from quire.errors import ModelFormatError
 from quire.kernels.ops import Kernels
 from quire.kernels.tensor_memory import TensorMemory
 from quire.kernels.weights import Weight
-from quire.models.linear import Linear
+from quire.models.linear import HeadLinear, Linear
 
 SleepLevel = Literal[1, 2]
 """1: weights are kept in host memory; 2: they are gone, and loaded again after waking."""
@@ -58,7 +58,11 @@ class Parameters:
         """
         self._forms: dict[str, str] = {}
         """By name, the formats that a weight was loaded in: only such a weight fits into its place."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """By name, the shape that a weight was loaded in."""
         self._packed: set[str] = set()
+        self._stacks: dict[str, tuple[int, bool]] = {}
+        """By name of those that are packed head by head: how many heads, and whether they are turned."""
         self._memory: TensorMemory | None = None
         self.constants: dict[Hashable, Tensor] = {}
         """Tensors that are in no file: nobody replaces them."""
@@ -77,10 +81,10 @@ class Parameters:
 
     def matrix(self, name: str, pack: bool = True) -> Weight:
         loaded = self._loaded.pop(name)
-        self._forms[name] = _form(loaded)
+        self._forms[name], self._shapes[name] = _form(loaded), loaded.shape
         if pack:
             self._packed.add(name)
-        self.weights[name] = self._kernels.pack(loaded) if pack else loaded
+        self.weights[name] = self._kernels.pack(self._as_packed(name, loaded)) if pack else loaded
         return self.weights[name]
 
     def vector(self, name: str) -> Tensor:
@@ -91,6 +95,21 @@ class Parameters:
 
     def linear(self, name: str) -> Linear:
         return Linear(self.matrix(f"{name}.weight"), self.optional_vector(f"{name}.bias"))
+
+    def heads(self, name: str, num_heads: int, is_turned: bool = False) -> HeadLinear:
+        """Products of each head with its rows of a matrix of plain numbers; if that is turned, with
+        these rows transposed.
+        """
+        self._stacks[f"{name}.weight"] = num_heads, is_turned
+        return HeadLinear(self.matrix(f"{name}.weight"))
+
+    def _as_packed(self, name: str, loaded: Weight) -> Weight:
+        """What the kernels pack of it."""
+        if name not in self._stacks:
+            return loaded
+        num_heads, is_turned = self._stacks[name]
+        stack = loaded.tensor.view(num_heads, -1, loaded.shape[1])
+        return Weight.dense(stack.mT.contiguous() if is_turned else stack)
 
     def update(self, weights: Mapping[str, Weight]) -> None:
         """Replaces weights where they lie; what is captured or recorded computes with the new ones.
@@ -108,7 +127,8 @@ class Parameters:
         for done, (name, weight) in enumerate(weights.items()):
             try:
                 if name in self._packed:
-                    self._kernels.pack_into(self.weights[name], weight)
+                    packed = self._as_packed(name, weight)
+                    self._kernels.pack_into(self.weights[name], packed)
                 else:
                     self.weights[name].copy_(weight)
             except Exception as error:
@@ -118,14 +138,14 @@ class Parameters:
             self.missing.discard(name)
 
     def _check(self, name: str, weight: Weight) -> None:
-        place = self.weights.get(name)
-        if place is None:
+        if name not in self.weights:
             raise ModelFormatError(
                 f"the model has no parameter {name}: it has {', '.join(list(self.weights)[:3])}, …"
             )
-        if weight.shape != place.shape:
+        if weight.shape != self._shapes[name]:
+            shape = list(self._shapes[name])
             raise ModelFormatError(
-                f"{name} has shape {list(weight.shape)}; in this model it is {list(place.shape)}"
+                f"{name} has shape {list(weight.shape)}; in this model it is {shape}"
             )
         if (form := _form(weight)) != self._forms[name]:
             raise ModelFormatError(

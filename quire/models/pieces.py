@@ -42,6 +42,17 @@ class RowOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class LastRowsOrder(RowOrder):
+    """The same for heads whose last rows are rotated; others keep their place."""
+
+    def index(self, num_rows: int) -> Tensor:
+        heads = torch.arange(num_rows).view(self.heads, self.head_dim)
+        kept, turned = heads.split_with_sizes((self.head_dim - self.rotated, self.rotated), 1)
+        pairs = turned.reshape(self.heads, -1, 2).mT.flatten(1) if self.interleaved else turned
+        return torch.cat((kept, pairs), 1).flatten()
+
+
+@dataclass(frozen=True, slots=True)
 class RowRuns:
     """Some rows of a tensor, in runs: what a checkpoint packs in one tensor otherwise than the
     decoder does.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from quire.checkpoints.checkpoint import UNSAID, StoredCache
+from quire.kernels.latent import LatentSpec
 from quire.kernels.ops import Activation, AttentionSpec, HeadShape, MoeSpec
 from quire.kernels.recurrent import ConvolutionSpec, RecurrentSpec
 
@@ -95,7 +96,7 @@ class SideBySide:
     """Factors of what each takes and gives; (): none."""
 
 
-Mixer = AttentionSpec | ConvolutionSpec | RecurrentSpec
+Mixer = AttentionSpec | ConvolutionSpec | RecurrentSpec  # and LatentSpec, a kind of attention
 """What lets tokens see those before them. A new kind says how wide its packed input and its output
 are, what it keeps (`layer_state`, `layer_cache`), how it is divided among devices (`share`) and what
 it costs (`bytes_read`, `flops`, `prompt_flops`). Which parameters it has says `ModelSpec.parameters`,
@@ -212,6 +213,8 @@ class Parameter:
     """
     keep_float32: bool = False
     """Kept in float32 whatever the model's dtype is."""
+    stays_plain: bool = False
+    """Kept as plain numbers, whatever its format in the checkpoint and what `quantization` says."""
     is_vector: bool = False
     """In a checkpoint it has no columns: a matrix of one column here, so that its rows are stacked,
     ordered and divided as a weight's are.
@@ -356,6 +359,8 @@ class ModelSpec:
                 yield f"{name}.{one}", parameter
 
     def _parameters_of(self, layer: LayerSpec, mixer: Mixer) -> Iterator[tuple[str, Parameter]]:
+        if isinstance(mixer, LatentSpec):
+            return self._latent_parameters(layer, mixer)
         if isinstance(mixer, AttentionSpec):
             return self._attention_parameters(layer, mixer.heads)
         if isinstance(mixer, ConvolutionSpec):
@@ -398,6 +403,21 @@ class ModelSpec:
         rows = (*rows, query) if layer.gated_attention else rows
         yield from _linear("qkv", hidden, rows, layer.qkv_bias)
         yield from _linear("output", query, (hidden,), layer.output_bias)
+
+    def _latent_parameters(
+        self, layer: LayerSpec, mixer: LatentSpec
+    ) -> Iterator[tuple[str, Parameter]]:
+        hidden, heads, rank = self.hidden_size, mixer.heads.num_heads, mixer.rank
+        if mixer.query_rank:
+            yield from _linear("query_down", hidden, (mixer.query_rank,), layer.qkv_bias)
+            yield "query_norm", Parameter((mixer.query_rank,))
+        yield from _linear("query", mixer.query_rank or hidden, (heads * mixer.query_dim,))
+        yield from _linear("latent", hidden, (mixer.heads.head_dim,), layer.qkv_bias)
+        yield "latent_norm", Parameter((rank,))
+        # what makes a head's keys and values from a latent
+        yield "key_up.weight", Parameter((heads * mixer.nope_dim, rank), stays_plain=True)
+        yield "value_up.weight", Parameter((heads * mixer.value_dim, rank), stays_plain=True)
+        yield from _linear("output", mixer.output_size, (hidden,), layer.output_bias)
 
 
 def mixer_names(layer: LayerSpec) -> tuple[str, ...]:

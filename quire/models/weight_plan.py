@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from quire.checkpoints.checkpoint import Checkpoint
-from quire.errors import DeviceError, InvalidRequestError, ModelFormatError
+from quire.errors import (
+    DeviceError,
+    InvalidRequestError,
+    ModelFormatError,
+    UnsupportedModelError,
+)
 from quire.kernels.formats import FORMATS, PLAIN, Format
 from quire.kernels.ops import AttentionSpec, Kernels
 from quire.kernels.quantize import FP8, INT8, Q4_0
@@ -25,7 +30,14 @@ QUANTIZED = {"int8": INT8, "int4": Q4_0, "fp8": FP8}
 """The formats that `quantization` can ask for."""
 MULTIPLE = 32
 """The input size of a quantised matrix must be a multiple of this."""
-_STAY_PLAIN = (".router.weight", ".shared_gate.weight", "_bias", POSITIONS)
+_STAY_PLAIN = (
+    ".router.weight",
+    ".shared_gate.weight",
+    "_bias",
+    ".key_up.weight",
+    ".value_up.weight",
+    POSITIONS,
+)
 """Matrices that are not quantised: they are small, and errors in them cost much quality."""
 ENDS = ("embedding", "head", "per_layer_embedding")
 
@@ -172,8 +184,8 @@ def plan_weights(
     ("int8", "int4").
     """
     parameters = files.parameters
+    _check_can_compute(files.spec, kernels)
     check_names_and_shapes(files, parameters)
-    _check_attention(files.spec, kernels)
     if quantization in QUANTIZED:
         _check_can_quantize(files, kernels, device, quantization)
     tensors = files.checkpoint.tensors
@@ -184,6 +196,7 @@ def plan_weights(
         # On a GPU quantised formats have kernels for matrix products, not for looking up rows of
         # the embedding.
         can_stay = len(shape) > 1 and (device.type == "cpu" or piece.parameter not in ENDS)
+        can_stay = can_stay and not parameter.stays_plain
         wanted = (
             quantized_format(piece.parameter, shape, quantization) if can_stay else None
         ) or plain
@@ -202,13 +215,15 @@ def plan_weights(
     return WeightPlan(files, kernels, dtype, device, quantization, parameters, formats_of)
 
 
-def _check_attention(spec: ModelSpec, kernels: Kernels) -> None:
-    """Refuses a model whose attention the kernels would compute wrongly."""
-    for mixer in spec.mixers:
-        if isinstance(mixer, AttentionSpec) and not kernels.attends(mixer):
-            raise DeviceError(
-                f"the {kernels.name} kernels have no attention in chunks (attention_chunk_size "
-                f"{mixer.chunk}): run this model on a CPU (--device cpu)"
+def _check_can_compute(spec: ModelSpec, kernels: Kernels) -> None:
+    for mixer in dict.fromkeys(spec.mixers):
+        if not kernels.has_kernels_for(mixer):
+            what = "latent attention"
+            if isinstance(mixer, AttentionSpec) and mixer.chunk is not None:
+                what = f"attention in chunks (attention_chunk_size {mixer.chunk})"
+            raise UnsupportedModelError(
+                f"{spec.family} has {what}, which does not run on GPUs yet: the {kernels.name} kernels lack it. "
+                'Use device="cpu".'
             )
 
 

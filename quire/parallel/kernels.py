@@ -99,9 +99,11 @@ class ParallelKernels:
         self.sigmoid_mul = kernels.sigmoid_mul
         self.multiply = kernels.multiply
         self.captures = kernels.captures
-        self.attends = kernels.attends
+        self.has_kernels_for = kernels.has_kernels_for
         # Of the rank's own heads and channels; the product behind them gathers.
         self.attention = kernels.attention
+        self.linear_heads = kernels.linear_heads
+        self.latent_to_cache_ = kernels.latent_to_cache_
         self.convolve_ = kernels.convolve_
         self.recur_ = kernels.recur_
         self.gather_inputs = kernels.gather_inputs

@@ -104,6 +104,13 @@ def draw_layer_types(rng: Random, values: Values) -> Any:
     return [rng.choice(kinds) for _ in range(values["num_hidden_layers"])]
 
 
+def draw_mlp_types(rng: Random, values: Values) -> Any:
+    if rng.random() < 0.5:
+        return ABSENT
+    dense = rng.randint(0, 2)
+    return ["dense" if i < dense else "sparse" for i in range(values["num_hidden_layers"])]
+
+
 def num_experts(rng: Random, _: Values) -> int:
     return rng.choice([3, 4, 8])
 
@@ -158,6 +165,15 @@ DRAWS: dict[str, Draw] = {
     "use_parallel_residual": BOOLEAN,
     "use_post_norm": BOOLEAN,
     "sliding_window_pattern": one_of(2, 3, ABSENT),
+    # latent attention
+    "kv_lora_rank": one_of(8, 24, 30),
+    "q_lora_rank": one_of(None, 12, 20),
+    "qk_nope_head_dim": one_of(4, 10, 16),
+    "qk_rope_head_dim": one_of(4, 8, 10),
+    "v_head_dim": one_of(6, 8, 12),
+    "rope_interleave": BOOLEAN,
+    "topk_method": one_of("greedy", "group_limited_greedy", ABSENT),
+    "mlp_layer_types": draw_mlp_types,
     # scales
     "embedding_multiplier": SCALE,
     "logits_scaling": SCALE,
@@ -215,6 +231,7 @@ NEVER_SET: dict[str, tuple[str, ...]] = {
     "ernie4_5_moe": ("use_bias",),
     "apertus": ("hidden_act",),
     "llama4_text": ("layer_types",),
+    "deepseek_v2": ("mlp_bias", "norm_topk_prob"),
 }
 """By family, fields whose other values are refused by name: see `test_config.py`."""
 OLD_ROPE_KEYS = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
@@ -342,6 +359,12 @@ def adjust(rng: Random, family: str, values: Values) -> None:
         values["position_embedding_type"] = rng.choice(["rope", None])
         if rng.random() < 0.5:
             values["num_local_experts"] = 0
+    if "kv_lora_rank" in values:  # no keys are kept
+        values["num_key_value_heads"] = values["num_attention_heads"]
+        values.pop("head_dim", None)
+        has_groups = values.get("topk_method", "group_limited_greedy") != "greedy"
+        values["n_group"] = rng.choice([1, 2]) if has_groups else 1
+        values["topk_group"] = 1
     if values.get("n_group", 1) > 1:
         values["n_routed_experts"] = 8
         values["topk_group"] = rng.randint(1, 2)

@@ -95,7 +95,7 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
         "PhimoeForCausalLM",
         "OlmoForCausalLM",
         "Glm4vForConditionalGeneration",
-        "DeepseekV3ForCausalLM",
+        "Mistral4ForCausalLM",
         "GPTNeoForCausalLM",
         "KimiLinearForCausalLM",
     ],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.errors import DeviceError, ModelFormatError, UnsupportedModelError
+from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.ops import AttentionSpec
 from quire.kernels.reference import ReferenceKernels
 from quire.models.families import family_named
@@ -136,15 +136,15 @@ def test_what_is_not_computed_is_refused_by_name(
 class WithoutChunks(ReferenceKernels):
     """As the kernels for GPUs are."""
 
-    def attends(self, spec: AttentionSpec) -> bool:
-        return spec.chunk is None
+    def has_kernels_for(self, mixer: object) -> bool:
+        return isinstance(mixer, AttentionSpec) and mixer.chunk is None
 
 
 def test_attention_in_chunks_is_refused_where_no_kernel_computes_it(tmp_path: Path) -> None:
     values = SMALL | {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 32}
     random_model(config_class("llama4_text")(**values), 0).save_pretrained(tmp_path)
     files, cpu = open_model(tmp_path), torch.device("cpu")
-    with pytest.raises(DeviceError, match="attention_chunk_size 8192"):
+    with pytest.raises(UnsupportedModelError, match="attention_chunk_size 8192"):
         plan_weights(files, WithoutChunks(), torch.float32, cpu)
     spec = files.spec.with_attention(chunk=None)
     plan_weights(replace(files, spec=spec), WithoutChunks(), torch.float32, cpu)
@@ -153,5 +153,5 @@ def test_attention_in_chunks_is_refused_where_no_kernel_computes_it(tmp_path: Pa
 def test_triton_declines_chunks() -> None:
     kernels = pytest.importorskip("quire.backends.triton.kernels").TritonKernels(torch.float32)
     attention = AttentionSpec(None, 1.0)  # type: ignore[arg-type]
-    assert kernels.attends(attention)
-    assert not kernels.attends(replace(attention, chunk=16))
+    assert kernels.has_kernels_for(attention)
+    assert not kernels.has_kernels_for(replace(attention, chunk=16))

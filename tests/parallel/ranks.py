@@ -58,6 +58,7 @@ def whole_weights(
         value = torch.randn(parameter.shape, generator=generator)
         value = 1 + 0.1 * value if "norm" in name else value * (2.0 / parameter.shape[-1] ** 0.5)
         is_matrix = len(parameter.shape) > 1 and "router" not in name and "bias" not in name
+        is_matrix = is_matrix and not parameter.stays_plain
         plain = value if parameter.keep_float32 else value.to(dtype)
         weights[name] = quantize(value) if quantize and is_matrix else Weight.dense(plain)
     return weights

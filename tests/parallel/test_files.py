@@ -19,6 +19,7 @@ from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Weight
 from quire.models.config_parts import plain_attention
+from quire.models.families import family_named
 from quire.models.load import _Reading, open_model
 from quire.models.names import gguf_pieces, huggingface_pieces
 from quire.models.pieces import Piece
@@ -77,7 +78,8 @@ def check(
 
 def layouts(spec: ModelSpec) -> Iterator[list[Piece]]:
     yield list(huggingface_pieces(spec, ()))
-    yield list(gguf_pieces(spec, ()))
+    if family_named(spec.family).gguf is not None:
+        yield list(gguf_pieces(spec, ()))
     if any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):  # experts that come stacked
         present = {f"model.layers.{i}.mlp.experts.gate_up_proj" for i in range(spec.num_layers)}
         yield list(huggingface_pieces(spec, present))

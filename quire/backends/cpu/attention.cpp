@@ -48,7 +48,7 @@ KeyTile first_tile(const Rows<T, CACHED>& rows, int64_t split) {
 template <class Walk, class T, class CACHED>
 void one_split(Walk& walk, const Rows<T, CACHED>& rows, int64_t split, const KeyTile& after, State* states,
                int64_t heads) {
-  for (int64_t i = 0; i < heads; ++i) states[i].clear(rows.task.rows, rows.call.padded_dim());
+  for (int64_t i = 0; i < heads; ++i) states[i].clear(rows.task.rows, rows.call.padded_value_dim());
   const int64_t end = std::min((split + 1) * SPLIT, rows.visible(rows.task.rows - 1).end);
   KeyTile tile = first_tile(rows, split);
   for (int64_t origin = tile.origin; origin < end; origin += KEY_TILE) {
@@ -60,7 +60,7 @@ void one_split(Walk& walk, const Rows<T, CACHED>& rows, int64_t split, const Key
 
 template <class T, class CACHED>
 void write_out(const Rows<T, CACHED>& rows, const State& state) {
-  const int64_t dim = rows.call.padded_dim(), head_dim = rows.call.head_dim;
+  const int64_t dim = rows.call.padded_value_dim(), size = rows.call.value_dim;
   for (int64_t r = 0; r < rows.task.rows; ++r) {
     const float* sums = state.output + r * dim;
     Vec totals[PER_SUM];
@@ -73,7 +73,7 @@ void write_out(const Rows<T, CACHED>& rows, const State& state) {
       factor *= decay;
     }
     T* out = rows.out(r);
-    for (int64_t i = 0; i < head_dim; i += LANES) write(out + i, load(sums + i) * factor / total, head_dim - i);
+    for (int64_t i = 0; i < size; i += LANES) write(out + i, load(sums + i) * factor / total, size - i);
   }
 }
 
@@ -86,7 +86,7 @@ struct Part {
 // Enough tasks for all threads: each walks all its splits and merges as it goes.
 template <class Walk, class T, class CACHED>
 void whole_tasks(const Attention<T, CACHED>& call, const std::vector<Task>& tasks) {
-  const int64_t dim = call.padded_dim();
+  const int64_t dim = call.padded_value_dim();
   std::vector<Part> parts;
   for (size_t i = 0; i < tasks.size(); i += size_t(call.num_kv_heads)) {
     const int64_t walks = int64_t(tasks.size()) / call.num_kv_heads;
@@ -123,7 +123,7 @@ void whole_tasks(const Attention<T, CACHED>& call, const std::vector<Task>& task
 // Few tasks with long contexts: the splits are shared out, then merged in the same order.
 template <class Walk, class T, class CACHED>
 void split_tasks(const Attention<T, CACHED>& call, const std::vector<Task>& tasks) {
-  const int64_t dim = call.padded_dim(), heads = call.num_kv_heads;
+  const int64_t dim = call.padded_value_dim(), heads = call.num_kv_heads;
   std::vector<Part> parts;
   std::vector<size_t> first_state(tasks.size() + 1);  // a task has one for each of its splits
   for (size_t i = 0; i < tasks.size(); ++i) {

@@ -15,7 +15,7 @@ namespace quire {
 
 constexpr int64_t KEY_TILE = 64;
 constexpr int64_t SPLIT = 256;
-constexpr int64_t MAX_HEAD_DIM = 256;
+constexpr int64_t MAX_HEAD_DIM = 1024;
 constexpr int64_t ROW_BLOCK = 16;                // rows whose scores are computed together
 constexpr int64_t TASK_ROWS = 4 * ROW_BLOCK;     // rows that share one pass over a tile of keys and values
 constexpr float NOTHING = -std::numeric_limits<float>::max();  // the maximum of a row that saw no key yet
@@ -30,7 +30,9 @@ struct Attention {
   const float *key_scales, *value_scales;
   const int32_t *query_start, *context_lens, *block_tables, *table_rows;
   T* out;
-  int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size;
+  int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim;
+  int64_t value_dim;  // of values: less than head_dim where they are the first numbers of the keys, in the same memory
+  int64_t block_size;
   int64_t block_stride, scale_stride;  // from block to block: numbers of keys and of values, and scales of either
   int64_t window, chunk;  // 0: none
   int64_t keys_by_dimension;  // 1: a block's keys are [head_dim][block_size], 0: [block_size][head_dim]
@@ -41,11 +43,12 @@ struct Attention {
   int num_threads;
   QUIRE_ARGUMENTS(query, query_stride, keys, values, key_scales, value_scales, query_start, context_lens,
                   block_tables, table_rows, out, num_sequences, max_blocks, num_heads, num_kv_heads, head_dim,
-                  block_size, block_stride, scale_stride, window, chunk, keys_by_dimension, sinks, scale, cap, value_scale,
-                  num_threads)
+                  value_dim, block_size, block_stride, scale_stride, window, chunk, keys_by_dimension, sinks, scale, cap,
+                  value_scale, num_threads)
 
   int64_t group() const { return num_heads / num_kv_heads; }
   int64_t padded_dim() const { return (head_dim + 31) / 32 * 32; }
+  int64_t padded_value_dim() const { return (value_dim + 31) / 32 * 32; }
   const CACHED* key(int64_t place) const { return keys + place; }
   const CACHED* value(int64_t place) const { return values + place; }
   // Of keys that lie by dimension: the first number of the token at this place, the offset-th of its block; the others
@@ -61,7 +64,7 @@ struct Task {
 // The state of a task's rows: sums of weights times values, sums of weights (in SUM_LANES parts), maxima. Weights are
 // powers of two of scores that were multiplied with log2(e).
 struct State {
-  float *output, *total, *highest;  // [rows][padded_dim], [rows][SUM_LANES], [rows]
+  float *output, *total, *highest;  // [rows][padded_value_dim], [rows][SUM_LANES], [rows]
 
   static int64_t floats(int64_t padded_dim) { return TASK_ROWS * (padded_dim + SUM_LANES + 1); }
   static State at(float* memory, int64_t padded_dim) {
@@ -116,7 +119,7 @@ struct Rows {
     return {call.window > 0 ? std::max<int64_t>(0, end - call.window) : 0, end};
   }
   const T* query(int64_t r) const { return call.query + query_row(r) * call.query_stride + head(r) * call.head_dim; }
-  T* out(int64_t r) const { return call.out + (query_row(r) * call.num_heads + head(r)) * call.head_dim; }
+  T* out(int64_t r) const { return call.out + (query_row(r) * call.num_heads + head(r)) * call.value_dim; }
   // Where the scales of a token are.
   int64_t scale_place(int64_t token) const {
     const int32_t* table = call.block_tables + call.table_rows[task.sequence] * call.max_blocks;

@@ -44,12 +44,13 @@ class AmxWalk {
   explicit AmxWalk(const Attention<bf16>& call)
       : call_(call),
         dim_(call.padded_dim()),
+        value_dim_(call.padded_value_dim()),
         in_place_(call.block_size % 16 == 0 && call.head_dim == call.padded_dim()) {
     thread_local Scratch scratch;
-    char* memory = scratch.get<char>(size_t((2 * KEY_TILE + TASK_ROWS) * dim_ * 2 + TASK_ROWS * KEY_TILE * (4 + 2)));
+    char* memory = scratch.get<char>(size_t((KEY_TILE + TASK_ROWS) * dim_ * 2 + KEY_TILE * value_dim_ * 2 + TASK_ROWS * KEY_TILE * (4 + 2)));
     auto take = [&](int64_t bytes) { return std::exchange(memory, memory + bytes); };
     keys_ = reinterpret_cast<bf16*>(take(KEY_TILE * dim_ * 2));
-    values_ = reinterpret_cast<bf16*>(take(KEY_TILE * dim_ * 2));
+    values_ = reinterpret_cast<bf16*>(take(KEY_TILE * value_dim_ * 2));
     query_ = reinterpret_cast<uint32_t*>(take(TASK_ROWS * dim_ * 2));
     transposed_ = reinterpret_cast<float*>(take(TASK_ROWS * KEY_TILE * 4));
     weights_ = reinterpret_cast<bf16*>(take(TASK_ROWS * KEY_TILE * 2));
@@ -87,7 +88,7 @@ class AmxWalk {
     each_block([&](int64_t first, int64_t num_rows) { weights(rows, tile.origin, first, num_rows, count, state); });
     each_block([&](int64_t first, int64_t num_rows) {
       configure(num_rows);
-      add_values(first, state.output + first * dim_, count);
+      add_values(first, state.output + first * value_dim_, count);
     });
   }
 
@@ -123,7 +124,7 @@ class AmxWalk {
   // values_[pair of keys][dim][2], zeros for keys that no row sees: they meet weights of zero.
   void interleave_values(const KeyTile& tile, const KeyTile& next) {
     const __m512i low = interleaved(0), high = interleaved(16);
-    const __mmask32 last = __mmask32(~uint32_t(0) >> (dim_ - call_.head_dim));
+    const __mmask32 last = __mmask32(~uint32_t(0) >> (value_dim_ - call_.value_dim));
     for (int64_t i = 0; tile.origin + i < tile.end || i % 32 != 0; i += 2) {
       prefetch(call_, next, i);
       prefetch(call_, next, i + 1);
@@ -132,14 +133,14 @@ class AmxWalk {
       const bf16* odd = call_.value(has_odd ? tile.place[i + 1] : 0);
       const __mmask32 even_mask = has_even ? ~__mmask32(0) : 0, odd_mask = has_odd ? ~__mmask32(0) : 0;
       auto interleave = [&](int64_t d, __mmask32 mask) {
-        bf16* target = values_ + i * dim_ + 2 * d;
+        bf16* target = values_ + i * value_dim_ + 2 * d;
         __m512i a = _mm512_maskz_loadu_epi16(mask & even_mask, even + d);
         __m512i b = _mm512_maskz_loadu_epi16(mask & odd_mask, odd + d);
         _mm512_storeu_si512(target, _mm512_permutex2var_epi16(a, low, b));
         _mm512_storeu_si512(target + 32, _mm512_permutex2var_epi16(a, high, b));
       };
-      for (int64_t d = 0; d + 32 < dim_; d += 32) interleave(d, ~__mmask32(0));
-      interleave(dim_ - 32, last);
+      for (int64_t d = 0; d + 32 < value_dim_; d += 32) interleave(d, ~__mmask32(0));
+      interleave(value_dim_ - 32, last);
     }
   }
 
@@ -194,32 +195,32 @@ class AmxWalk {
       }
       float factor = scores_to_weights(scores + r * KEY_TILE, target, begin, visible, call_.scale, call_.cap,
                                        state.highest[row], state.total + row * SUM_LANES);
-      float* output = state.output + row * dim_;
+      float* output = state.output + row * value_dim_;
       if (factor != 1.0f)
-        for (int64_t i = 0; i < dim_; i += LANES) store(output + i, load(output + i) * factor);
+        for (int64_t i = 0; i < value_dim_; i += LANES) store(output + i, load(output + i) * factor);
     }
   }
 
   void add_values(int64_t first, float* output, int64_t count) {
     const bf16* weights = weights_ + first * KEY_TILE;
-    for (int64_t i = 0; i < dim_; i += 32) {
-      tile_load<4>(output + i, dim_ * 4);
-      tile_load<5>(output + i + 16, dim_ * 4);
+    for (int64_t i = 0; i < value_dim_; i += 32) {
+      tile_load<4>(output + i, value_dim_ * 4);
+      tile_load<5>(output + i + 16, value_dim_ * 4);
       for (int64_t key = 0; key < count; key += 32) {
-        const bf16* values = values_ + key * dim_ + 2 * i;
+        const bf16* values = values_ + key * value_dim_ + 2 * i;
         tile_load<6>(weights + key, KEY_TILE * 2);
-        tile_load<7>(values, dim_ * 4);
+        tile_load<7>(values, value_dim_ * 4);
         tile_product<4, 6, 7>();
-        tile_load<7>(values + 32, dim_ * 4);
+        tile_load<7>(values + 32, value_dim_ * 4);
         tile_product<5, 6, 7>();
       }
-      tile_store<4>(output + i, dim_ * 4);
-      tile_store<5>(output + i + 16, dim_ * 4);
+      tile_store<4>(output + i, value_dim_ * 4);
+      tile_store<5>(output + i + 16, value_dim_ * 4);
     }
   }
 
   const Attention<bf16>& call_;
-  int64_t dim_, configured_ = 0;
+  int64_t dim_, value_dim_, configured_ = 0;
   bool in_place_;
   bf16 *keys_, *values_, *weights_;
   uint32_t* query_;

@@ -89,11 +89,12 @@ QUIRE_STAND_IN void multiply(const float* left, int64_t left_stride, Right right
 template <class T, class CACHED = T>
 class VectorWalk {
  public:
-  explicit VectorWalk(const Attention<T, CACHED>& call) : call_(call), dim_(call.padded_dim()) {
+  explicit VectorWalk(const Attention<T, CACHED>& call) : call_(call), dim_(call.padded_dim()), value_dim_(call.padded_value_dim()) {
     thread_local Scratch scratch;
-    keys_ = scratch.get<float>(size_t((2 * KEY_TILE + TASK_ROWS) * dim_ + TASK_ROWS * KEY_TILE));
+    keys_ = scratch.get<float>(
+        size_t((KEY_TILE + TASK_ROWS) * dim_ + KEY_TILE * value_dim_ + TASK_ROWS * KEY_TILE));
     values_ = keys_ + KEY_TILE * dim_;
-    query_ = values_ + KEY_TILE * dim_;
+    query_ = values_ + KEY_TILE * value_dim_;
     weights_ = query_ + TASK_ROWS * dim_;
   }
 
@@ -109,13 +110,13 @@ class VectorWalk {
     heads_ = heads;
     for (int64_t i = 0; i < heads * rows.task.rows; ++i) {
       if (i && i % rows.task.rows == 0) ++rows.task.kv_head;
-      widen(rows.query(i % rows.task.rows), query_ + i * dim_);
+      widen(rows.query(i % rows.task.rows), call_.head_dim, query_ + i * dim_, dim_);
     }
     for (int64_t r = 0; r < rows.task.rows; ++r) visible_[r] = rows.visible(r);
     // Values that are read once, or need not be widened, are not worth a copy; those that end in the middle of a vector
     // need it.
     const bool is_wide = std::is_same_v<CACHED, float>;
-    copies_ = COPIED || dim_ != call_.head_dim || (rows.task.rows > TOGETHER && !is_wide);
+    copies_ = COPIED || value_dim_ != call_.value_dim || (rows.task.rows > TOGETHER && !is_wide);
   }
 
   // One state for each head.
@@ -126,7 +127,7 @@ class VectorWalk {
         const int64_t place = rows.scale_place(tile.origin + i);
         key_scales_[i] = call_.key_scales[place], value_scales_[i] = call_.value_scales[place];
       }
-      if (copies_) widen(call_.value(tile.place[i]), values_ + i * dim_);
+      if (copies_) widen(call_.value(tile.place[i]), call_.value_dim, values_ + i * value_dim_, value_dim_);
     }
     int64_t first = 0;
     if constexpr (MOST_TOGETHER > TOGETHER && !COPIED)
@@ -156,15 +157,16 @@ class VectorWalk {
   // FP8 numbers become floats once, before they are multiplied; they never lie by dimension.
   static constexpr bool COPIED = std::is_same_v<CACHED, fp8>;
 
+  // `size` numbers as floats, with zeros up to `padded`.
   template <class FROM>
-  void widen(const FROM* source, float* target) const {
+  static void widen(const FROM* source, int64_t size, float* target, int64_t padded) {
     int64_t i = 0;
-    for (; i + LANES <= call_.head_dim; i += LANES) store(target + i, load(source + i));
-    if (i < call_.head_dim) {
-      store(target + i, read(source + i, call_.head_dim - i));
+    for (; i + LANES <= size; i += LANES) store(target + i, load(source + i));
+    if (i < size) {
+      store(target + i, read(source + i, size - i));
       i += LANES;
     }
-    for (; i < dim_; i += LANES) store(target + i, Vec{});
+    for (; i < padded; i += LANES) store(target + i, Vec{});
   }
 
   // A key's scale may as well be multiplied with its score, a value's with its weight.
@@ -208,16 +210,16 @@ class VectorWalk {
     for (int64_t head = 0; head < heads_; ++head)
       for (int r = 0; r < ROWS; ++r) weigh(seen[r], weights_ + (head * ROWS + r) * KEY_TILE, first + r, state[head]);
     if (copies_)
-      return add_values<ROWS>(seen, weights_, state->output + first * dim_, [&](int64_t key) {
-        const float* values = values_ + key * dim_;
-        return Lines<float>{values, values + KEY_RUN, values, dim_, KEY_TILE, 0, 0};
+      return add_values<ROWS>(seen, weights_, state->output + first * value_dim_, [&](int64_t key) {
+        const float* values = values_ + key * value_dim_;
+        return Lines<float>{values, values + KEY_RUN, values, value_dim_, KEY_TILE, 0, 0};
       });
     if constexpr (!COPIED) {
       if (first > 0)  // they have just been read
-        return add_values<ROWS>(seen, weights_, state->output + first * dim_, [&](int64_t key) {
+        return add_values<ROWS>(seen, weights_, state->output + first * value_dim_, [&](int64_t key) {
           const CACHED* values = call_.value(tile.place[key]);
           const int64_t end = block_end(tile, key);
-          return Lines<CACHED>{values, values + KEY_RUN, values, dim_, end, 0, 0};
+          return Lines<CACHED>{values, values + KEY_RUN, values, call_.head_dim, end, 0, 0};
         });
       // As the memory lies, a few keys with all their columns at a time.
       for (int64_t from = 0; from < KEY_TILE; from += KEY_RUN) {
@@ -225,13 +227,13 @@ class VectorWalk {
         for (int r = 0; r < ROWS; ++r)
           now[r] = {std::max(seen[r].begin, from), std::min(seen[r].end, from + KEY_RUN)};
         for (int64_t head = 0; head < heads_; ++head)
-          add_values<ROWS>(now, weights_ + head * ROWS * KEY_TILE, state[head].output + first * dim_, [&](int64_t key) {
+          add_values<ROWS>(now, weights_ + head * ROWS * KEY_TILE, state[head].output + first * value_dim_, [&](int64_t key) {
             const int64_t end = block_end(tile, key);
             const CACHED *values = call_.value(tile.place[key]) + head * head_size(), *ahead = values;
             if (tile.has(key + KEY_RUN) && key + KEY_RUN < KEY_TILE) ahead = call_.value(tile.place[key + KEY_RUN]);
             else if (next.has(key % KEY_RUN)) ahead = call_.value(next.place[key % KEY_RUN]);
             if (ahead != values) ahead += head * head_size();
-            return Lines<CACHED>{values, values + KEY_RUN, ahead, dim_, end, columns_of(ROWS), KEY_TILE};
+            return Lines<CACHED>{values, values + KEY_RUN, ahead, call_.head_dim, end, columns_of(ROWS), KEY_TILE};
           });
       }
     }
@@ -280,9 +282,9 @@ class VectorWalk {
     const float factor = scores_to_weights(weights, weights, 0, seen, call_.scale, call_.cap, state.highest[row],
                                            state.total + row * SUM_LANES);
     if (SCALED) scale(weights, value_scales_);
-    float* output = state.output + row * dim_;
+    float* output = state.output + row * value_dim_;
     if (factor != 1.0f)
-      for (int64_t i = 0; i < dim_; i += LANES) store(output + i, load(output + i) * factor);
+      for (int64_t i = 0; i < value_dim_; i += LANES) store(output + i, load(output + i) * factor);
   }
 
   // Only keys a row sees are touched: a later token's values, even infinite ones, can't reach it. So rows go together
@@ -291,7 +293,7 @@ class VectorWalk {
   void add_values(const Visible* seen, const float* weights, float* output, Values values) {
     Visible common{seen[ROWS - 1].begin, seen[0].end};
     if (common.begin >= common.end) common = {KEY_TILE, KEY_TILE};
-    auto alone = [&](int64_t r, Visible keys) { add<1>(weights + r * KEY_TILE, keys, output + r * dim_, values); };
+    auto alone = [&](int64_t r, Visible keys) { add<1>(weights + r * KEY_TILE, keys, output + r * value_dim_, values); };
     for (int r = 0; r < ROWS; ++r) alone(r, {seen[r].begin, std::min(common.begin, seen[r].end)});
     add<ROWS>(weights, common, output, values);
     for (int r = 0; r < ROWS; ++r) alone(r, {std::max(common.end, seen[r].begin), seen[r].end});
@@ -300,7 +302,7 @@ class VectorWalk {
   template <int ROWS, class Values>
   void add(const float* weights, Visible keys, float* output, Values values) {
     if (keys.begin >= keys.end) return;
-    for (int64_t i = 0; i < dim_; i += columns_of(ROWS))
+    for (int64_t i = 0; i < value_dim_; i += columns_of(ROWS))
       multiply<ROWS, true>(
           weights, KEY_TILE,
           [&](int64_t key) {
@@ -308,11 +310,11 @@ class VectorWalk {
             lines.first += i, lines.second += i, lines.ahead += i;
             return lines;
           },
-          keys.begin, keys.end, output + i, dim_);
+          keys.begin, keys.end, output + i, value_dim_);
   }
 
   const Attention<T, CACHED>& call_;
-  int64_t dim_, heads_ = 1;
+  int64_t dim_, value_dim_, heads_ = 1;
   bool copies_ = false;
   Visible visible_[TASK_ROWS];  // of each row: to divide by the number of heads takes as long as many products
   float *keys_, *values_, *query_, *weights_;

@@ -70,6 +70,12 @@ def linear(
 ) -> None: ...  # fmt: skip
 
 
+def linear_heads(
+    *, x: Tensor, x_stride: int, x_head_stride: int, weight: Tensor, out: Tensor, rows: int, heads: int, columns: int,
+    depth: int, num_threads: int, use_amx: bool,
+) -> None: ...  # fmt: skip
+
+
 def linear_quantized(
     *, x: Tensor, x_stride: int, parts: Address, num_parts: int, bias: Tensor | None, out: Tensor, out_stride: int,
     rows: int, depth: int, num_threads: int, use_amx: bool,
@@ -168,6 +174,13 @@ def rope(
 ) -> None: ...  # fmt: skip
 
 
+def latent_heads(
+    *, absorbed: Tensor, rotated: Tensor, rotated_stride: int, rotated_head_stride: int, latent: Tensor,
+    latent_stride: int, weight: Tensor, positions: Tensor, cos_sin: Tensor, query: Tensor, key: Tensor, rows: int,
+    heads: int, rank: int, rope_dim: int, eps: float, num_threads: int,
+) -> None: ...  # fmt: skip
+
+
 def activate(
     *,
     x: Tensor,
@@ -199,7 +212,8 @@ def attention(
     *, query: Tensor, query_stride: int, keys: Tensor, values: Tensor, key_scales: Tensor | None,
     value_scales: Tensor | None, query_start: Tensor, context_lens: Tensor, block_tables: Tensor, table_rows: Tensor,
     out: Tensor, num_sequences: int, max_blocks: int, num_heads: int, num_kv_heads: int, head_dim: int,
-    block_size: int, block_stride: int, scale_stride: int, window: int, chunk: int, keys_by_dimension: bool,
+    value_dim: int, block_size: int, block_stride: int, scale_stride: int, window: int, chunk: int,
+    keys_by_dimension: bool,
     sinks: Tensor | None, scale: float, cap: float,
     value_scale: float, num_threads: int,
 ) -> None: ...  # fmt: skip

@@ -20,8 +20,8 @@ from quire.backends.cpu import functions
 from quire.backends.cpu.arguments import check_names, check_packer, packer
 from quire.backends.cpu.build import load_library
 from quire.backends.cpu.functions import ACTIVATIONS, FORMATS, Address
+from quire.backends.cpu.latent import LatentKernels
 from quire.backends.cpu.recording import DTYPES, Calls
-from quire.backends.cpu.recurrent import RecurrentKernels
 from quire.backends.cpu.strided import block_stride, with_whole_rows
 from quire.errors import UnsupportedModelError
 from quire.kernels.formats import Format
@@ -56,7 +56,7 @@ class PackedWeight(Weight):
         return ctypes.create_string_buffer(b"".join(described))
 
 
-class CpuKernels(RecurrentKernels):
+class CpuKernels(LatentKernels):
     """C++ kernels on as many threads as torch has. Meets `quire.kernels.ops.Kernels`."""
 
     name = "cpu"
@@ -463,7 +463,8 @@ class CpuKernels(RecurrentKernels):
         else:
             function = self._attention[_kind(cache)][query.dtype]
         block_tables = batch.block_tables.contiguous()
-        out = self._empty(rows, num_heads, head_dim, dtype=query.dtype)
+        value_dim = cache.values.shape[3]
+        out = self._empty(rows, num_heads, value_dim, dtype=query.dtype)
         function(
             query=query,
             query_stride=query.stride(0),
@@ -481,6 +482,7 @@ class CpuKernels(RecurrentKernels):
             num_heads=num_heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
+            value_dim=value_dim,
             block_size=block_size,
             block_stride=block_stride(cache.keys, cache.values),
             scale_stride=block_stride(*cache.scales),

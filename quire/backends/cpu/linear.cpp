@@ -153,6 +153,29 @@ void linear_vector(const Linear<T>& call) {
   });
 }
 
+// Each head's product with its own matrix, one behind the other in `weight`: threads take whole heads.
+template <class T>
+struct LinearHeads {
+  const T* x;
+  int64_t x_stride, x_head_stride;
+  const T* weight;
+  T* out;  // [rows][heads][columns]
+  int64_t rows, heads, columns, depth;
+  int num_threads;
+  int64_t use_amx;
+  QUIRE_ARGUMENTS(x, x_stride, x_head_stride, weight, out, rows, heads, columns, depth, num_threads, use_amx)
+
+  void run() const {
+    parallel_tasks(num_threads, heads, [&](int64_t head) {
+      Linear<T> own{x + head * x_head_stride, x_stride, weight + head * columns * depth, nullptr, out + head * columns,
+                    heads * columns, rows, columns, depth, 1};
+      if constexpr (std::is_same_v<T, bf16>)
+        if (use_amx) return linear_amx(own);
+      linear_vector(own);
+    });
+  }
+};
+
 // [columns, depth] as loaded becomes panels.
 template <class T>
 struct Pack {
@@ -212,6 +235,8 @@ QUIRE_FUNCTION(unpack_rows_float32, call->run(), UnpackRows<float>)
 QUIRE_FUNCTION(unpack_rows_bfloat16, call->run(), UnpackRows<bf16>)
 QUIRE_FUNCTION(linear_float32, linear_vector(*call), Linear<float>)
 QUIRE_FUNCTION(linear_bfloat16, linear_vector(*call), Linear<bf16>)
+QUIRE_FUNCTION(linear_heads_float32, call->run(), LinearHeads<float>)
+QUIRE_FUNCTION(linear_heads_bfloat16, call->run(), LinearHeads<bf16>)
 QUIRE_FUNCTION(linear_amx, linear_amx(*call), Linear<bf16>)
 int quire_has_amx() { return has_amx(); }
 }

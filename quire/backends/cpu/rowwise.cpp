@@ -198,6 +198,19 @@ struct AddRmsNorm {
   }
 };
 
+// Rope of one head: dimension i pairs with i + size / 2.
+template <class T>
+void turn(const T* source, const float* cosines, T* target, int64_t size) {
+  const int64_t half = size / 2;
+  const float* sines = cosines + half;
+  for_vectors(half, [&](int64_t i, int count) {
+    Vec first = read(source + i, count), second = read(source + half + i, count);
+    Vec cosine = read(cosines + i, count), sine = read(sines + i, count);
+    write(target + i, first * cosine - second * sine, count);
+    write(target + half + i, second * cosine + first * sine, count);
+  });
+}
+
 template <class T>
 struct Rope {
   const T* x;
@@ -213,18 +226,40 @@ struct Rope {
     parallel_shares(num_threads, rows, heads * head_dim, [&](int64_t row) {
       for (int64_t head = 0; head < heads; ++head)
         turn(x + row * stride + head * head_dim, cos_sin + positions[row] * head_dim,
-             out + (row * heads + head) * head_dim);
+             out + (row * heads + head) * head_dim, head_dim);
     });
   }
+};
 
-  void turn(const T* source, const float* cosines, T* target) const {
-    const int64_t half = head_dim / 2;
-    const float* sines = cosines + half;
-    for_vectors(half, [&](int64_t i, int count) {
-      Vec first = read(source + i, count), second = read(source + half + i, count);
-      Vec cosine = read(cosines + i, count), sine = read(sines + i, count);
-      write(target + i, first * cosine - second * sine, count);
-      write(target + half + i, second * cosine + first * sine, count);
+// A row's latent, normed, with its rotated numbers behind it; and its queries, absorbed, with theirs.
+template <class T>
+struct LatentHeads {
+  const T *absorbed, *rotated;
+  int64_t rotated_stride, rotated_head_stride;
+  const T* latent;
+  int64_t latent_stride;
+  const T* weight;
+  const int64_t* positions;
+  const float* cos_sin;
+  T *query, *key;
+  int64_t rows, heads, rank, rope_dim;
+  float eps;
+  int num_threads;
+  QUIRE_ARGUMENTS(absorbed, rotated, rotated_stride, rotated_head_stride, latent, latent_stride, weight, positions, cos_sin,
+                  query, key, rows, heads, rank, rope_dim, eps, num_threads)
+
+  void run() const {
+    const int64_t size = rank + rope_dim;
+    parallel_shares(num_threads, rows, heads * size, [&](int64_t row) {
+      const T* source = latent + row * latent_stride;
+      const float* cosines = cos_sin + positions[row] * rope_dim;
+      norm_row(source, weight, key + row * size, rank, eps, 0.0f);
+      turn(source + rank, cosines, key + row * size + rank, rope_dim);
+      for (int64_t head = 0; head < heads; ++head) {
+        T* target = query + (row * heads + head) * size;
+        std::memcpy(static_cast<void*>(target), absorbed + (row * heads + head) * rank, size_t(rank) * sizeof(T));
+        turn(rotated + row * rotated_stride + head * rotated_head_stride, cosines, target + rank, rope_dim);
+      }
     });
   }
 };
@@ -456,6 +491,8 @@ QUIRE_FUNCTION(add_rms_norm_float32, call->run(), AddRmsNorm<float>)
 QUIRE_FUNCTION(add_rms_norm_bfloat16, call->run(), AddRmsNorm<bf16>)
 QUIRE_FUNCTION(rope_float32, call->run(), Rope<float>)
 QUIRE_FUNCTION(rope_bfloat16, call->run(), Rope<bf16>)
+QUIRE_FUNCTION(latent_heads_float32, call->run(), LatentHeads<float>)
+QUIRE_FUNCTION(latent_heads_bfloat16, call->run(), LatentHeads<bf16>)
 QUIRE_FUNCTION(activate_float32, call->run(), Activate<float>)
 QUIRE_FUNCTION(activate_bfloat16, call->run(), Activate<bf16>)
 QUIRE_FUNCTION(layer_norm_float32, call->run(), LayerNorm<float>)

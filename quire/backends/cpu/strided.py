@@ -5,11 +5,17 @@ from __future__ import annotations
 from torch import Tensor
 
 MAX_HEAD_DIM = 256
+MAX_LATENT_DIM = 1024
 
 
 def takes_head_dim(head_dim: int) -> bool:
     """Whether attention is computed with heads of this size."""
     return head_dim % 8 == 0 and head_dim <= MAX_HEAD_DIM
+
+
+def takes_latents(head_dim: int, value_dim: int) -> bool:
+    """Whether attention is computed with keys of this size, of which values are a part."""
+    return head_dim % 8 == 0 and value_dim % 8 == 0 and head_dim <= MAX_LATENT_DIM
 
 
 def with_whole_rows(x: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ from quire.backends.triton.linear import (
 from quire.backends.triton.packed_size import packed_bytes
 from quire.backends.triton.small_batches import are_exact
 from quire.kernels.formats import Format
+from quire.kernels.latent import LatentSpec
 from quire.kernels.ops import (
     Activation,
     AttentionSpec,
@@ -125,9 +126,6 @@ class TritonKernels(ReferenceKernels):
     def computes(self, format: Format) -> bool:
         return self._dtype != torch.float32 and quantized.computes(format)
 
-    def attends(self, spec: AttentionSpec) -> bool:
-        return spec.chunk is None
-
     def pack(self, weight: Weight) -> Weight:
         if len(weight.shape) > 1 and any(self.computes(part.format) for part in weight.parts):
             weight = quantized.pack(weight, self._dtype)
@@ -197,6 +195,12 @@ class TritonKernels(ReferenceKernels):
             if weight.is_dense
             else super().embedding(token_ids, weight)
         )
+
+    def has_kernels_for(self, mixer: object) -> bool:
+        # Its attention knows neither values that lie in the keys, with heads as large as theirs, nor
+        # chunks.
+        is_latent = isinstance(mixer, LatentSpec)
+        return not is_latent and not (isinstance(mixer, AttentionSpec) and mixer.chunk is not None)
 
     def attention_work(
         self,

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from quire.errors import InvalidRequestError, UnsupportedModelError
+from quire.kernels.layer_state import CacheMemory
 from quire.kernels.noise import noise_keys
-from quire.kernels.ops import HeadShape, Kernels, LayerCache, PagedBatch
+from quire.kernels.ops import AttentionSpec, HeadShape, Kernels, LayerCache, PagedBatch
 from quire.models.decoder import Decoder
+from quire.models.spec import Mixer
 
 
 class ContiguousCache:
@@ -30,12 +32,8 @@ class ContiguousCache:
                 f"{spec.family}: a contiguous cache is for layers with the same heads"
             )
         self.heads = spec.head_shapes[0]
-        shape = (num_sequences, self.heads.num_kv_heads, capacity, self.heads.head_dim)
-
-        def side() -> Tensor:
-            return torch.empty(shape, dtype=decoder.dtype, device=device)
-
-        self.layers = [LayerCache(side(), side()) for layer in spec.layers for _ in layer.mixers]
+        shape = (num_sequences, capacity)
+        self.layers = [room_of(one, shape, decoder.dtype, device) for one in spec.mixers]
         self.capacity = capacity
         self.max_length = min(capacity, decoder.max_position)
         """Of a sequence: what its room holds, and what the model has positions for."""
@@ -80,12 +78,25 @@ class ContiguousCache:
 
     @property
     def num_bytes(self) -> int:
-        """What was allocated, used or not."""
-        return sum(
-            side.numel() * side.element_size()
-            for layer in self.layers
-            for side in (layer.keys, layer.values)
+        """What was allocated, used or not. Values may be a part of the keys."""
+        sides = [side for layer in self.layers for side in (layer.values, layer.keys)]
+        return sum({side.data_ptr(): side.nbytes for side in sides}.values())
+
+
+def room_of(
+    mixer: Mixer, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> LayerCache:
+    """What one layer's attention keeps of so many sequences of so many tokens."""
+    if not isinstance(mixer, AttentionSpec):
+        raise UnsupportedModelError("a contiguous cache is for layers of attention alone")
+    num_sequences, capacity = shape
+    parts = [
+        torch.empty(
+            (num_sequences, part.heads, capacity, *part.shape), dtype=part.dtype, device=device
         )
+        for part in mixer.layer_state(dtype, dtype).per_token
+    ]
+    return mixer.layer_cache(CacheMemory(parts, 0))
 
 
 def contiguous_batch(

@@ -9,6 +9,7 @@ import torch
 from quire.backends.triton.attention_work import SPLIT
 from quire.backends.triton.packed_size import packed_bytes
 from quire.kernels.formats import Format, gpu_computes
+from quire.kernels.latent import LatentSpec
 from quire.kernels.reference import ReferenceKernels
 
 
@@ -26,6 +27,9 @@ class CardKernels(ReferenceKernels):
 
     def computes(self, format: Format) -> bool:
         return self._dtype != torch.float32 and gpu_computes(format, self.capability)
+
+    def has_kernels_for(self, mixer: object) -> bool:
+        return not isinstance(mixer, LatentSpec)
 
     def packed_bytes(self, parts: Sequence[tuple[Format, tuple[int, ...]]]) -> int:
         return packed_bytes(parts, self._dtype, self.capability)

@@ -1,0 +1,153 @@
+"""Families with latent attention: DeepSeek and those that follow it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire.checkpoints.fields import Fields
+from quire.errors import UnsupportedModelError
+from quire.kernels.latent import LatentSpec, latent_heads
+from quire.kernels.ops import MoeSpec
+from quire.models.config_parts import mscale_of, with_deepseek_experts
+from quire.models.family import Family
+from quire.models.quirks import refuse
+from quire.models.spec import ModelSpec
+
+WITH_INDEXER = (
+    "DeepseekV32ForCausalLM",
+    "DeepseekV4ForCausalLM",
+    "GlmMoeDsaForCausalLM",
+    "Glm5NextForConditionalGeneration",
+)
+"""Architectures that choose by a sparse indexer which tokens a query sees: refused by that name."""
+
+
+def _settings(config: Fields) -> Fields:
+    """Rope is read for the numbers of a head that it rotates."""
+    return config.with_values({"head_dim": config.integer("qk_rope_head_dim")})
+
+
+def _with_latents(config: Fields, spec: ModelSpec, query_rank: int, interleaved: bool) -> ModelSpec:
+    """Gives latent attention to all layers."""
+    first = spec.layers[0]
+    rope, num_heads = first.rope, spec.head_shapes[0].num_heads
+    assert rope is not None
+    rope_dim, nope_dim = config.integer("qk_rope_head_dim"), config.integer("qk_nope_head_dim")
+    if rope_dim % 2:
+        raise config.error("qk_rope_head_dim", "an even number, as rope turns pairs", rope_dim)
+    for key, neutral in (("num_key_value_heads", num_heads), ("partial_rotary_factor", 1.0)):
+        refuse(config, key, neutral)
+    for scaling in (config.part("rope_parameters"), config.part("rope_scaling")):
+        refuse(scaling, "partial_rotary_factor", 1.0)
+    refuse(config, "index_topk")
+    mixer = LatentSpec(
+        latent_heads(num_heads, config.integer("kv_lora_rank"), rope_dim),
+        (nope_dim + rope_dim) ** -0.5 * mscale_of(config, rope) ** 2,
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=config.integer("v_head_dim"),
+        query_rank=query_rank,
+        interleaved_rope=interleaved,
+    )
+    bias = config.boolean("attention_bias", False)
+    return spec.with_layers(mixer=mixer, qkv_bias=bias, output_bias=bias)
+
+
+def _query_rank(config: Fields, default: int) -> int:
+    """null means that queries are made from the layer's input, an absent key the default."""
+    if config.declares("q_lora_rank") and "q_lora_rank" not in config:
+        return 0
+    return config.integer("q_lora_rank", default)
+
+
+def _check_experts(config: Fields, spec: ModelSpec) -> None:
+    """A token's experts must find room in its groups."""
+    for moe in {layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)}:
+        room = moe.num_experts // moe.num_groups * moe.top_groups
+        if moe.top_k > room:
+            expected = f"at most {room}, the experts of topk_group groups"
+            raise config.error("num_experts_per_tok", expected, moe.top_k)
+
+
+def _deepseek_v3(config: Fields, spec: ModelSpec, first: int | None = None) -> ModelSpec:
+    refuse(config, "scoring_func", "sigmoid")
+    refuse(config, "topk_method", "noaux_tc")
+    refuse(config, "moe_layer_freq", 1)
+    spec = with_deepseek_experts(config, spec, first)
+    _check_experts(config, spec)
+    interleaved = config.boolean("rope_interleave", True)
+    return _with_latents(config, spec, _query_rank(config, 1536), interleaved)
+
+
+def _deepseek_v2(config: Fields, spec: ModelSpec) -> ModelSpec:
+    refuse(config, "scoring_func", "softmax")
+    refuse(config, "moe_layer_freq", 1)
+    refuse(config, "mlp_bias", False)
+    # transformers leaves the weights as they are, DeepSeek's own code does not
+    refuse(config, "norm_topk_prob", False)
+    method = config.string("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedModelError(
+            f"{config.file}: topk_method {method!r} is not supported, only 'greedy' and "
+            "'group_limited_greedy' are."
+        )
+    if method == "greedy":  # over all experts
+        config = config.with_values({"n_group": 1, "topk_group": 1})
+    spec = with_deepseek_experts(config, spec)
+    layers = tuple(
+        replace(layer, mlp=_softmax_experts(layer.mlp)) if isinstance(layer.mlp, MoeSpec) else layer
+        for layer in spec.layers
+    )
+    spec = replace(spec, layers=layers)
+    _check_experts(config, spec)
+    return _with_latents(config, spec, _query_rank(config, 1536), interleaved=True)
+
+
+def _softmax_experts(moe: MoeSpec) -> MoeSpec:
+    """As the second version has them: a group is as good as its best expert."""
+    return replace(
+        moe,
+        sigmoid_scores=False,
+        choice_bias=False,
+        normalize_weights=False,
+        group_scores=1,
+        float32_router=True,
+    )
+
+
+def _glm4_moe_lite(config: Fields, spec: ModelSpec) -> ModelSpec:
+    dense = config.integer("first_k_dense_replace", 1, low=0)
+    if "mlp_layer_types" in config:
+        kinds = config.list_of("mlp_layer_types", str)
+        dense = next((i for i, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+        if kinds != ["dense"] * dense + ["sparse"] * (spec.num_layers - dense):
+            expected = f"{spec.num_layers} of dense or sparse, the dense ones first"
+            raise config.error("mlp_layer_types", expected, kinds)
+    return _deepseek_v3(config, spec, dense)
+
+
+_NAMES = {
+    "query": "self_attn.q_proj",
+    "query_down": "self_attn.q_a_proj",
+    "query_norm": "self_attn.q_a_layernorm",
+    "query_up": "self_attn.q_b_proj",
+    "latent": "self_attn.kv_a_proj_with_mqa",
+    "latent_norm": "self_attn.kv_a_layernorm",
+    "key_value_up": "self_attn.kv_b_proj",
+    **{f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+}
+
+LATENT: tuple[Family, ...] = (
+    Family(
+        "deepseek_v2", "DeepSeek-V2, V2-Lite", ("DeepseekV2ForCausalLM",), _deepseek_v2, names=_NAMES,
+        settings=_settings,
+    ),
+    Family(
+        "deepseek_v3", "DeepSeek-V3, R1, Kimi K2", ("DeepseekV3ForCausalLM",), _deepseek_v3, names=_NAMES,
+        settings=_settings, has_drafting_layers=True,
+    ),
+    Family(
+        "glm4_moe_lite", "GLM-4.7-Flash", ("Glm4MoeLiteForCausalLM",), _glm4_moe_lite, names=_NAMES,
+        settings=_settings, has_drafting_layers=True,
+    ),
+)  # fmt: skip
