@@ -42,6 +42,8 @@ class Parameters:
         self._loaded = loaded
         self.weights: dict[str, Weight] = {}
         """All that were taken, as the kernels packed them."""
+        self.linears: dict[str, Linear] = {}
+        """The products made of them, by the names that adapters find them by."""
         self.missing: set[str] = set()
         """Those whose numbers are gone, since the decoder slept at level 2, and that were not
         replaced yet.
@@ -66,7 +68,9 @@ class Parameters:
         return self.vector(name) if name in self._loaded else None
 
     def linear(self, name: str) -> Linear:
-        return Linear(self.matrix(f"{name}.weight"), self.optional_vector(f"{name}.bias"))
+        made = Linear(self.matrix(f"{name}.weight"), self.optional_vector(f"{name}.bias"))
+        self.linears[name] = made
+        return made
 
     def update(self, weights: Mapping[str, Weight]) -> None:
         """Replaces weights where they lie; what is captured or recorded computes with the new ones.
