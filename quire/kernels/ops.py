@@ -452,6 +452,10 @@ class Kernels(Protocol):
         first half.
         """
 
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the next four methods are to be used: exact, and as quick as they should be."""
+
     def pack_low_rank(self, low_rank: LowRank) -> PackedLowRank:
         """An adapter's part of a product in the layout that the next methods want."""
 

@@ -56,6 +56,7 @@ class ReferenceKernels:
 
     name = "reference"
     keys_at_once = 1
+    takes_adapters = True
     sample_rows: SampleRows | None = None
     record: Callable[[Callable[[], None]], Callable[[], None] | None] | None = None
 

@@ -86,6 +86,7 @@ class ParallelKernels:
         self.name = kernels.name
         self.computes = kernels.computes
         self.packed_bytes = kernels.packed_bytes
+        self.takes_adapters = kernels.takes_adapters
         self.pack_low_rank = kernels.pack_low_rank
         self.low_rank_table = kernels.low_rank_table
         self.keys_at_once = kernels.keys_at_once

@@ -1,0 +1,109 @@
+"""Adapters of every family against transformers with PEFT: float32 logits within 1e-4 and the same
+greedy tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from quire.backends.cpu.kernels import CpuKernels
+from quire.kernels.reference import ReferenceKernels
+from quire.models.adapters import AdapterLoader
+from quire.models.decoder import Decoder
+from quire.models.families import FAMILIES
+from quire.models.load import open_model
+from quire.models.weight_plan import ModelFiles
+from tests.decoding import load_decoder, make_caches, paged_batch
+from tests.models.random_configurations import (
+    draw_values,
+    load_reference,
+    reference_logits,
+    save_model,
+)
+from tests.models.test_random_configurations import assert_as_near
+from tests.models.test_recurrent_families import RECURRENT
+
+CPU = torch.device("cpu")
+FAMILY_NAMES = [family.name for family in FAMILIES if family.name not in RECURRENT]
+
+
+def with_adapter(model: Any, rng: Random, folder: Path, **further: Any) -> Any:
+    """The model with a random adapter on all of its linear layers, which is saved, too."""
+    import peft
+
+    torch.manual_seed(rng.randrange(1000))
+    rank = rng.choice([1, 3, 8, 17])
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=rng.choice([1, 6, 16]),
+        target_modules="all-linear",
+        init_lora_weights=False,
+        use_rslora=rng.random() < 0.3,
+        use_dora=rng.random() < 0.4,
+        rank_pattern={"self_attn.q_proj": 5, r"layers\.0\.self_attn\.o_proj": 2},
+        alpha_pattern={"k_proj": 3},
+        task_type="CAUSAL_LM",
+        **further,
+    )
+    adapted = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_A" in name or "lora_B" in name:
+                parameter.normal_(std=0.2)
+            elif "magnitude" in name:
+                parameter.mul_(torch.rand_like(parameter) + 0.5)
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+def adapted_logits(decoder: Decoder, tokens: list[int], num_rows: int | None = None) -> Any:
+    """With the adapter in slot 0."""
+    caches = make_caches(decoder, 2 + len(tokens) // 16)
+    table = list(range(1, 2 + len(tokens) // 16))
+    slots = torch.zeros(len(tokens), dtype=torch.int32)
+    with torch.inference_mode():
+        hidden = decoder(
+            torch.tensor(tokens),
+            torch.arange(len(tokens)),
+            (paged_batch([(0, len(tokens), table)], 16),),
+            caches,
+            slots,
+        )
+        return decoder.logits(hidden, adapters=slots).float()
+
+
+def put_adapter(decoder: Decoder, files: ModelFiles, folder: Path, model: Path) -> None:
+    adapter = AdapterLoader(decoder, files.spec, open_base=lambda: open_model(model)).load(folder)
+    for name, linear in decoder.linears.items():
+        linear.adapters = decoder.kernels.low_rank_table(1)
+        linear.adapters.put(0, adapter.products.get(name))
+
+
+def check_family(family: str, seed: int, folder: Path) -> None:
+    rng = Random(f"adapters {family} {seed}")
+    values = draw_values(rng, family)
+    save_model(rng, family, values, folder / "model")
+    model = load_reference(folder / "model")
+    prompt = [rng.randrange(values["vocab_size"]) for _ in range(19)]
+    plain = reference_logits(model, prompt)
+    adapted = with_adapter(model, rng, folder / "adapter")
+    expected = reference_logits(adapted, prompt)
+    assert (expected - plain).abs().max() > 1e-3  # the adapter does something
+    files = open_model(folder / "model")
+    for kernels in (ReferenceKernels(), CpuKernels()):
+        decoder = load_decoder(files, kernels, torch.float32, CPU)
+        put_adapter(decoder, files, folder / "adapter", folder / "model")
+        found = adapted_logits(decoder, prompt)
+        assert_as_near(found, expected, adapted, prompt)
+        assert_as_near(found[-1:].argmax(-1), expected[-1:].argmax(-1), adapted, prompt)
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_adapters_of_every_family_compute_as_peft_does(family: str, tmp_path: Path) -> None:
+    check_family(family, 0, tmp_path)
