@@ -54,7 +54,9 @@ def random_adapter(
         add(f"{number}.self_attn.o_proj", spec.hidden_size, query)
         if isinstance(layer.mlp, MlpSpec):
             inner = layer.mlp.intermediate_size
-            add(f"{number}.mlp.gate_proj", inner, spec.hidden_size)
-            add(f"{number}.mlp.up_proj", inner, spec.hidden_size)
-            add(f"{number}.mlp.down_proj", spec.hidden_size, inner)
+            up, down = ("up_proj", "down_proj") if layer.mlp.gated else ("c_fc", "c_proj")
+            if layer.mlp.gated:
+                add(f"{number}.mlp.gate_proj", inner, spec.hidden_size)
+            add(f"{number}.mlp.{up}", inner, spec.hidden_size)
+            add(f"{number}.mlp.{down}", spec.hidden_size, inner)
     return save_adapter(folder, tensors, r=rank, lora_alpha=2 * rank)

@@ -191,6 +191,9 @@ class Runner:
         """Brings the device state up to date: copied blocks, finished and admitted requests, new
         blocks.
         """
+        if self.adapters is not None:
+            # first: rows that are given up lose their slots even if something else fails
+            self.adapters.apply(step)
         self._kv_cache.copy_blocks(step.copies)
         if self._drafter is not None:
             self._drafter.apply(step)
@@ -200,8 +203,6 @@ class Runner:
             self._logprobs.admit(admission)
             self._pooling.admit(admission)
         self._request_rows.apply(step)
-        if self.adapters is not None:
-            self.adapters.apply(step)
 
     def _slots_of(self, shape: BatchShape) -> Int32Array | None:
         """Those of its requests' adapters; None if none has one."""

@@ -33,15 +33,19 @@ FAMILY_NAMES = [family.name for family in FAMILIES if family.name not in RECURRE
 
 
 def with_adapter(model: Any, rng: Random, folder: Path, **further: Any) -> Any:
-    """The model with a random adapter on all of its linear layers, which is saved, too."""
+    """The model with a random adapter on its linear layers, which is saved, too."""
     import peft
 
     torch.manual_seed(rng.randrange(1000))
     rank = rng.choice([1, 3, 8, 17])
+    linears = (name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear))
+    targets = {name.rpartition(".")[2] for name in linears}
+    if rng.random() < 0.5:
+        targets.discard("lm_head")
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=rng.choice([1, 6, 16]),
-        target_modules="all-linear",
+        target_modules=sorted(targets),
         init_lora_weights=False,
         use_rslora=rng.random() < 0.3,
         use_dora=rng.random() < 0.4,
