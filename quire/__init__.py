@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.errors import QuireError
-    from quire.frontend.adapters import LoRARequest
+    from quire.frontend.adapter_names import LoRARequest
     from quire.llm import LLM
     from quire.outputs import Completion, RequestDelta, RequestOutput
     from quire.sampling_params import SamplingParams
@@ -34,7 +34,7 @@ __all__ = [
 _HOMES = {
     "LLM": "quire.llm",
     "Completion": "quire.outputs",
-    "LoRARequest": "quire.frontend.adapters",
+    "LoRARequest": "quire.frontend.adapter_names",
     "QuireError": "quire.errors",
     "RequestDelta": "quire.outputs",
     "RequestOutput": "quire.outputs",

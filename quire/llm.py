@@ -20,7 +20,7 @@ from quire.config import EngineConfig, EngineOptions
 from quire.engine import make_requests
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.frontend import inputs
-from quire.frontend.adapters import LoraChoice, as_lora_requests
+from quire.frontend.adapter_names import LoraChoice, as_lora_requests
 from quire.frontend.beam_search import BeamSearchOutput, BeamSearchParams, LiveBeams, check_choices
 from quire.frontend.chat_template import ChatTemplates
 from quire.frontend.engine_info import EngineInfo

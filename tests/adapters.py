@@ -28,7 +28,10 @@ def save_adapter(folder: Path, tensors: Mapping[str, Tensor], **settings: Any) -
     """A folder as PEFT writes it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps({**SETTINGS, **settings}))
-    save_file({name: one.contiguous() for name, one in tensors.items()}, folder / "adapter_model.safetensors")
+    save_file(
+        {name: one.contiguous() for name, one in tensors.items()},
+        folder / "adapter_model.safetensors",
+    )
     return folder
 
 

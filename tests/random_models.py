@@ -18,8 +18,8 @@ from quire.engine.invariants import check_invariants
 from quire.kernels.ops import Activation, Kernels, MoeSpec
 from quire.kernels.recurrent import ConvolutionSpec, GatedNormSpec, RecurrentSpec
 from quire.kernels.weights import Weight
-from quire.models.config_parts import plain_attention
 from quire.models.adapters import AdapterLoader
+from quire.models.config_parts import plain_attention
 from quire.models.decoder import Decoder
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec, SideBySide
 from quire.observe.step_log import StepLog

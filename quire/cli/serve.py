@@ -46,6 +46,14 @@ class ServerOptions(OptionGroup):
         list[str] | None,
         Option(metavar="NAME", help="What clients call the model. Repeat for several."),
     ] = None
+    lora: Annotated[
+        list[str] | None,
+        Option(metavar="NAME=PATH", help="An adapter that clients may name. Repeat for several."),
+    ] = None
+    lora_dir: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="A folder of adapters; each is read when it is first named."),
+    ] = None
     api_key: Annotated[list[str] | None, Option(metavar="KEY", help=_KEY_HELP)] = None
     api_key_file: Annotated[
         Path | None, Option(metavar="FILE", help="Further keys, one per line.")
@@ -143,6 +151,7 @@ class ServerOptions(OptionGroup):
 
     def config(self, model: str, engine: dict[str, Any]) -> ServerConfig:
         """What the server is started with."""
+        from quire.server.adapters import parse_adapters
         from quire.server.config import ServerConfig
 
         return ServerConfig(
@@ -150,6 +159,8 @@ class ServerOptions(OptionGroup):
             engine=engine,
             replicas=self.replicas,
             served_model_names=tuple(self.served_model_name or ()),
+            adapters=parse_adapters(self.lora or ()),
+            adapter_folder=_folder("--lora-dir", self.lora_dir),
             host=self.host,
             port=self.port,
             api_keys=_keys(self.api_key or [], self.api_key_file),
@@ -244,6 +255,14 @@ def _keys(
             raise InvalidRequestError("--api-key-file", f"{file} holds no key")
         keys += found
     return tuple(keys)
+
+
+def _folder(field: str, folder: Path | None) -> Path | None:
+    if folder is None:
+        return None
+    if not os.path.isdir(folder):
+        raise InvalidRequestError(field, f"there is no folder {folder}")
+    return folder.absolute()
 
 
 def _readable(field: str, file: Path | None) -> Path | None:

@@ -9,44 +9,36 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from quire.checkpoints.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from quire.config import format_bytes
 from quire.errors import CapacityError, InvalidRequestError, ModelFormatError, QuireError
+from quire.frontend.adapter_names import check_name
 from quire.models.adapters import Adapter
 
 logger = logging.getLogger(__name__)
 
 MAX_NAMES = 10_000
-_NAME = re.compile(r"[\w][\w.:@+-]{0,199}")
 
 Stamps = tuple[tuple[int, int, int], ...]
 """Of the files when they were read: what tells that they have changed."""
 
 
-@dataclass(frozen=True)
-class LoRARequest:
-    """Which adapter a request has: a name, and the folder that PEFT wrote it to. `lora_int_id` is
-    vLLM's number for it; Quire knows adapters by their content and needs none.
-    """
+class ReadAdapter(NamedTuple):
+    """An adapter that was read and is not in use yet."""
 
-    lora_name: str
-    lora_int_id: int = 1
-    lora_path: str = ""
+    adapter: Adapter
+    stamps: Stamps
+    """From before it was read: if files have changed meanwhile, the next request notices."""
 
-    @property
-    def name(self) -> str:
-        return self.lora_name
-
-    @property
-    def path(self) -> str:
-        return self.lora_path
+    def is_current(self, path: Path) -> bool:
+        """Whether the files are still those that were read."""
+        return self.stamps == _stamps(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,27 +53,14 @@ class LoadedAdapter:
     stamps: Stamps = field(repr=False)
 
 
-LoraChoice = LoRARequest | str | None
-"""An adapter for a request: by name if it was loaded before; None: the model itself."""
-
-
-def as_lora_requests(choice: LoraChoice | Sequence[LoraChoice], count: int) -> Sequence[LoraChoice]:
-    """One for each prompt."""
-    if not isinstance(choice, list | tuple):
-        return [choice] * count  # type: ignore[list-item]
-    if len(choice) != count:
-        raise InvalidRequestError(
-            "lora_request",
-            f"has {len(choice)} entries for {count} prompts: give one, or one for each",
-        )
-    return choice
-
-
 class AdapterHolder(Protocol):
     """Whoever computes with adapters: a runner, or one on several ranks."""
 
-    def load_adapter(self, folder: Path) -> Adapter:
-        """Reads one and keeps it until it is removed."""
+    def read_adapter(self, folder: Path) -> Adapter:
+        """Reads one and keeps nothing: any thread may do so."""
+
+    def load_adapter(self, folder: Path, adapter: Adapter | None = None) -> Adapter:
+        """Reads one, unless that was done before, and keeps it until it is removed."""
 
     def remove_adapter(self, digest: str) -> None: ...
 
@@ -125,14 +104,27 @@ class AdapterRegistry:
     def nbytes(self) -> int:
         return sum(self._sizes.values())
 
-    def add(self, name: str, path: Path | str) -> LoadedAdapter:
-        """Gives a name to a folder, which may have had another, and reads it."""
+    def is_current(self, name: str, path: Path) -> bool:
+        """Whether the folder under this name is in memory as it is on disk."""
+        known = self._loaded.get(name)
+        return known is not None and (known.path, known.stamps) == (path, _stamps(path))
+
+    def read(self, path: Path) -> ReadAdapter:
+        """Reads a folder for `add`; any thread may do so."""
+        stamps = _stamps(path)
+        self._check_size(path.name, stamps)
+        return ReadAdapter(self._holder.read_adapter(path), stamps)
+
+    def add(self, name: str, path: Path | str, read: ReadAdapter | None = None) -> LoadedAdapter:
+        """Gives a name to a folder, which may have had another, and reads it, unless that was done
+        just now.
+        """
         check_name(name)
         if not isinstance(path, Path | str) or not str(path):
             raise InvalidRequestError("lora_path", f"must be an adapter's folder, not {path!r}")
         if name not in self._paths and len(self._paths) >= MAX_NAMES:
             raise CapacityError(f"there are {MAX_NAMES} adapters' names already: unload some")
-        loaded = self._read(name, Path(path))
+        loaded = self._read(name, Path(path), read)
         self._paths[name] = loaded.path
         return loaded
 
@@ -165,18 +157,21 @@ class AdapterRegistry:
             return name, self.digest_of(name)
         return name, self.add(name, path).digest
 
-    def _read(self, name: str, path: Path) -> LoadedAdapter:
+    def _check_size(self, name: str, stamps: Stamps) -> None:
         if self._refusal is not None:
             raise InvalidRequestError("lora_request", self._refusal)
-        stamps = _stamps(path)
+        size = stamps[1][0]
+        if size > 2 * self._budget:  # float32 in files may be bfloat16 in memory, not less
+            raise self._too_large(name, size)
+
+    def _read(self, name: str, path: Path, read: ReadAdapter | None = None) -> LoadedAdapter:
+        stamps = _stamps(path) if read is None else read.stamps
+        self._check_size(name, stamps)
         known = self._loaded.get(name)
         if known is not None and (known.path, known.stamps) == (path, stamps):
             self._loaded.move_to_end(name)
             return known
-        size = stamps[1][0]
-        if size > 2 * self._budget:  # float32 in files may be bfloat16 in memory, not less
-            raise self._too_large(name, size)
-        adapter = self._holder.load_adapter(path)
+        adapter = self._holder.load_adapter(path, None if read is None else read.adapter)
         is_new = adapter.digest not in self._sizes
         self._sizes[adapter.digest] = adapter.nbytes
         try:
@@ -224,16 +219,6 @@ class AdapterRegistry:
             f"the adapter {name} takes {format_bytes(size)}, and with those in use there is no room for it in "
             f"lora_memory ({format_bytes(self._budget)}): raise it, or try again later"
         )
-
-
-def check_name(name: object) -> str:
-    """Names are plain: they can't lead out of a folder."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
-        shown = name[:64] if isinstance(name, str) else name
-        raise InvalidRequestError(
-            "lora_name", f"must be letters, digits and . _ - : @ + (at most 200), not {shown!r}"
-        )
-    return name
 
 
 def _stamps(folder: Path) -> Stamps:

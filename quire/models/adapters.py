@@ -30,6 +30,13 @@ from quire.models.weight_plan import ModelFiles
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_magnitude_vector)(\.weight)?")
 _HEAD = "lm_head"
+_COPIES = (
+    f"{_HEAD}.base_layer.weight",
+    f"{_HEAD}.weight",
+    "embed_tokens.weight",
+    "embed_tokens.base_layer.weight",
+)
+"""How the names end of tensors that PEFT saves beside an adapter of the head."""
 
 Segments = Callable[[str, Parameter], tuple[slice, ...]]
 """The rows of a parameter that this process has: of all, or a rank's."""
@@ -89,15 +96,19 @@ class AdapterLoader:
         the tensor.
         """
         files = open_adapter(folder)
-        modules = list(self._modules(files))
+        copies = [name for name in files.checkpoint.tensors if name.endswith(_COPIES)]
         base = None
-        if files.settings.is_dora:
+        if files.settings.is_dora or copies:
             if self._open_base is None:
                 raise UnsupportedModelError(
-                    "a DoRA adapter needs the model's files, which are not here"
+                    f"{folder}: such an adapter needs the model's own files, which are not here"
                 )
             base = self._open_base()
         try:
+            for name in copies:
+                assert base is not None
+                self._check_copy(files, name, base)
+            modules = list(self._modules(files, frozenset(copies)))
             found: dict[str, list[tuple[_Module, list[LowRankPart]]]] = {}
             for module in modules:
                 for linear, parts in self._parts(module, base).items():
@@ -109,11 +120,26 @@ class AdapterLoader:
         rank = max(module.a.shape[0] for module in modules)
         return Adapter(files.digest, products, rank, files.settings.is_dora)
 
-    def _modules(self, files: AdapterFiles) -> Iterator[_Module]:
+    def _check_copy(self, files: AdapterFiles, name: str, base: ModelFiles) -> None:
+        """Where the head is adapted, PEFT saves head and embedding, too. They must be the model's
+        own: others are not computed with.
+        """
+        parameter = "head" if f"{_HEAD}." in name else "embedding"
+        own = _base_weight(base, parameter)
+        stored = files.checkpoint.tensors[name]
+        if stored.shape != tuple(own.shape) or not torch.equal(files.checkpoint.read(name), own):
+            raise UnsupportedModelError(
+                f"{stored.file}: the tensor {name} is not the model's own, and Quire replaces no weights: save the "
+                "adapter with save_embedding_layers=False"
+            )
+
+    def _modules(self, files: AdapterFiles, copies: frozenset[str]) -> Iterator[_Module]:
         """The adapter's tensors by module, every one checked."""
         settings, tensors = files.settings, files.checkpoint.tensors
         by_module: dict[str, dict[str, str]] = {}
         for name, info in tensors.items():
+            if name in copies:
+                continue
             match = _TENSOR.fullmatch(name)
             module = "" if match is None else match["module"].removeprefix(_PREFIX)
             if match is None or module not in self._places:

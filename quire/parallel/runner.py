@@ -115,10 +115,14 @@ class ParallelRunner:
         """Those of rank 0; the others' slots hold the same."""
         return self._runner.adapters
 
-    def load_adapter(self, folder: Path) -> Adapter:
+    def read_adapter(self, folder: Path) -> Adapter:
+        """Rank 0's part of it."""
+        return self._runner.read_adapter(folder)
+
+    def load_adapter(self, folder: Path, adapter: Adapter | None = None) -> Adapter:
         """As `Runner.load_adapter`: here first, where it fails alone, then on the other ranks."""
         self._check()
-        adapter = self._runner.load_adapter(folder)
+        adapter = self._runner.load_adapter(folder, adapter)
         self._on_all_ranks(LoadAdapter(folder.absolute(), adapter.digest), lambda: None)
         return adapter
 

@@ -61,9 +61,9 @@ class AdapterSlots:
         """Digests of those in slots, the least recently needed first."""
         return tuple(self._slots)
 
-    def load(self, folder: Path) -> Adapter:
-        """Reads an adapter, which stays until it is removed."""
-        adapter = self.loader.load(folder)
+    def load(self, folder: Path, adapter: Adapter | None = None) -> Adapter:
+        """Reads an adapter, unless that was done before; it stays until it is removed."""
+        adapter = self.loader.load(folder) if adapter is None else adapter
         return self._adapters.setdefault(adapter.digest, adapter)
 
     def remove(self, digest: str) -> None:

@@ -110,11 +110,20 @@ class Runner:
         return pending
 
     @torch.inference_mode()
-    def load_adapter(self, folder: Path) -> Adapter:
-        """Reads an adapter, which requests may name by its digest until it is removed."""
+    def read_adapter(self, folder: Path) -> Adapter:
+        """Reads an adapter for `load_adapter`, in any thread."""
         if self.adapters is None:
             raise EngineError(NO_ADAPTERS)
-        return self.adapters.load(folder)
+        return self.adapters.loader.load(folder)
+
+    @torch.inference_mode()
+    def load_adapter(self, folder: Path, adapter: Adapter | None = None) -> Adapter:
+        """Reads an adapter, unless that was done before; requests may name it by its digest until
+        it is removed.
+        """
+        if self.adapters is None:
+            raise EngineError(NO_ADAPTERS)
+        return self.adapters.load(folder, adapter)
 
     def remove_adapter(self, digest: str) -> None:
         """Lets go of an adapter that no request has."""

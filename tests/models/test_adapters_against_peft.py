@@ -39,7 +39,10 @@ def with_adapter(model: Any, rng: Random, folder: Path, **further: Any) -> Any:
     torch.manual_seed(rng.randrange(1000))
     rank = rng.choice([1, 3, 8, 17])
     linears = (name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear))
-    targets = {name.rpartition(".")[2] for name in linears}
+    targets = set(linears)
+    if any(name.endswith(".experts") for name, _ in model.named_modules()):
+        # PEFT takes a name such as "gate_proj" for the experts, too.
+        targets = {name for name in targets if "self_attn" in name or name == "lm_head"}
     if rng.random() < 0.5:
         targets.discard("lm_head")
     config = peft.LoraConfig(

@@ -94,6 +94,8 @@ class ReplicaPool:
         """By an answer's id."""
         self._stranded: dict[Relay, asyncio.TimerHandle] = {}
         """Requests whose engine is gone while no other could take them, and when they give up."""
+        self._adapters_at: dict[str, int] = {}
+        """By adapter, the engine that had it last."""
         self._last_at: OrderedDict[str, int] = OrderedDict()
         """Which engine had a request last, of those that may still be asked about."""
         self._is_stopped = False
@@ -243,6 +245,19 @@ class ReplicaPool:
             raise busy
         return None
 
+    async def load_adapter(self, adapter: messages.AdapterFolder) -> dict[str, Any]:
+        """By one of them, which says what is wrong with it; the others read it when they need it."""
+        live = [replica for replica in self.replicas if replica.state == "ready"]
+        if not live:
+            raise unavailable()
+        self._adapters_at[adapter.name] = live[0].number
+        return await live[0].load_adapter(adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        self._adapters_at.pop(name, None)
+        for replica in self.replicas:
+            replica.unload_adapter(name)
+
     # What the engines tell
 
     def joined(self, replica: Replica) -> None:
@@ -383,17 +398,36 @@ class ReplicaPool:
         # where there are many.
         is_free = self.router.has_open and not any(relay.outputs.values())
         candidates = None if is_free else self._candidates(relay)
+        if message.adapter is not None:
+            candidates = self._with_adapter(message.adapter.name, candidates)
         assignment = self.router.place(blocks, num_tokens, num_answers, candidates)
         relay.assignment = assignment
         relay.fingerprint = self._fingerprint(self.replicas[assignment.replica])
         self._last_at[message.request_id] = assignment.replica
+        if message.adapter is not None:
+            self._adapters_at[message.adapter.name] = assignment.replica
+            if len(self._adapters_at) > _REMEMBERED:
+                self._adapters_at.pop(next(iter(self._adapters_at)))
         if len(self._last_at) > _REMEMBERED:
             self._last_at.popitem(last=False)
         self._metrics.placed(assignment.replica, num_tokens, assignment.num_cached)
         self.replicas[assignment.replica].add(message, relay)
 
+    def _with_adapter(self, name: str, candidates: list[int] | None) -> list[int] | None:
+        """The engine that had the adapter last, unless others have much less to do."""
+        at = self._adapters_at.get(name)
+        among = self._candidates() if candidates is None else candidates
+        if at is None or at not in among:
+            return candidates
+        least = min(self.router.num_answers(number) for number in among)
+        return [at] if self.router.num_answers(at) <= 2 * least + 4 else candidates
+
     def _block_names(self, message: messages.AddRequest) -> Names:
-        """Those of its prompt, by which the router finds it in caches."""
+        """Those of its prompt, by which the router finds it in caches. Blocks that an adapter
+        computed are known by its content, which this process has not read: there it finds none.
+        """
+        if message.adapter is not None:
+            return self._namer.names(b"")
         return self._namer.names(message.prompt, message.params.get("cache_salt"))
 
     def _release(self, relay: Relay) -> None:

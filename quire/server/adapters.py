@@ -1,0 +1,83 @@
+"""The adapters that clients may name as their model: given at the start, loaded while the server
+runs, or found in a folder.
+
+This process only knows names and folders; engines read them when requests need them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from quire.errors import InvalidRequestError
+from quire.frontend.adapter_names import check_name
+from quire.server.link.messages import AdapterFolder
+
+_CONFIG_FILE = "adapter_config.json"
+_MOST_LISTED = 1000
+"""Of those in the folder, in /v1/models."""
+MOST_LOADED = 10_000
+
+
+class ServedAdapters:
+    """Names, and the folders they stand for."""
+
+    def __init__(self, given: Iterable[tuple[str, str]] = (), folder: Path | None = None) -> None:
+        self._known = {name: AdapterFolder(name, path) for name, path in given}
+        self._folder = folder
+
+    def find(self, name: str) -> AdapterFolder | None:
+        """What a name stands for; None: no adapter."""
+        return self._known.get(name) or self._in_folder(name)
+
+    def add(self, adapter: AdapterFolder) -> None:
+        if adapter.name not in self._known and len(self._known) >= MOST_LOADED:
+            raise InvalidRequestError(
+                "lora_name", f"there are {MOST_LOADED} adapters already: unload some"
+            )
+        self._known[adapter.name] = adapter
+
+    def remove(self, name: str) -> bool:
+        """Whether there was one; those of the folder stay."""
+        return self._known.pop(name, None) is not None
+
+    def names(self) -> list[str]:
+        """All that can be asked for, those of the folder last."""
+        found = dict.fromkeys(self._known)
+        if self._folder is not None:
+            try:
+                entries = sorted(entry.name for entry in os.scandir(self._folder))
+            except OSError:
+                entries = []
+            present = (name for name in entries if self._in_folder(name) is not None)
+            for _, name in zip(range(_MOST_LISTED), present, strict=False):
+                found.setdefault(name)
+        return list(found)
+
+    def _in_folder(self, name: str) -> AdapterFolder | None:
+        """A plain folder of that name directly in ours: no link, and nothing that leads out of it."""
+        if self._folder is None:
+            return None
+        try:
+            path = self._folder / check_name(name)
+            is_there = (path / _CONFIG_FILE).is_file() and not path.is_symlink()
+        except (InvalidRequestError, OSError, ValueError):
+            return None
+        return AdapterFolder(name, str(path)) if is_there else None
+
+
+def parse_adapters(given: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """`name=path`, as --lora takes them."""
+    found: dict[str, str] = {}
+    for one in given:
+        name, separator, path = one.partition("=")
+        if not separator or not path:
+            raise InvalidRequestError("--lora", f"must be name=path, not {one[:100]!r}")
+        if check_name(name) in found:
+            raise InvalidRequestError("--lora", f"names {name!r} twice")
+        folder = Path(path).expanduser().absolute()
+        if not (folder / _CONFIG_FILE).is_file():
+            raise InvalidRequestError("--lora", f"{path} is no adapter: it has no {_CONFIG_FILE}")
+        found[name] = str(folder)
+    return tuple(found.items())
