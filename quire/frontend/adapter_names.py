@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.errors import InvalidRequestError
 
+CONFIG_FILE = "adapter_config.json"
 _NAME = re.compile(r"[\w][\w.:@+-]{0,199}")
 
 
@@ -54,3 +57,14 @@ def check_name(name: object) -> str:
             "lora_name", f"must be letters, digits and . _ - : @ + (at most 200), not {shown!r}"
         )
     return name
+
+
+def parse_lora(given: str, option: str = "--lora") -> LoRARequest:
+    """`name=path`, as a command takes it; the folder must be there."""
+    name, separator, path = given.partition("=")
+    if not separator or not path:
+        raise InvalidRequestError(option, f"must be name=path, not {given[:100]!r}")
+    folder = Path(path).expanduser().absolute()
+    if not os.path.isfile(folder / CONFIG_FILE):
+        raise InvalidRequestError(option, f"{path[:200]} is no adapter: it has no {CONFIG_FILE}")
+    return LoRARequest(check_name(name), lora_path=str(folder))

@@ -11,10 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from quire.errors import InvalidRequestError
-from quire.frontend.adapter_names import check_name
+from quire.frontend.adapter_names import CONFIG_FILE, check_name, parse_lora
 from quire.server.link.messages import AdapterFolder
 
-_CONFIG_FILE = "adapter_config.json"
 _MOST_LISTED = 1000
 """Of those in the folder, in /v1/models."""
 MOST_LOADED = 10_000
@@ -61,7 +60,7 @@ class ServedAdapters:
             return None
         try:
             path = self._folder / check_name(name)
-            is_there = (path / _CONFIG_FILE).is_file() and not path.is_symlink()
+            is_there = (path / CONFIG_FILE).is_file() and not path.is_symlink()
         except (InvalidRequestError, OSError, ValueError):
             return None
         return AdapterFolder(name, str(path)) if is_there else None
@@ -71,13 +70,8 @@ def parse_adapters(given: Iterable[str]) -> tuple[tuple[str, str], ...]:
     """`name=path`, as --lora takes them."""
     found: dict[str, str] = {}
     for one in given:
-        name, separator, path = one.partition("=")
-        if not separator or not path:
-            raise InvalidRequestError("--lora", f"must be name=path, not {one[:100]!r}")
-        if check_name(name) in found:
-            raise InvalidRequestError("--lora", f"names {name!r} twice")
-        folder = Path(path).expanduser().absolute()
-        if not (folder / _CONFIG_FILE).is_file():
-            raise InvalidRequestError("--lora", f"{path} is no adapter: it has no {_CONFIG_FILE}")
-        found[name] = str(folder)
+        request = parse_lora(one)
+        if request.lora_name in found:
+            raise InvalidRequestError("--lora", f"names {request.lora_name!r} twice")
+        found[request.lora_name] = request.lora_path
     return tuple(found.items())
