@@ -24,7 +24,7 @@ class ServedAdapters:
 
     def __init__(self, given: Iterable[tuple[str, str]] = (), folder: Path | None = None) -> None:
         self._known = {name: AdapterFolder(name, path) for name, path in given}
-        self._folder = folder
+        self._folder = None if folder is None else Path(folder)
 
     def find(self, name: str) -> AdapterFolder | None:
         """What a name stands for; None: no adapter."""
