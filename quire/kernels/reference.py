@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.adapted_products import AdaptedProducts
 from quire.kernels.elementwise import gelu, sigmoid
 from quire.kernels.filters import filter_rows_
 from quire.kernels.formats import Format
 from quire.kernels.logprobs import gather_logprobs
-from quire.kernels.low_rank import LowRank, LowRankTable, PackedLowRank, PlainTable
 from quire.kernels.noise import gumbel_noise
 from quire.kernels.ops import (
     HAS_NAN,
@@ -39,9 +39,10 @@ from quire.kernels.ops import (
 from quire.kernels.quantize import LARGEST_FP8
 from quire.kernels.reference_recurrent import convolve, gated_norm, recur
 from quire.kernels.repeats import match_lengths
+from quire.kernels.tiled_linear import ROW_TILE as ROW_TILE
+from quire.kernels.tiled_linear import tiled_linear as tiled_linear
 from quire.kernels.weights import Weight
 
-ROW_TILE = 32
 QUERY_TILE = 16
 KEY_TILE = 64
 # twice that of tanh: (1 + tanh(y)) / 2 is the sigmoid of 2y
@@ -49,14 +50,13 @@ GELU_FACTOR = 2 * math.sqrt(2 / math.pi)
 SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
 
 
-class ReferenceKernels:
+class ReferenceKernels(AdaptedProducts):
     """Plain torch. Meets `quire.kernels.ops.Kernels`; other backends inherit what they don't
     replace.
     """
 
     name = "reference"
     keys_at_once = 1
-    takes_adapters = True
     sample_rows: SampleRows | None = None
     record: Callable[[Callable[[], None]], Callable[[], None] | None] | None = None
 
@@ -99,54 +99,6 @@ class ReferenceKernels:
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
     ) -> Tensor:
         return self.gate(self.linear(x, weight, bias), activation)
-
-    def pack_low_rank(self, low_rank: LowRank) -> PackedLowRank:
-        return low_rank
-
-    def low_rank_table(self, num_slots: int) -> LowRankTable:
-        return PlainTable(num_slots)
-
-    def adapted_linear(
-        self,
-        x: Tensor,
-        weight: Weight,
-        bias: Tensor | None,
-        slots: Tensor,
-        table: LowRankTable,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        out = self.linear(x, weight, bias, out)
-        self.add_low_rank_(out, x, slots, table)
-        return out
-
-    def adapted_linear_gated(
-        self,
-        x: Tensor,
-        weight: Weight,
-        bias: Tensor | None,
-        activation: Activation,
-        slots: Tensor,
-        table: LowRankTable,
-    ) -> Tensor:
-        return self.gate(self.adapted_linear(x, weight, bias, slots, table), activation)
-
-    def add_low_rank_(self, out: Tensor, x: Tensor, slots: Tensor, table: LowRankTable) -> None:
-        """Adds to out [rows, outputs] what the rows' adapters make of x [rows, in]."""
-        assert isinstance(table, PlainTable)
-        for slot in sorted(set(slots.tolist()) - {-1}):
-            low_rank = table.slots[slot]
-            if low_rank is None:
-                continue
-            rows = (slots == slot).nonzero().squeeze(1)
-            inner = tiled_linear(x[rows].float(), low_rank.a.float(), None) * low_rank.scale
-            for part in low_rank.parts:
-                count, rank = part.b.shape
-                taken = inner[:, part.first_rank : part.first_rank + rank]
-                columns = slice(part.first, part.first + count)
-                value = out[rows, columns].float() + tiled_linear(taken, part.b.float(), None)
-                if part.factor is not None and part.offset is not None:
-                    value = value * part.factor + part.offset
-                out[rows, columns] = value.to(out.dtype)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """activation(gate) * up of [rows, 2 * size]."""
@@ -407,16 +359,6 @@ class ReferenceKernels:
 
 def _row(biases: Tensor | None, index: int) -> Tensor | None:
     return None if biases is None else biases[index]
-
-
-def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [rows, in] times weight [out, in] transposed, in tiles of a fixed number of rows."""
-    rows = x.shape[0]
-    padded = F.pad(x, (0, 0, 0, -rows % ROW_TILE))
-    output = x.new_empty(padded.shape[0], weight.shape[0])
-    for row in range(0, rows, ROW_TILE):
-        output[row : row + ROW_TILE] = F.linear(padded[row : row + ROW_TILE], weight, bias)
-    return output[:rows]
 
 
 def route(

@@ -19,6 +19,7 @@ from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.link import messages
 from quire.server.link.engine_client import EngineClient, Listener, State, unavailable
+from quire.server.link.replicas.adapter_places import AdapterPlaces
 from quire.server.link.replicas.metrics import PoolMetrics
 from quire.server.link.replicas.relay import Relay
 from quire.server.link.replicas.router import PrefixRouter
@@ -94,8 +95,7 @@ class ReplicaPool:
         """By an answer's id."""
         self._stranded: dict[Relay, asyncio.TimerHandle] = {}
         """Requests whose engine is gone while no other could take them, and when they give up."""
-        self._adapters_at: dict[str, int] = {}
-        """By adapter, the engine that had it last."""
+        self._adapters = AdapterPlaces(_REMEMBERED)
         self._last_at: OrderedDict[str, int] = OrderedDict()
         """Which engine had a request last, of those that may still be asked about."""
         self._is_stopped = False
@@ -250,11 +250,11 @@ class ReplicaPool:
         live = [replica for replica in self.replicas if replica.state == "ready"]
         if not live:
             raise unavailable()
-        self._adapters_at[adapter.name] = live[0].number
+        self._adapters.note(adapter.name, live[0].number)
         return await live[0].load_adapter(adapter)
 
     def unload_adapter(self, name: str) -> None:
-        self._adapters_at.pop(name, None)
+        self._adapters.forget(name)
         for replica in self.replicas:
             replica.unload_adapter(name)
 
@@ -399,28 +399,19 @@ class ReplicaPool:
         is_free = self.router.has_open and not any(relay.outputs.values())
         candidates = None if is_free else self._candidates(relay)
         if message.adapter is not None:
-            candidates = self._with_adapter(message.adapter.name, candidates)
+            among = self._candidates() if candidates is None else candidates
+            preferred = self._adapters.preferred(message.adapter.name, among, self.router)
+            candidates = candidates if preferred is None else [preferred]
         assignment = self.router.place(blocks, num_tokens, num_answers, candidates)
         relay.assignment = assignment
         relay.fingerprint = self._fingerprint(self.replicas[assignment.replica])
         self._last_at[message.request_id] = assignment.replica
         if message.adapter is not None:
-            self._adapters_at[message.adapter.name] = assignment.replica
-            if len(self._adapters_at) > _REMEMBERED:
-                self._adapters_at.pop(next(iter(self._adapters_at)))
+            self._adapters.note(message.adapter.name, assignment.replica)
         if len(self._last_at) > _REMEMBERED:
             self._last_at.popitem(last=False)
         self._metrics.placed(assignment.replica, num_tokens, assignment.num_cached)
         self.replicas[assignment.replica].add(message, relay)
-
-    def _with_adapter(self, name: str, candidates: list[int] | None) -> list[int] | None:
-        """The engine that had the adapter last, unless others have much less to do."""
-        at = self._adapters_at.get(name)
-        among = self._candidates() if candidates is None else candidates
-        if at is None or at not in among:
-            return candidates
-        least = min(self.router.num_answers(number) for number in among)
-        return [at] if self.router.num_answers(at) <= 2 * least + 4 else candidates
 
     def _block_names(self, message: messages.AddRequest) -> Names:
         """Those of its prompt, by which the router finds it in caches. Blocks that an adapter
