@@ -228,6 +228,7 @@ class Bench:
         cache_dtype: torch.dtype | None = None,
         adapters: Sequence[Path] = (),
         max_loras: int = 3,
+        loader: AdapterLoader | None = None,
     ) -> None:
         dtype = cache_dtype or decoder.dtype
         groups = LayerGroups.of(
@@ -272,7 +273,7 @@ class Bench:
         )
         slots = None
         if adapters:
-            loader = AdapterLoader(decoder, spec)
+            loader = loader or AdapterLoader(decoder, spec)
             slots = AdapterSlots(decoder, max_loras, max_num_seqs, loader)
         self.runner = Runner(decoder, cache, rows, graphs=graphs, adapters=slots)
         self.adapters = ["", *(self.runner.load_adapter(one).digest for one in adapters)]

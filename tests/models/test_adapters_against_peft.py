@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.reference import ReferenceKernels
@@ -18,6 +20,7 @@ from quire.models.decoder import Decoder
 from quire.models.families import FAMILIES
 from quire.models.load import open_model
 from quire.models.weight_plan import ModelFiles
+from quire.sampling_params import SamplingParams
 from tests.decoding import load_decoder, make_caches, paged_batch
 from tests.models.random_configurations import (
     draw_values,
@@ -26,7 +29,10 @@ from tests.models.random_configurations import (
     save_model,
 )
 from tests.models.test_random_configurations import assert_as_near
-from tests.models.test_recurrent_families import RECURRENT
+from tests.models.test_recurrent_families import RECURRENT, settings_of
+from tests.models.test_recurrent_families import random_model as random_recurrent_model
+from tests.models.test_recurrent_families import save as save_recurrent
+from tests.random_models import Bench
 
 CPU = torch.device("cpu")
 FAMILY_NAMES = [family.name for family in FAMILIES if family.name not in RECURRENT]
@@ -42,7 +48,7 @@ def with_adapter(model: Any, rng: Random, folder: Path, **further: Any) -> Any:
     targets = set(linears)
     if any(name.endswith(".experts") for name, _ in model.named_modules()):
         # PEFT takes a name such as "gate_proj" for the experts, too.
-        targets = {name for name in targets if "self_attn" in name or name == "lm_head"}
+        targets = {name for name in targets if "attn" in name or name == "lm_head"}
     if rng.random() < 0.5:
         targets.discard("lm_head")
     config = peft.LoraConfig(
@@ -114,3 +120,39 @@ def check_family(family: str, seed: int, folder: Path) -> None:
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_adapters_of_every_family_compute_as_peft_does(family: str, tmp_path: Path) -> None:
     check_family(family, 0, tmp_path)
+
+
+def check_recurrent(config: Any, folder: Path) -> None:
+    """Through the engine, which knows states: greedy tokens and the logits behind them."""
+    model = random_recurrent_model(config, 3)
+    save_recurrent(model, str(folder / "model"))
+    adapted = with_adapter(model, Random(str(config.model_type)), folder / "adapter")
+    files = open_model(folder / "model")
+    decoder = load_decoder(files, CpuKernels(), torch.float32, CPU)
+    loader = AdapterLoader(decoder, files.spec, open_base=lambda: open_model(folder / "model"))
+    bench = Bench(
+        decoder, max_batched_tokens=17, max_num_seqs=2, adapters=[folder / "adapter"], loader=loader
+    )
+    prompt = torch.randint(3, config.vocab_size, (70,), generator=torch.Generator().manual_seed(1))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    found = bench.run([prompt.tolist()], [params], adapters=[1])
+    answer = found.tokens["0"]
+    expected = reference_logits(adapted, prompt.tolist() + answer)
+    assert expected[69:-1].argmax(-1).tolist() == answer
+    for position in range(70, 74):
+        torch.testing.assert_close(
+            found.logits["0", position].float(), expected[position - 1], atol=1e-4, rtol=0
+        )
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "bamba", "qwen3_next"])
+def test_adapters_of_layers_with_a_state_compute_as_peft_does(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    @settings(max_examples=1, deadline=None, database=None, phases=[Phase.generate])
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        check_recurrent(data.draw(settings_of(family)), tmp_path_factory.mktemp(family))
+
+    run()
