@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.errors import QuireError
+    from quire.frontend.adapter_names import LoRARequest
     from quire.llm import LLM
     from quire.outputs import Completion, RequestDelta, RequestOutput
     from quire.sampling_params import SamplingParams
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "Completion",
+    "LoRARequest",
     "QuireError",
     "RequestDelta",
     "RequestOutput",
@@ -32,6 +34,7 @@ __all__ = [
 _HOMES = {
     "LLM": "quire.llm",
     "Completion": "quire.outputs",
+    "LoRARequest": "quire.frontend.adapter_names",
     "QuireError": "quire.errors",
     "RequestDelta": "quire.outputs",
     "RequestOutput": "quire.outputs",

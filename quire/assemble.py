@@ -16,14 +16,16 @@ from torch import Tensor
 
 from quire.backends.select import device_of, pick_device
 from quire.checkpoints.sources import ModelSource
-from quire.config import EngineConfig
+from quire.config import EngineConfig, parse_bytes
 from quire.constrain import GrammarCompiler
 from quire.engine import EngineCore, Scheduler
 from quire.errors import EngineError, InvalidRequestError
+from quire.frontend.adapters import AdapterRegistry
 from quire.frontend.engine_info import EngineInfo, engine_info
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.weights import Weight
 from quire.load import Share, load_model, reload_weights, scheduler_config
+from quire.models.adapters import AdapterLoader
 from quire.models.decoder import Decoder
 from quire.models.given_weights import given_weights
 from quire.models.load import Progress
@@ -31,6 +33,7 @@ from quire.models.spec import ModelSpec
 from quire.observe.measure_costs import about_model
 from quire.observe.step_log import StepLog
 from quire.process.own_cores import use_own_cores
+from quire.runner.adapters import NO_ADAPTERS
 from quire.runner.memory import CachePlan
 from quire.runner.runner import Runner
 from quire.runner.worker import Draft, start_worker
@@ -62,6 +65,8 @@ class Engine:
     description: str
     """What was loaded, where, in which format, and what fits: for the start-up message."""
 
+    adapters: AdapterRegistry
+    """By the names that requests call them."""
     quantization: str = "auto"
     """As it was asked for."""
     reload: Callable[[], None] | None = None
@@ -111,6 +116,11 @@ class Engine:
         self.core.settle("an update of weights", time.monotonic())
         if self.runner.is_asleep:
             raise EngineError("the engine is asleep: wake it up before its weights are replaced")
+        slots = self.runner.adapters
+        if slots is not None and slots.depends_on_weights:
+            raise EngineError(
+                "DoRA adapters are loaded, which were made for the present weights: unload them first"
+            )
         try:
             self.runner.update(weights)
         finally:
@@ -158,7 +168,7 @@ def build_engine(
         loaded = load_model(source, config, device, share, progress)
         about = {
             name: getattr(loaded, name)
-            for name in ("tokenizer", "eos_token_ids", "formats", "draft", "spec")
+            for name in ("tokenizer", "eos_token_ids", "formats", "draft", "spec", "adapters")
         }
         reload = partial(reload_weights, loaded.decoder, source, config, device, share)
         engine = assemble(
@@ -184,16 +194,23 @@ def assemble(
     grammars: GrammarCompiler | None = None,
     spec: ModelSpec | None = None,
     ranks: Ranks | None = None,
+    adapters: AdapterLoader | None = None,
 ) -> Engine:
     """An engine around a decoder whose weights are loaded; without a tokenizer, tokens are bytes.
     Each of `listeners` is called after every step; `formats` names the weights' formats; `grammars`
     may be shared with another engine. With `ranks` (tensor parallelism) the decoder has a part of
-    the model, and `spec` describes the whole model.
+    the model, and `spec` describes the whole model. `adapters` reads those that requests may have.
     """
     tokenizer = Tokenizer.of_bytes() if tokenizer is None else tokenizer
     grammars = grammars or GrammarCompiler(tokenizer, decoder.spec.vocab_size, eos_token_ids)
     worker = start_worker(
-        decoder, config, grammars, formats, draft, None if ranks is None else ranks.agree
+        decoder,
+        config,
+        grammars,
+        formats,
+        draft,
+        None if ranks is None else ranks.agree,
+        adapters or AdapterLoader(decoder, decoder.spec if spec is None else spec),
     )
     runner = worker.runner if ranks is None else ranks.runner(worker.runner)
     has_ngrams, has_drafts = config.speculation == "ngram", draft is not None
@@ -216,6 +233,13 @@ def assemble(
         clock=time.monotonic,
         held=worker.runner,
     )
+    table = scheduler.table
+    registry = AdapterRegistry(
+        runner,
+        parse_bytes("lora_memory", config.lora_memory),
+        lambda: frozenset(request.adapter for request in table.requests.values()),
+        None if runner.adapters is not None else NO_ADAPTERS,
+    )
     description = f"{name}: {worker.description}" + (
         "" if ranks is None else f"; {ranks.description}"
     )
@@ -231,5 +255,6 @@ def assemble(
         eos_token_ids,
         grammars,
         description,
+        registry,
         config.quantization,
     )

@@ -170,6 +170,8 @@ class EngineOptions(TypedDict, total=False):
     target_token_time: float | str | None
     target_first_token: float | str | None
     gives_way: Literal["first_token", "token_time"]
+    max_loras: int
+    lora_memory: int | str
     step_log: Path | str | None
 
 
@@ -335,6 +337,16 @@ class EngineConfig:
         "token_time",
         help="Which of the two targets is missed where both can't be held.",
     )
+    max_loras: int = check.whole(
+        32, 0, 4096, help="Different adapters (LoRA) that are computed at once; 0: none are taken."
+    )
+    """Requests with other adapters wait for one of these to be done; adapters that nobody waits for
+    stay in host memory.
+    """
+    lora_memory: int | str = check.parameter(
+        "4GiB", Memory(low=1), cli=True, help="Host memory for loaded adapters, such as 4GiB."
+    )
+    """When it is full, adapters that no request has leave it, and are read again when needed."""
     step_log: Path | str | None = check.parameter(  # noqa: RUF009
         None, File(), optional=True, cli=True, help="Write every step to this file, as JSON lines."
     )

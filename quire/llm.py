@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Unpack
@@ -21,6 +22,7 @@ from quire.config import EngineConfig, EngineOptions
 from quire.engine import make_requests
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.frontend import inputs
+from quire.frontend.adapter_names import LoraChoice, as_lora_requests
 from quire.frontend.beam_search import BeamSearchOutput, BeamSearchParams, LiveBeams, check_choices
 from quire.frontend.chat_template import ChatTemplates
 from quire.frontend.engine_info import EngineInfo
@@ -34,7 +36,7 @@ from quire.observe.offline import OfflineObserver
 from quire.observe.tracing import Tracing
 from quire.outputs import RequestDelta, RequestOutput
 from quire.process.gc_pauses import full_collections_put_off
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.step import RequestMetrics, RequestUpdate
 
 Message = Mapping[str, Any]
@@ -131,17 +133,23 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoraChoice | Sequence[LoraChoice] = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers to one or many prompts (text or token ids), in their order, computed as one
         batch.
 
-        `params` is one for all or one per prompt. A request that fails does not stop the others:
-        its output says finish_reason "error" and why. `progress` is a bar on the terminal; None
-        shows one for several prompts. There is none where stderr is no terminal.
+        `params` is one for all or one per prompt, and so is `lora_request`, the adapter that
+        answers (docs/adapters.md): a `LoRARequest`, or the name of one that was loaded. A request
+        that fails does not stop the others: its output says finish_reason "error" and why.
+        `progress` is a bar on the terminal; None shows one for several prompts. There is none where
+        stderr is no terminal.
         """
         return self._run(
-            [self._text_prompt(prompt) for prompt in inputs.as_prompts(prompts)], params, progress
+            [self._text_prompt(prompt) for prompt in inputs.as_prompts(prompts)],
+            params,
+            progress,
+            lora_request,
         )
 
     def chat(
@@ -150,6 +158,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        lora_request: LoraChoice | Sequence[LoraChoice] = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answers to one or many conversations, through the model's chat template; docs/tools.md
@@ -159,6 +168,7 @@ class LLM:
             [self._chat_prompt(one, tools) for one in inputs.as_conversations(messages)],
             params,
             progress,
+            lora_request,
         )
 
     def beam_search(
@@ -170,6 +180,7 @@ class LLM:
         length_penalty: float = 1.0,
         ignore_eos: bool = False,
         stop_token_ids: Sequence[int] = (),
+        lora_request: LoraChoice = None,
     ) -> BeamSearchOutput:
         """The `beam_width` likeliest continuations found by beam search;
         `quire.frontend.beam_search` says exactly how.
@@ -187,7 +198,12 @@ class LLM:
         with self._drive():
             self._counter += 1
             search = LiveBeams(
-                engine.core, f"beams-{self._counter}", start.token_ids, params, time.monotonic()
+                engine.core,
+                f"beams-{self._counter}",
+                start.token_ids,
+                params,
+                time.monotonic(),
+                self._adapted(ResolvedTokens(), lora_request),
             )
             self._searches.append(search)
             try:
@@ -203,23 +219,38 @@ class LLM:
 
     # Answers as they come
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        lora_request: LoraChoice = None,
+    ) -> Iterator[str]:
         """Text deltas of one answer. Leaving the loop early aborts the request."""
-        return self._stream(self._text_prompt(prompt), params)
+        return self._stream(self._text_prompt(prompt), params, lora_request)
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        lora_request: LoraChoice = None,
     ) -> Iterator[str]:
         """Text deltas of the answer to a conversation."""
-        return self._stream(self._chat_prompt(messages, None), params)
+        return self._stream(self._chat_prompt(messages, None), params, lora_request)
 
     # The engine by hand
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoraChoice = None,
     ) -> str:
         """Queues a request and returns its id; `step` computes."""
-        return self._add(self._text_prompt(prompt), params, request_id)
+        return self._add(self._text_prompt(prompt), params, request_id, lora_request)
 
     def add_chat_request(
         self,
@@ -228,9 +259,10 @@ class LLM:
         request_id: str | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        lora_request: LoraChoice = None,
     ) -> str:
         """Queues a conversation to be answered and returns the request's id."""
-        return self._add(self._chat_prompt(messages, tools), params, request_id)
+        return self._add(self._chat_prompt(messages, tools), params, request_id, lora_request)
 
     def step(self) -> list[RequestDelta]:
         """One step of the engine: what each request gained. Empty when there is nothing to do."""
@@ -260,6 +292,25 @@ class LLM:
     ) -> list[int]:
         """The prompt a conversation becomes."""
         return self._templates.encode_chat(self.engine.tokenizer, messages, tools)
+
+    # Its adapters
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Reads an adapter, a folder that PEFT wrote, for requests that name it; under a name that
+        is in use, it takes the place of the other for requests to come.
+        """
+        with self._drive() as engine:
+            engine.adapters.add(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter; requests that have it are answered to their end."""
+        with self._drive() as engine:
+            engine.adapters.remove(name)
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of those that requests may have."""
+        return list(self.engine.adapters.names)
 
     # Its memory
 
@@ -342,8 +393,18 @@ class LLM:
     ) -> TokenizedPrompt:
         return TokenizedPrompt(None, self.encode_chat(messages, tools=tools), continues=False)
 
+    def _adapted(self, resolved: ResolvedTokens, lora_request: LoraChoice) -> ResolvedTokens:
+        if lora_request is None:
+            return resolved
+        name, digest = self.engine.adapters.resolve(lora_request)
+        return replace(resolved, adapter=digest, adapter_name=name)
+
     def _add(
-        self, prompt: TokenizedPrompt, params: SamplingParams | None, request_id: str | None = None
+        self,
+        prompt: TokenizedPrompt,
+        params: SamplingParams | None,
+        request_id: str | None = None,
+        lora_request: LoraChoice = None,
     ) -> str:
         params = inputs.check_params(params) or self.default_params
         engine = self.engine
@@ -363,6 +424,7 @@ class LLM:
             if inputs.check_id(request_id) in self._live:
                 raise InvalidRequestError("request_id", f"{request_id!r} is in use")
             seed = params.seed if params.seed is not None else secrets.randbits(64)
+            resolved = self._adapted(resolved, lora_request)
             requests = make_requests(
                 request_id, prompt.token_ids, params, seed, engine.eos_token_ids, resolved
             )
@@ -424,15 +486,17 @@ class LLM:
         prompts: Sequence[TokenizedPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool | None,
+        lora_request: LoraChoice | Sequence[LoraChoice],
     ) -> list[RequestOutput]:
         each = inputs.as_params(params, len(prompts))
+        adapters = as_lora_requests(lora_request, len(prompts))
         request_ids: list[str] = []
         outputs: dict[str, RequestOutput] = {}
         # for the whole call: a step by another thread would receive our answers
         with self._drive():
             try:
-                for prompt, one in zip(prompts, each, strict=True):
-                    request_ids.append(self._add(prompt, one))
+                for prompt, one, adapter in zip(prompts, each, adapters, strict=True):
+                    request_ids.append(self._add(prompt, one, lora_request=adapter))
                 own = set(request_ids)
                 show = len(prompts) > 1 if progress is None else progress
                 shown = GenerationBar(len(prompts)) if show else contextlib.nullcontext()
@@ -450,9 +514,12 @@ class LLM:
                 self._abort_unfinished(request_ids)
         return [outputs[request_id] for request_id in request_ids]
 
-    def _stream(self, prompt: TokenizedPrompt, params: SamplingParams | None) -> Iterator[str]:
+    def _stream(
+        self, prompt: TokenizedPrompt, params: SamplingParams | None, lora_request: LoraChoice
+    ) -> Iterator[str]:
+        params = inputs.check_streamed(params or self.default_params)
         with self._drive():
-            request_id = self._add(prompt, inputs.check_streamed(params or self.default_params))
+            request_id = self._add(prompt, params, lora_request=lora_request)
             # Other calls may step the engine before this stream is read: its deltas are kept here.
             unread = self._live[request_id].unread = deque()
         return self._stream_of(request_id, unread)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from quire.backends.select import device_of
@@ -20,6 +21,7 @@ from quire.engine import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.device import Device
+from quire.models.adapters import AdapterLoader, Segments
 from quire.models.decoder import Decoder
 from quire.models.load import Progress, load_planned, open_model, reading
 from quire.models.names import drafting_names, names_not_for_text
@@ -51,6 +53,10 @@ class Share:
         """A wrapper for the source of weights that a decoder is filled from."""
         return lambda source: source
 
+    def segments_of(self, whole: ModelSpec) -> Segments | None:
+        """Which rows of a parameter it has; None: all."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -64,6 +70,7 @@ class LoadedModel:
     formats: str
     """The names of the weights' formats, for the start-up message."""
     draft: Draft | None
+    adapters: AdapterLoader
 
 
 def load_model(
@@ -95,7 +102,10 @@ def load_model(
     finally:
         files.checkpoint.close()
     ends = tuple(dict.fromkeys((*files.spec.eos_token_ids, *tokenizer.eos_token_ids)))
-    return LoadedModel(files.spec, decoder, tokenizer, ends, weights.describe(), draft)
+    adapters = AdapterLoader(
+        decoder, files.spec, share.segments_of(files.spec), partial(open_model, source.path)
+    )
+    return LoadedModel(files.spec, decoder, tokenizer, ends, weights.describe(), draft, adapters)
 
 
 def reload_weights(
@@ -238,6 +248,7 @@ def scheduler_config(
         target_token_time=_seconds(config.target_token_time),
         target_first_token=_seconds(config.target_first_token),
         gives_way=config.gives_way,
+        max_loras=config.max_loras,
     )
 
 

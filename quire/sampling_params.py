@@ -93,7 +93,9 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedTokens:
-    """Token ids for the parameters that are text (`quire.frontend.resolve` finds them)."""
+    """What names and text in a request stand for: token ids (`quire.frontend.resolve` finds them),
+    and the content of its adapter.
+    """
 
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that may not be completed."""
@@ -101,6 +103,10 @@ class ResolvedTokens:
     """Tokens no repetition that DRY punishes extends over, ascending."""
     prediction_ids: tuple[int, ...] = ()
     """The client's own idea of the answer."""
+    adapter: str = ""
+    """The digest of its adapter's content; nothing: it has none."""
+    adapter_name: str = ""
+    """What the caller calls it, for logs; it may stand for other content later."""
 
 
 def _check_biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,17 +19,19 @@ from quire.kernels.latent import LatentSpec, latent_heads
 from quire.kernels.ops import Activation, Kernels, MoeSpec
 from quire.kernels.recurrent import ConvolutionSpec, GatedNormSpec, RecurrentSpec
 from quire.kernels.weights import Weight
+from quire.models.adapters import AdapterLoader
 from quire.models.config_parts import plain_attention
 from quire.models.decoder import Decoder
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec, SideBySide
 from quire.observe.step_log import StepLog
+from quire.runner.adapters import AdapterSlots
 from quire.runner.kv_cache import KVCache
 from quire.runner.layer_groups import LayerGroups
 from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner
 from quire.sampling.metadata import Indices
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.step import ScheduledRequest, TokenLogprob
 
 _LAYER = LayerSpec(plain_attention(4, 2, 16), RopeSpec(), MlpSpec(96))
@@ -243,6 +246,9 @@ class Bench:
         observes: bool = True,
         recorded: bool = True,
         cache_dtype: torch.dtype | None = None,
+        adapters: Sequence[Path] = (),
+        max_loras: int = 3,
+        loader: AdapterLoader | None = None,
     ) -> None:
         dtype = cache_dtype or decoder.dtype
         groups = LayerGroups.of(
@@ -264,6 +270,7 @@ class Bench:
             groups=groups.kept,
             bytes_per_block=groups.block_bytes,
             state=groups.state,
+            max_loras=max_loras,
         )
         spec, device = decoder.spec, decoder.device
         by_dimension = decoder.kernels.keys_by_dimension(dtype, block_size)
@@ -284,7 +291,13 @@ class Bench:
             if recorded and RecordedSteps.fit(decoder)
             else None
         )
-        self.runner = Runner(decoder, cache, rows, graphs=graphs)
+        slots = None
+        if adapters:
+            loader = loader or AdapterLoader(decoder, spec)
+            slots = AdapterSlots(decoder, max_loras, max_num_seqs, loader)
+        self.runner = Runner(decoder, cache, rows, graphs=graphs, adapters=slots)
+        self.adapters = ["", *(self.runner.load_adapter(one).digest for one in adapters)]
+        """Digests; the first is none."""
         self.log = StepLog()
         self.core = EngineCore(
             Scheduler(config, propose=propose), self.runner, depth, on_step=self.log.append
@@ -295,13 +308,18 @@ class Bench:
     def run(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], **names: Any
     ) -> Transcript:
-        """All the prompts at once, in this order; request i is called `names["ids"][i]` or just i."""
+        """All the prompts at once, in this order; request i is called `names["ids"][i]` or just i,
+        and has the adapter number `names["adapters"][i]`, 0 being none.
+        """
         transcript = Transcript()
         live: dict[str, Request] = {}
         ids = names.get("ids", range(len(prompts)))
-        for request_id, prompt, one in zip(ids, prompts, params, strict=True):
+        chosen = names.get("adapters", [0] * len(prompts))
+        for request_id, prompt, one, number in zip(ids, prompts, params, chosen, strict=True):
             seed = one.seed if one.seed is not None else 0
-            for request in make_requests(str(request_id), list(prompt), one, seed):
+            resolved = ResolvedTokens(adapter=self.adapters[number])
+            made = make_requests(str(request_id), list(prompt), one, seed, resolved=resolved)
+            for request in made:
                 live[request.request_id] = request
                 self.core.add_request(request, 0.0)
         self.drive(transcript)

@@ -158,6 +158,10 @@ class Checkpoint:
         """The same files, described by these."""
         return Checkpoint(self.kind, tensors, self._stamps, self.metadata, cache or self.cache)
 
+    def stamp_of(self, file: Path) -> FileStamp:
+        """Of a file when it was checked."""
+        return self._stamps[file]
+
     @torch.no_grad()
     def read_into(self, name: str, target: Tensor) -> None:
         """Fills `target` (any floating dtype, strides and device; often a view of a packed

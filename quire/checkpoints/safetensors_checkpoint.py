@@ -93,7 +93,7 @@ def _only_known(tensors: Mapping[str, TensorInfo]) -> Mapping[str, TensorInfo]:
 
 def _open_files(folder: Path, is_quantized: bool) -> Checkpoint:
     if (folder / SINGLE_FILE).is_file():
-        return _open_shards([safe_member(folder, SINGLE_FILE)], is_quantized)
+        return open_shards([safe_member(folder, SINGLE_FILE)], is_quantized)
     if (folder / INDEX_FILE).exists():
         return _open_indexed(folder, is_quantized)
     names = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".safetensors")
@@ -101,10 +101,11 @@ def _open_files(folder: Path, is_quantized: bool) -> Checkpoint:
         raise ModelFormatError(
             f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, got {len(names)} other .safetensors files"
         )
-    return _open_shards([safe_member(folder, names[0])], is_quantized)
+    return open_shards([safe_member(folder, names[0])], is_quantized)
 
 
-def _open_shards(paths: list[Path], is_quantized: bool) -> Checkpoint:
+def open_shards(paths: list[Path], is_quantized: bool) -> Checkpoint:
+    """These files, checked."""
     tensors: dict[str, TensorInfo] = {}
     stamps: dict[Path, FileStamp] = {}
     for path in paths:
@@ -136,7 +137,7 @@ def _open_indexed(folder: Path, is_quantized: bool) -> Checkpoint:
         if not shard.endswith(".safetensors"):
             raise tensor_error(index, name, "a .safetensors file", quote(shard))
         shards[shard] = safe_member(folder, shard)
-    checkpoint = _open_shards(list(shards.values()), is_quantized)
+    checkpoint = open_shards(list(shards.values()), is_quantized)
     for name, shard in weight_map.items():
         info = checkpoint.tensors.get(name)
         if info is None or info.file != shards[shard]:

@@ -19,6 +19,7 @@ from quire.cli.option_groups import FileOptions, with_groups
 from quire.cli.start import open_llm
 from quire.cli.terminal import AnswerPrinter, say
 from quire.errors import InvalidRequestError, QuireError, reason
+from quire.frontend.adapter_names import LoRARequest, parse_lora
 from quire.frontend.progress import GenerationBar
 from quire.outputs import RequestDelta, RequestOutput
 from quire.sampling_params import SamplingParams
@@ -56,6 +57,9 @@ def run(
             help="Lower goes first. Once for all prompts, or once per prompt in their order.",
         ),
     ] = None,
+    lora: Annotated[
+        str | None, Option(metavar="NAME=PATH", help="Answer with this adapter, a PEFT folder.")
+    ] = None,
     json_lines: Annotated[bool, Option("--json", help="Print one JSON object per prompt.")] = False,
     verbose: options.Verbose = False,
 ) -> None:
@@ -77,6 +81,7 @@ def run(
     _with_priorities(sampling.params(), priority or [], len(texts))  # wrong ones: before loading
     if raw and system is not None:
         raise InvalidRequestError("--system", "needs a chat template, which --raw turns off")
+    adapter = None if lora is None else parse_lora(lora)
     chosen = engine.keywords()
     if priority:  # there is no other reason to give one
         chosen["policy"] = "priority"
@@ -85,7 +90,10 @@ def run(
         say(f"{llm.description} ({time.monotonic() - started:.1f} s)")
         params = sampling.params(llm.sampling_defaults)
         each = _with_priorities(params, priority or [], len(texts))
-        outputs = _answer(llm, texts, each, system, raw or not llm.has_chat_template, json_lines)
+        if adapter is not None:
+            llm.load_adapter(adapter.lora_name, adapter.lora_path)
+        is_raw = raw or not llm.has_chat_template
+        outputs = _answer(llm, texts, each, system, is_raw, json_lines, adapter)
         if verbose:
             say(details(outputs))
         failed = [output for output in outputs if output.finish_reason == "error"]
@@ -100,15 +108,18 @@ def _answer(
     system: str | None,
     raw: bool,
     json_lines: bool,
+    adapter: LoRARequest | None,
 ) -> list[RequestOutput]:
     from quire.cli.channels import ChannelReader  # a command that only shows its help does without
     from quire.frontend.tool_calls import ToolSupport
 
     start = [{"role": "system", "content": system}] if system is not None else []
     request_ids = [
-        llm.add_request(text, one)
+        llm.add_request(text, one, lora_request=adapter)
         if raw
-        else llm.add_chat_request([*start, {"role": "user", "content": text}], one)
+        else llm.add_chat_request(
+            [*start, {"role": "user", "content": text}], one, lora_request=adapter
+        )
         for text, one in zip(texts, params, strict=True)
     ]
     tokenizer = llm.engine.tokenizer

@@ -47,6 +47,14 @@ class ServerOptions(OptionGroup):
         list[str] | None,
         Option(metavar="NAME", help="What clients call the model. Repeat for several."),
     ] = None
+    lora: Annotated[
+        list[str] | None,
+        Option(metavar="NAME=PATH", help="An adapter that clients may name. Repeat for several."),
+    ] = None
+    lora_dir: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="A folder of adapters; each is read when it is first named."),
+    ] = None
     api_key: Annotated[list[str] | None, Option(metavar="KEY", help=_KEY_HELP)] = None
     api_key_file: Annotated[
         Path | None,
@@ -155,6 +163,7 @@ class ServerOptions(OptionGroup):
 
     def config(self, model: str, engine: dict[str, Any]) -> ServerConfig:
         """What the server is started with."""
+        from quire.server.adapters import parse_adapters
         from quire.server.config import ServerConfig
 
         from_file = _keys_of_file(self.api_key_file)
@@ -163,6 +172,8 @@ class ServerOptions(OptionGroup):
             engine=engine,
             replicas=self.replicas,
             served_model_names=tuple(self.served_model_name or ()),
+            adapters=parse_adapters(self.lora or ()),
+            adapter_folder=_folder("--lora-dir", self.lora_dir),
             host=self.host,
             port=self.port,
             api_keys=(*_keys(self.api_key or [], _KEY_VARIABLE), *from_file),
@@ -264,6 +275,14 @@ def _keys_of_file(file: Path | None) -> dict[str, KeyLimits]:
     if not found:
         raise InvalidRequestError("--api-key-file", f"{file} holds no key")
     return dict(found)
+
+
+def _folder(field: str, folder: Path | None) -> Path | None:
+    if folder is None:
+        return None
+    if not os.path.isdir(folder):
+        raise InvalidRequestError(field, f"there is no folder {folder}")
+    return folder.absolute()
 
 
 def _readable(field: str, file: Path | None) -> Path | None:

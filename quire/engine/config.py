@@ -49,6 +49,8 @@ class SchedulerConfig:
     step of up to half as many again is cut to it; 0: there are no graphs.
     """
 
+    max_loras: int = 0
+    """How many different adapters running requests may have; 0: any number."""
     target_token_time: float | None = None
     """Seconds in which whoever is being answered should get the next token (`TokenTimes`)."""
     target_first_token: float | None = None
@@ -58,6 +60,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         lowest = {"num_blocks": 2, "max_model_len": 2, "num_host_blocks": 0, "bytes_per_block": 0}
+        lowest["max_loras"] = 0
         for field in ("max_num_seqs", "max_batched_tokens", "block_size", *lowest):
             value, low = getattr(self, field), lowest.get(field, 1)
             if value < low:

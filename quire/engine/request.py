@@ -122,6 +122,8 @@ class Request:
     """The step that gave it its present row: results of earlier steps say nothing about its present
     blocks.
     """
+    num_passed: int = 0
+    """How many requests with adapters went before it while it waited for room for its own."""
     has_failed: bool = False
     """A step reported an error for it: what later steps in flight computed for it is wrong."""
     finish_reason: FinishReason | None = None
@@ -144,6 +146,8 @@ class Request:
         self.token_ids = list(self.prompt_token_ids)
         self.priority = self.params.priority
         self.stop_ids = frozenset(self.params.end_token_ids(self.eos_token_ids))
+        if self.adapter:
+            self.key_parts = (KeyPart(f"adapter {self.adapter}"), *self.key_parts)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -162,6 +166,11 @@ class Request:
     def tenant(self) -> str:
         """Whose it is, for fair shares."""
         return self.params.tenant
+
+    @property
+    def adapter(self) -> str:
+        """The digest of its adapter; nothing if it has none."""
+        return self.resolved.adapter
 
     @property
     def extra_keys(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ preempts or ends it.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 
 from quire.engine.block_manager import BlockManager
 from quire.engine.config import SchedulerConfig
@@ -43,6 +44,8 @@ class RequestTable:
         self.running = RequestQueue()
         self.requests: dict[str, Request] = {}
         self.groups: dict[str, list[Request]] = {}
+        self.adapters: Counter[str] = Counter()
+        """Of running requests: how many have each adapter."""
         self.free_rows = list(range(config.max_num_seqs))
         self.updates: list[RequestUpdate] = []
         """For the callers, who have not been told yet."""
@@ -106,6 +109,8 @@ class RequestTable:
         if request.first_scheduled is None:
             request.first_scheduled = now
         self.running.add(request)
+        if request.adapter:
+            self.adapters[request.adapter] += 1
         if self.shares is not None:
             self.shares.start(request.tenant)
         return row
@@ -179,6 +184,10 @@ class RequestTable:
         heapq.heappush(self.free_rows, request.row)
         self.running.remove(request)
         request.row = None
+        if request.adapter:
+            self.adapters[request.adapter] -= 1
+            if not self.adapters[request.adapter]:
+                del self.adapters[request.adapter]
         if self.shares is not None:
             self.shares.stop(request.tenant)
 

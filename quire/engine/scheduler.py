@@ -367,13 +367,18 @@ class Scheduler:
     def _schedule_waiting(self, plan: StepPlan) -> None:
         """Admits waiting requests in order. One for which there are too few blocks holds up all
         behind it; one that is not ready (its last token is in flight, or another answer computes
-        its prompt) is passed over.
+        its prompt, or there is no room for its adapter) is passed over.
         """
         self._held_up = None
+        without_slot: Request | None = None
+        """The first that waits for room for its adapter."""
         for request in self.table.waiting.candidates():
             if not plan.budget or not self.table.free_rows:
                 return
             if request.num_placeholders or self._waits_for_prompt(request, plan):
+                continue
+            if request.adapter and self._waits_for_slot(request, without_slot):
+                without_slot = without_slot or request
                 continue
             try:
                 placement = self.blocks.place(
@@ -387,6 +392,18 @@ class Scheduler:
                 return
             self._admit(request, placement, plan)
             self._charge(plan)
+            if request.adapter and without_slot is not None:
+                without_slot.num_passed += 1
+
+    def _waits_for_slot(self, request: Request, passed: Request | None) -> bool:
+        """Whether running requests have all adapters that there is room for, and not this one's.
+        Those behind a request that waits for that may pass it, but not for ever: then they wait,
+        too, until adapters leave.
+        """
+        if passed is not None and passed.num_passed >= self.config.max_num_seqs:
+            return True
+        most, running = self.config.max_loras, self.table.adapters
+        return bool(most) and request.adapter not in running and len(running) >= most
 
     def _waits_for_prompt(self, request: Request, plan: StepPlan) -> bool:
         """Whether another of the n answers computes the prompt now: this one waits, to find it in

@@ -25,7 +25,7 @@ from quire.errors import InvalidRequestError, QuireError
 from quire.field_checks import check_bool, check_int, check_real, checked_ids
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.tokenizer import Tokenizer
-from quire.sampling_params import MAX_LOGPROBS, SamplingParams
+from quire.sampling_params import MAX_LOGPROBS, ResolvedTokens, SamplingParams
 from quire.step import RequestUpdate
 
 Continuations = Sequence[tuple[int, float]]
@@ -168,6 +168,7 @@ class LiveBeams:
         prompt: Sequence[int],
         params: BeamSearchParams,
         now: float,
+        resolved: ResolvedTokens | None = None,
     ) -> None:
         """Starts the search; raises what `EngineCore.add_request` does if the prompt can't be
         computed.
@@ -188,6 +189,7 @@ class LiveBeams:
             temperature=0, max_tokens=1, ignore_eos=True, logprobs=params.num_continuations
         )
         self._steps = beam_steps(params)
+        self._resolved = resolved
         self._num_requests = 0
         self._found: dict[str, Continuations] = {}
         self._start_beams(next(self._steps), now)
@@ -230,7 +232,8 @@ class LiveBeams:
         for token_ids in beams:
             name = f"{self._search_id}/{self._num_requests}"
             self._num_requests += 1
-            (request,) = make_requests(name, (*self._prompt, *token_ids), self._params, seed=0)
+            tokens = (*self._prompt, *token_ids)
+            (request,) = make_requests(name, tokens, self._params, seed=0, resolved=self._resolved)
             request.caches_partial_block = True
             request.queued_since = self._started  # each step of a search has its place in the queue
             self._core.add_request(request, now)

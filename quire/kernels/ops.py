@@ -29,6 +29,7 @@ from torch import Tensor, dtype, float32, int8
 from quire.errors import InvalidRequestError
 from quire.kernels.formats import Format
 from quire.kernels.layer_state import CacheMemory, LayerState, StoredPart
+from quire.kernels.low_rank import LowRank, LowRankTable, PackedLowRank
 from quire.kernels.recurrent import (
     ConvolutionCache,
     ConvolutionSpec,
@@ -491,6 +492,42 @@ class Kernels(Protocol):
         """activation(gate) * up of gate_up = linear(x, weight, bias) [rows, 2 * size]; gate is the
         first half.
         """
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the next four methods are to be used: exact, and as quick as they should be."""
+
+    def pack_low_rank(self, low_rank: LowRank) -> PackedLowRank:
+        """An adapter's part of a product in the layout that the next methods want."""
+
+    def low_rank_table(self, num_slots: int) -> LowRankTable:
+        """An empty table of what adapters add to one product."""
+
+    def adapted_linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        slots: Tensor,
+        table: LowRankTable,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """`linear`, and what the adapters in int32 slots [rows] of the table add to it: (x A') * scale
+        B' in float32, added to the rounded product, the sum rounded once more. A row's additions
+        have one order whichever adapters the others have. Rows with slot -1, and outputs of no
+        part, have the bits of `linear`.
+        """
+
+    def adapted_linear_gated(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        activation: Activation,
+        slots: Tensor,
+        table: LowRankTable,
+    ) -> Tensor:
+        """`linear_gated` of `adapted_linear`; rows with slot -1 have the bits of `linear_gated`."""
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         """activation(x)."""

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.adapted_products import AdaptedProducts
 from quire.kernels.elementwise import ACTIVATIONS, sigmoid, soft_capped, xielu
 from quire.kernels.filters import filter_rows_
 from quire.kernels.formats import Format
@@ -38,15 +39,16 @@ from quire.kernels.ops import (
 from quire.kernels.quantize import LARGEST_FP8
 from quire.kernels.reference_recurrent import convolve, gated_norm, recur
 from quire.kernels.repeats import match_lengths
+from quire.kernels.tiled_linear import ROW_TILE as ROW_TILE
+from quire.kernels.tiled_linear import tiled_linear as tiled_linear
 from quire.kernels.weights import Weight
 
-ROW_TILE = 32
 QUERY_TILE = 16
 KEY_TILE = 64
 SWIGLU_LIMIT = 7.0
 
 
-class ReferenceKernels:
+class ReferenceKernels(AdaptedProducts):
     """Plain torch. Meets `quire.kernels.ops.Kernels`; other backends inherit what they don't
     replace.
     """
@@ -371,16 +373,6 @@ class ReferenceKernels:
 
 def _row(biases: Tensor | None, index: int) -> Tensor | None:
     return None if biases is None else biases[index]
-
-
-def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [rows, in] times weight [out, in] transposed, in tiles of a fixed number of rows."""
-    rows = x.shape[0]
-    padded = F.pad(x, (0, 0, 0, -rows % ROW_TILE))
-    output = x.new_empty(padded.shape[0], weight.shape[0])
-    for row in range(0, rows, ROW_TILE):
-        output[row : row + ROW_TILE] = F.linear(padded[row : row + ROW_TILE], weight, bias)
-    return output[:rows]
 
 
 def route(

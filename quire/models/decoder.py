@@ -335,6 +335,7 @@ class Decoder:
             embedding if spec.tie_embeddings else parameters.matrix("head"),
             parameters.optional_vector("head_bias"),
         )
+        parameters.linears["head"] = self.head
         self.final_norm = Norm(parameters, "final_norm", spec)
         self.embedding_norm = (
             Norm(parameters, "embedding_norm", spec) if spec.embedding_norm else None
@@ -375,12 +376,18 @@ class Decoder:
         return self._parameters.weights
 
     def __call__(
-        self, token_ids: Tensor, positions: Tensor, paged: Batches, caches: Sequence[MixerCache]
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        paged: Batches,
+        caches: Sequence[MixerCache],
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """The final hidden states [rows, hidden] of int64 token_ids [rows] at int64 positions
-        [rows]. `caches` has one for every mixer, in the order of the layers.
+        [rows]. `caches` has one for every mixer, in the order of the layers. `adapters` has the
+        slots of the rows' adapters, if some have one (see `Rows`).
         """
-        batch = Batch(self.kernels, positions, paged)
+        batch = Batch(self.kernels, positions, paged, adapters=adapters)
         x, residual, first = self.embed(batch, token_ids), None, 0
         batch = self.with_layer_inputs(batch, token_ids, x)
         for layer in self.layers:
@@ -406,12 +413,21 @@ class Decoder:
             return batch
         return replace(batch, per_layer=self.inputs(batch, token_ids, x))
 
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Scores [rows, vocab] of hidden rows, in the model's dtype; into `out` if there is one."""
+    @property
+    def linears(self) -> Mapping[str, Linear]:
+        """Its products by name."""
+        return self._parameters.linears
+
+    def logits(
+        self, hidden: Tensor, out: Tensor | None = None, adapters: Tensor | None = None
+    ) -> Tensor:
+        """Scores [rows, vocab] of hidden rows, in the model's dtype; into `out` if there is one.
+        `adapters` has the slots of their adapters.
+        """
         # applied to the hidden rows, which are shorter than rows of logits
         if self.spec.logit_scale != 1:
             hidden = self.kernels.scale_add(hidden, self.spec.logit_scale)
-        scores = self.head(Rows(self.kernels), hidden, out)
+        scores = self.head(Rows(self.kernels, adapters=adapters), hidden, out)
         if self.spec.logit_cap:
             self.kernels.soft_cap_(scores, self.spec.logit_cap)
         return scores

@@ -7,10 +7,11 @@ multiplies can be forgotten: `tests/test_structure.py` finds a product that goes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from quire.kernels.low_rank import LowRankTable
 from quire.kernels.ops import Activation, ExpertWeights, Kernels, MoeSpec
 from quire.kernels.weights import Weight
 
@@ -22,25 +23,41 @@ class Rows:
     """
 
     kernels: Kernels
+    adapters: Tensor | None = field(default=None, kw_only=True)
+    """int32 [rows]: the slot of each row's adapter, -1 where it has none; None: none has one."""
 
 
 class Linear:
     """A product with a weight [out, in], perhaps with a bias."""
 
-    __slots__ = ("_bias", "_weight")
+    __slots__ = ("_bias", "_weight", "adapters")
 
     def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
         self._weight = weight
         self._bias = bias
+        self.adapters: LowRankTable | None = None
+        """What adapters add; None: the engine takes none."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._bias
 
     def __call__(self, rows: Rows, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [rows, in] times the weight transposed, plus bias; into `out` if there is one."""
+        if rows.adapters is not None and self.adapters is not None:
+            return rows.kernels.adapted_linear(
+                x, self._weight, self._bias, rows.adapters, self.adapters, out
+            )
         return rows.kernels.linear(x, self._weight, self._bias, out)
 
     def gated(self, rows: Rows, x: Tensor, activation: Activation) -> Tensor:
         """activation(gate) * up, of a product whose first half of outputs is gate and whose second
         half is up.
         """
+        if rows.adapters is not None and self.adapters is not None:
+            return rows.kernels.adapted_linear_gated(
+                x, self._weight, self._bias, activation, rows.adapters, self.adapters
+            )
         return rows.kernels.linear_gated(x, self._weight, self._bias, activation)
 
 

@@ -52,6 +52,8 @@ class Parameters:
         self.num_positions = num_positions
         self.weights: dict[str, Weight] = {}
         """All that were taken, as the kernels packed them."""
+        self.linears: dict[str, Linear] = {}
+        """The products made of them, by the names that adapters find them by."""
         self.missing: set[str] = set()
         """Those whose numbers are gone, since the decoder slept at level 2, and that were not
         replaced yet.
@@ -94,7 +96,9 @@ class Parameters:
         return self.vector(name) if name in self._loaded else None
 
     def linear(self, name: str) -> Linear:
-        return Linear(self.matrix(f"{name}.weight"), self.optional_vector(f"{name}.bias"))
+        made = Linear(self.matrix(f"{name}.weight"), self.optional_vector(f"{name}.bias"))
+        self.linears[name] = made
+        return made
 
     def heads(self, name: str, num_heads: int, is_turned: bool = False) -> HeadLinear:
         """Products of each head with its rows of a matrix of plain numbers; if that is turned, with

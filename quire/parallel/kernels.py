@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import UnsupportedModelError
+from quire.kernels.low_rank import LowRankTable
 from quire.kernels.ops import (
     Activation,
     ExpertWeights,
@@ -85,6 +86,9 @@ class ParallelKernels:
         self.name = kernels.name
         self.computes = kernels.computes
         self.packed_bytes = kernels.packed_bytes
+        self.takes_adapters = kernels.takes_adapters
+        self.pack_low_rank = kernels.pack_low_rank
+        self.low_rank_table = kernels.low_rank_table
         self.keys_at_once = kernels.keys_at_once
         self.keys_by_dimension = kernels.keys_by_dimension
         # Every rank has these inputs whole, and so the same result: activations between products
@@ -165,6 +169,37 @@ class ParallelKernels:
     ) -> Tensor:
         assert isinstance(weight, DividedWeight)
         return self._gather(self._own.linear_gated(x, weight.own, bias, activation), weight.widths)
+
+    def adapted_linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        slots: Tensor,
+        table: LowRankTable,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The table has what adapters add to this rank's own outputs, of all of the inputs."""
+        if not isinstance(weight, DividedWeight):
+            return self._own.adapted_linear(x, weight, bias, slots, table, out)
+        inputs = weight.input_widths
+        if inputs is not None and x.shape[1] < sum(inputs):
+            x = self._gather(x, inputs)
+        own = self._own.adapted_linear(x, weight.own, bias, slots, table)
+        return self._gather(own, weight.widths, out)
+
+    def adapted_linear_gated(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        activation: Activation,
+        slots: Tensor,
+        table: LowRankTable,
+    ) -> Tensor:
+        assert isinstance(weight, DividedWeight)
+        own = self._own.adapted_linear_gated(x, weight.own, bias, activation, slots, table)
+        return self._gather(own, weight.widths)
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         """Every rank looks all tokens up, those of others in a row of its own, and takes what their

@@ -13,6 +13,7 @@ import zlib
 from array import array
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.checkpoints.sources import ModelSource
@@ -60,6 +61,23 @@ class Sleep(NamedTuple):
 
 class Wake(NamedTuple):
     """To a rank: take it again."""
+
+
+class LoadAdapter(NamedTuple):
+    """To a rank: read an adapter, as rank 0 has done."""
+
+    folder: Path
+    digest: str
+
+
+class RemoveAdapter(NamedTuple):
+    """To a rank: let go of one."""
+
+    digest: str
+
+
+Management = Sleep | Wake | LoadAdapter | RemoveAdapter
+"""To a rank, between steps; nothing is answered."""
 
 
 class Failed(NamedTuple):

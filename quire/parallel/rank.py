@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from quire.constrain import GrammarCompiler
-from quire.errors import QuireError
+from quire.errors import EngineError, QuireError
 from quire.load import load_model
 from quire.parallel.group import Group, GroupError
 from quire.parallel.messages import (
@@ -27,6 +27,9 @@ from quire.parallel.messages import (
     Computed,
     Failed,
     Hello,
+    LoadAdapter,
+    Management,
+    RemoveAdapter,
     Sleep,
     Task,
     Wake,
@@ -45,7 +48,7 @@ from quire.step import Step
 _QUIET_SECONDS = 0.05
 """Without a further step, after which results that nobody needs to wait for are read."""
 
-Inbox = queue.SimpleQueue[Step | Sleep | Wake]
+Inbox = queue.SimpleQueue[Step | Management]
 
 
 def main() -> int:
@@ -97,7 +100,14 @@ def _work(task: Task, inbox: Inbox, connection: socket.socket) -> None:
     share = RankShare(group)
     loaded = load_model(task.source, config, device, share)
     grammars = GrammarCompiler(loaded.tokenizer, loaded.spec.vocab_size, loaded.eos_token_ids)
-    worker = start_worker(loaded.decoder, config, grammars, draft=loaded.draft, agree=share.agree)
+    worker = start_worker(
+        loaded.decoder,
+        config,
+        grammars,
+        draft=loaded.draft,
+        agree=share.agree,
+        loader=loaded.adapters,
+    )
     group.seconds = task.step_seconds
     life.listeners.clear()  # from here on steps are its life, and their results use the connection
     _compute(worker.runner, worker.depth, inbox, connection)
@@ -120,14 +130,25 @@ def _compute(runner: Runner, depth: int, inbox: Inbox, connection: socket.socket
         if not isinstance(step, Step):
             while pending:
                 read_oldest()
-            if isinstance(step, Sleep):
-                runner.sleep(1)
-            else:
-                runner.wake()
+            _manage(runner, step)
             continue
         pending.append((step.step_id, runner.submit(step)))
         while len(pending) >= depth:
             read_oldest()
+
+
+def _manage(runner: Runner, message: Management) -> None:
+    match message:
+        case Sleep():
+            runner.sleep(1)
+        case Wake():
+            runner.wake()
+        case LoadAdapter():
+            found = runner.load_adapter(message.folder).digest
+            if found != message.digest:
+                raise EngineError(f"{message.folder}: the adapter was changed while it was read")
+        case RemoveAdapter():
+            runner.remove_adapter(message.digest)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,26 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from quire.engine.core import Pending
 from quire.errors import EngineError
 from quire.kernels.weights import Weight
+from quire.models.adapters import Adapter
 from quire.models.parameters import SleepLevel
 from quire.parallel.group import GroupError
-from quire.parallel.messages import Computed, Sleep, Wake, checksum
+from quire.parallel.messages import (
+    Computed,
+    LoadAdapter,
+    Management,
+    RemoveAdapter,
+    Sleep,
+    Wake,
+    checksum,
+)
 from quire.parallel.processes import RankProcesses
+from quire.runner.adapters import AdapterSlots
 from quire.runner.runner import LogitsObserver, Runner
 from quire.step import Step, StepResult
 
@@ -99,7 +110,26 @@ class ParallelRunner:
             "with tensor parallelism weights can't be replaced: each rank has a part of them"
         )
 
-    def _on_all_ranks(self, message: Sleep | Wake, here: Callable[[], None]) -> None:
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        """Those of rank 0; the others' slots hold the same."""
+        return self._runner.adapters
+
+    def read_adapter(self, folder: Path) -> Adapter:
+        """Rank 0's part of it."""
+        return self._runner.read_adapter(folder)
+
+    def load_adapter(self, folder: Path, adapter: Adapter | None = None) -> Adapter:
+        """As `Runner.load_adapter`: here first, where it fails alone, then on the other ranks."""
+        self._check()
+        adapter = self._runner.load_adapter(folder, adapter)
+        self._on_all_ranks(LoadAdapter(folder.absolute(), adapter.digest), lambda: None)
+        return adapter
+
+    def remove_adapter(self, digest: str) -> None:
+        self._on_all_ranks(RemoveAdapter(digest), lambda: self._runner.remove_adapter(digest))
+
+    def _on_all_ranks(self, message: Management, here: Callable[[], None]) -> None:
         self._check()
         with _uninterrupted():
             try:

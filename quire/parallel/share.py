@@ -11,6 +11,7 @@ from quire.config import EngineConfig, parse_bytes
 from quire.errors import DeviceError
 from quire.kernels.device import Device
 from quire.load import Share
+from quire.models.adapters import Segments
 from quire.models.parameters import WeightSource
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles, WeightPlan
@@ -37,6 +38,9 @@ class RankShare(Share):
 
     def source_of(self, whole: ModelSpec) -> Callable[[WeightSource], WeightSource]:
         return partial(DividedSource, division=self._division(whole))
+
+    def segments_of(self, whole: ModelSpec) -> Segments | None:
+        return self._division(whole).segments
 
     def agree(self, plan: CachePlan) -> CachePlan:
         """The cache that fits on every rank."""

@@ -186,6 +186,13 @@ class InputBatch:
     """int32 [samples]: the request row of each sample."""
     sample_positions: Tensor
     """int32 [samples]: the position that the sampled token will have."""
+    adapters: Tensor | None = None
+    """int32 [tokens]: the slot of each token's adapter, -1 where it has none; None: none has one."""
+
+    @property
+    def sample_adapters(self) -> Tensor | None:
+        """[samples]: those of the tokens after which a token is sampled."""
+        return None if self.adapters is None else self.adapters[self.logits_indices]
 
 
 class _SentTogether(NamedTuple, Generic[T]):
@@ -216,9 +223,15 @@ def lag_of(shape: BatchShape, request_rows: RequestRows) -> Tensor | None:
 
 
 def build_batch(
-    shape: BatchShape, request_rows: RequestRows, decoder: Decoder, lag: Tensor | None
+    shape: BatchShape,
+    request_rows: RequestRows,
+    decoder: Decoder,
+    lag: Tensor | None,
+    adapters: Int32Array | None = None,
 ) -> InputBatch:
-    """The tensors of a step: the scheduled requests' tokens one after the other."""
+    """The tensors of a step: the scheduled requests' tokens one after the other. `adapters`: the
+    slots of the requests' adapters, if some have one.
+    """
     kernels, upload = decoder.kernels, request_rows.uploader.upload
     ends, sample_owners = shape.starts + shape.counts, shape.sample_owners
     work = {
@@ -267,6 +280,7 @@ def build_batch(
         logits_indices=sent.logits_indices,
         sample_request_rows=sent.sample_request_rows,
         sample_positions=sent.sample_positions,
+        adapters=None if adapters is None else upload(adapters[shape.token_owners])[0],
     )
 
 

@@ -30,9 +30,9 @@ not matter.
 
 class _Recording(NamedTuple):
     inputs: Int32Array
-    """[6, rows + 1]. For each token: request row, position, position + 1. Then for each run of
+    """[7, rows + 1]. For each token: request row, position, position + 1. Then for each run of
     consecutive tokens of a request: index of its first token, context length, request row. There
-    are as many runs as tokens, some empty.
+    are as many runs as tokens, some empty. Last the slot of each token's adapter.
     """
     output: DecodeOutput
     replay: Callable[[], None]
@@ -53,7 +53,10 @@ class RecordedSteps:
         self._caches = caches
         self._rows = rows
         self._most_rows = max(_MOST_ROWS, len(rows.token_ids))
-        self._recordings: dict[int, _Recording | None] = {}
+        self._recordings: dict[tuple[int, bool], _Recording | None] = {}
+        """By the number of rows, and whether some have adapters: without any, a step makes the calls
+        of an engine that knows none.
+        """
 
     @staticmethod
     def fit(decoder: Decoder) -> bool:
@@ -76,21 +79,24 @@ class RecordedSteps:
         keeps_dtype = decoder.dtype in (torch.float32, stored)
         return decoder.kernels.record is not None and is_plain and keeps_dtype
 
-    def run(self, shape: BatchShape, lag: Tensor | None = None) -> DecodeOutput | None:
+    def run(
+        self, shape: BatchShape, lag: Tensor | None = None, adapters: Int32Array | None = None
+    ) -> DecodeOutput | None:
         """Computes a step of decodes, whose positions are `lag` less than in `shape`; None if it is
-        too large.
+        too large. `adapters`: the slots of the rows' adapters, if some have one.
         """
         count = len(shape.request_rows)
         if count > self._most_rows:
             return None
-        if count not in self._recordings:
-            inputs = torch.arange(count + 1, dtype=torch.int32).repeat(6, 1)
-            self._fill(inputs.numpy(), shape, lag)
-            self._recordings[count] = recording = self._make(inputs, count)
+        kind = count, adapters is not None
+        if kind not in self._recordings:
+            inputs = torch.arange(count + 1, dtype=torch.int32).repeat(7, 1)
+            self._fill(inputs.numpy(), shape, lag, adapters)
+            self._recordings[kind] = recording = self._make(inputs, count, adapters is not None)
         else:
-            recording = self._recordings[count]
+            recording = self._recordings[kind]
             if recording is not None:
-                self._fill(recording.inputs, shape, lag)
+                self._fill(recording.inputs, shape, lag, adapters)
                 recording.replay()
         return None if recording is None else recording.output
 
@@ -105,13 +111,21 @@ class RecordedSteps:
     def wake(self) -> None:
         """There is nothing to take."""
 
-    def _fill(self, inputs: Int32Array, shape: BatchShape, lag: Tensor | None) -> None:
+    def _fill(
+        self,
+        inputs: Int32Array,
+        shape: BatchShape,
+        lag: Tensor | None,
+        adapters: Int32Array | None,
+    ) -> None:
+        if adapters is not None:
+            inputs[6, :-1] = adapters
         starts = shape.starts if lag is None else shape.starts - lag.numpy()
         inputs[0, :-1] = rows = shape.request_rows
         inputs[1, :-1] = starts
         inputs[2, :-1] = starts + 1
         if len(rows) == 1:
-            inputs[4:, 0] = inputs[2, 0], rows[0]
+            inputs[4:6, 0] = inputs[2, 0], rows[0]
             return
         # Consecutive tokens of a request (draft tokens) attend as one run, so that their keys are
         # read once. If there are only a few runs, each is divided into an even number of parts, so
@@ -125,11 +139,13 @@ class RecordedSteps:
         )
         ends = np.flatnonzero(is_last | (np.arange(1, len(rows) + 1) % size == 0)) + 1
         inputs[3, 1 : len(ends) + 1], inputs[3, len(ends) + 1 :] = ends, len(rows)
-        inputs[4:, : len(ends)], inputs[4:, len(ends) :] = (starts[ends - 1] + 1, rows[ends - 1]), 0
+        inputs[4:6, : len(ends)] = starts[ends - 1] + 1, rows[ends - 1]
+        inputs[4:6, len(ends) :] = 0
 
-    def _make(self, inputs: Tensor, count: int) -> _Recording | None:
+    def _make(self, inputs: Tensor, count: int, has_adapters: bool) -> _Recording | None:
         """Records a step while computing it; None where that takes too much memory."""
-        rows, positions, lengths, _, run_lengths, run_rows = inputs[:, :count].unbind()
+        rows, positions, lengths, _, run_lengths, run_rows, slots = inputs[:, :count].unbind()
+        adapters = slots if has_adapters else None
         found: list[DecodeOutput] = []
         request_rows, places = self._rows, (rows.long(), lengths.long())
         draft_tokens = request_rows.token_ids[places]
@@ -144,8 +160,8 @@ class RecordedSteps:
                 table_rows=run_rows,
                 max_context_len=int(lengths.max()),
             )
-            hidden = self._decoder(token_ids, places, paged, self._caches)
-            logits = self._decoder.logits(hidden)
+            hidden = self._decoder(token_ids, places, paged, self._caches, adapters)
+            logits = self._decoder.logits(hidden, adapters=adapters)
             sampled = request_rows.sample(self._decoder.kernels, logits, rows, lengths)
             found.append(DecodeOutput(sampled, logits))
 

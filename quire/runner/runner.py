@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,9 +20,12 @@ from quire.backends.select import device_of
 from quire.constrain.masks import Constrainer
 from quire.constrain.step_grammars import StepGrammars
 from quire.errors import CapacityError, EngineError
+from quire.kernels.ops import Int32Array
 from quire.kernels.weights import Weight
+from quire.models.adapters import Adapter
 from quire.models.decoder import Decoder
 from quire.models.parameters import SleepLevel
+from quire.runner.adapters import NO_ADAPTER, NO_ADAPTERS, AdapterSlots
 from quire.runner.batch import BatchShape, build_batch, lag_of, note_accepted, write_draft_tokens
 from quire.runner.drafting import ModelDrafter
 from quire.runner.graphs import DecodeGraphs, DecodeOutput
@@ -59,11 +63,12 @@ class Runner:
         graphs: DecodeGraphs | RecordedSteps | None = None,
         drafter: ModelDrafter | None = None,
         rejects: bool = False,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """The `constrainer` is needed for structured output only. `graphs` compute small steps in
         one launch. With a `drafter`, `submit` waits for the step's tokens, to draft after them.
         `rejects`: draft tokens are accepted by rejection sampling, which keeps the tokens'
-        probabilities but not the same answers.
+        probabilities but not the same answers. `adapters` are those that requests may have.
         """
         spec, kernels = decoder.spec, decoder.kernels
         max_num_seqs, device = len(request_rows.token_ids), request_rows.token_ids.device
@@ -80,6 +85,7 @@ class Runner:
         self._graphs = graphs
         self._drafter = drafter
         self._rejects = rejects
+        self.adapters = adapters
         self.is_asleep = False
         self.observe_logits: LogitsObserver | None = None
 
@@ -102,6 +108,27 @@ class Runner:
             free = [entry for entry in step.scheduled if not self._grammars.constrains(entry.row)]
             pending.add_drafts(self._drafter.draft(free, pending.result().tokens, self._sampler))
         return pending
+
+    @torch.inference_mode()
+    def read_adapter(self, folder: Path) -> Adapter:
+        """Reads an adapter for `load_adapter`, in any thread."""
+        if self.adapters is None:
+            raise EngineError(NO_ADAPTERS)
+        return self.adapters.loader.load(folder)
+
+    @torch.inference_mode()
+    def load_adapter(self, folder: Path, adapter: Adapter | None = None) -> Adapter:
+        """Reads an adapter, unless that was done before; requests may name it by its digest until
+        it is removed.
+        """
+        if self.adapters is None:
+            raise EngineError(NO_ADAPTERS)
+        return self.adapters.load(folder, adapter)
+
+    def remove_adapter(self, digest: str) -> None:
+        """Lets go of an adapter that no request has."""
+        if self.adapters is not None:
+            self.adapters.remove(digest)
 
     @torch.inference_mode()
     def update(self, weights: Mapping[str, Weight]) -> None:
@@ -173,6 +200,9 @@ class Runner:
         """Brings the device state up to date: copied blocks, finished and admitted requests, new
         blocks.
         """
+        if self.adapters is not None:
+            # first: rows that are given up lose their slots even if something else fails
+            self.adapters.apply(step)
         self._kv_cache.copy_blocks(step.copies)
         if self._drafter is not None:
             self._drafter.apply(step)
@@ -182,6 +212,10 @@ class Runner:
             self._logprobs.admit(admission)
             self._pooling.admit(admission)
         self._request_rows.apply(step)
+
+    def _slots_of(self, shape: BatchShape) -> Int32Array | None:
+        """Those of its requests' adapters; None if none has one."""
+        return None if self.adapters is None else self.adapters.of_rows(shape.request_rows)
 
     def _compute(self, step: Step, outputs: StepOutputs) -> None:
         """Runs the model and samples; also scores prompts and pools hidden states for the requests
@@ -209,12 +243,20 @@ class Runner:
                 write_draft_tokens(shape, self._request_rows, lag)
             sampled = self._sample(outputs, sampled_for, shape, metadata, decoded.logits.float())
         else:  # there is no graph for this step
-            batch = build_batch(shape, self._request_rows, self._decoder, lag)
+            batch = build_batch(
+                shape, self._request_rows, self._decoder, lag, self._slots_of(shape)
+            )
             hidden = self._decoder(
-                batch.token_ids, batch.positions, batch.paged, self._kv_cache.layers
+                batch.token_ids,
+                batch.positions,
+                batch.paged,
+                self._kv_cache.layers,
+                batch.adapters,
             )
             if sampled_for:
-                logits = self._decoder.logits(hidden[batch.logits_indices])
+                logits = self._decoder.logits(
+                    hidden[batch.logits_indices], adapters=batch.sample_adapters
+                )
                 if metadata is None:
                     places = batch.sample_request_rows, batch.sample_positions
                     sampled = SampledTokens(self._request_rows.sample(kernels, logits, *places))
@@ -225,12 +267,19 @@ class Runner:
                 self._drafter.follow(shape, batch)
             for part in self._logprobs.prompt_parts(step.scheduled):
                 tokens = self._request_rows.token_ids
-                outputs.add_prompt_logprobs(
-                    part, part.score(hidden, self._decoder.logits, tokens, kernels)
-                )
+                head = partial(self._prompt_logits, part.request_row)
+                outputs.add_prompt_logprobs(part, part.score(hidden, head, tokens, kernels))
             self._pooling.add(outputs, step.scheduled, hidden)
         if sampled is not None and (shape.has_draft_tokens or shape.is_ahead):
             note_accepted(shape, self._request_rows, sampled.tensor, lag)
+
+    def _prompt_logits(self, request_row: int, hidden: Tensor) -> Tensor:
+        """Of some hidden states of one request."""
+        slot = NO_ADAPTER if self.adapters is None else self.adapters.of_row(request_row)
+        if slot == NO_ADAPTER:
+            return self._decoder.logits(hidden)
+        slots = torch.full((len(hidden),), slot, dtype=torch.int32, device=hidden.device)
+        return self._decoder.logits(hidden, adapters=slots)
 
     def _special_metadata(
         self, shape: BatchShape, sampled_for: Sequence[ScheduledRequest], lag: Tensor | None
@@ -281,7 +330,14 @@ class Runner:
             return None
         if lag is not None and not shape.is_decode:
             lag = lag[self._upload(shape.token_owners)[0]]
-        decoded = graphs.run(shape if shape.is_decode else shape.by_token(), lag)
+        shape_of_rows = shape if shape.is_decode else shape.by_token()
+        adapters = self._slots_of(shape_of_rows)
+        if adapters is not None and not isinstance(graphs, RecordedSteps):
+            return None  # CUDA graphs have no adapters in them
+        if isinstance(graphs, RecordedSteps):
+            decoded = graphs.run(shape_of_rows, lag, adapters)
+        else:
+            decoded = graphs.run(shape_of_rows, lag)
         if decoded is None or is_sampled:
             return decoded
         (sampled_rows,) = self._upload(shape.logits_indices)

@@ -16,8 +16,10 @@ from quire.constrain import GrammarCompiler
 from quire.constrain.masks import Constrainer
 from quire.kernels.device import Device
 from quire.kernels.ops import AttentionSpec
+from quire.models.adapters import AdapterLoader
 from quire.models.decoder import Decoder
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
+from quire.runner.adapters import AdapterSlots
 from quire.runner.drafting import Graphs, ModelDrafter
 from quire.runner.dtypes import pick_cache_dtype, pick_dtype
 from quire.runner.graphs import DecodeGraphs
@@ -83,10 +85,11 @@ def start_worker(
     formats: str = "",
     draft: Draft | None = None,
     agree: Callable[[CachePlan], CachePlan] | None = None,
+    loader: AdapterLoader | None = None,
 ) -> Worker:
     """A worker around a decoder whose weights are loaded; memory that is left becomes the cache.
     `formats` names the weights' formats for the start-up message. With tensor parallelism, `agree`
-    returns the plan that fits all ranks.
+    returns the plan that fits all ranks. `loader` reads adapters; None: there are none.
     """
     spec, dtype, place, kernels = decoder.spec, decoder.dtype, decoder.device, decoder.kernels
     device = device_of(place)
@@ -131,7 +134,10 @@ def start_worker(
         own_graphs = _make_graphs(draft.decoder, config, own, rows)
         drafter = ModelDrafter(draft.decoder, own, draft.has_own_cache, rows, own_graphs)
     rejects = config.acceptance == "rejection"
-    runner = Runner(decoder, cache, rows, constrainer, graphs, drafter, rejects)
+    adapters: AdapterSlots | None = None
+    if loader is not None and config.max_loras and kernels.takes_adapters:
+        adapters = AdapterSlots(decoder, config.max_loras, limits.max_num_seqs, loader)
+    runner = Runner(decoder, cache, rows, constrainer, graphs, drafter, rejects, adapters)
     weights = (
         f"{format_bytes(needs.weights)}: {formats}" if formats else format_bytes(needs.weights)
     )

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from quire import __version__
 from quire.server import errors
 from quire.server.api import (
+    adapters,
     anthropic,
     chat,
     completions,
@@ -49,6 +50,7 @@ ROUTERS = tuple(
         information,
         ollama,
         vllm,
+        adapters,
     )
 )
 _ERRORS: dict[int | str, dict[str, Any]] = {

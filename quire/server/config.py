@@ -46,6 +46,10 @@ class ServerConfig:
     """Engines, each with a copy of the model and with devices, or cores, of its own."""
     served_model_names: tuple[str, ...] = ()
     """What clients may call the model; empty: as it was given here, a path by its last part."""
+    adapters: tuple[tuple[str, str], ...] = ()
+    """Names and folders of adapters that clients may name as their model."""
+    adapter_folder: Path | None = None
+    """A folder of further adapters, each by the name of its own folder; None: there is none."""
     host: str = "127.0.0.1"
     port: int = 8000
     """0 takes a free one."""
@@ -131,6 +135,9 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         EngineConfig.of(self.engine)
+        taken = {name for name, _ in self.adapters} & set(self.model_names)
+        if taken:
+            raise InvalidRequestError("lora", f"{min(taken)!r} is the model's own name")
         if not 1 <= self.replicas <= MOST_REPLICAS:
             raise InvalidRequestError(
                 "replicas", f"must be from 1 to {MOST_REPLICAS}, not {self.replicas}"

@@ -26,7 +26,7 @@ from quire.server.http_server import (
     prepare_process,
     settle,
 )
-from quire.server.link.messages import Ready
+from quire.server.link.messages import AdapterFolder, Ready
 from quire.server.link.replicas.open import metrics_for, open_engines
 from quire.server.link.workers.hub import WorkerHub
 from quire.server.logs import set_up_logging
@@ -107,11 +107,16 @@ class _Run:
         opening = asyncio.to_thread(open_tokenizer, self._source, self._config)
         self._starting = asyncio.gather(self._client.start(), opening)
         try:
-            return await self._starting
+            started = await self._starting
         except asyncio.CancelledError:
             return None
         finally:
             self._starting = None
+        for name, path in self._config.adapters:  # what is wrong with one is said now
+            found = await self._client.load_adapter(AdapterFolder(name, path))
+            if "error" in found:
+                raise QuireError(f"--lora {name}: {found['error']}")
+        return started
 
     async def _serve(self, ready: Ready, tokenizer: Tokenizer) -> None:
         config = self._config

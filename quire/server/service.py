@@ -19,6 +19,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.request_records import RecordBook, RequestRecord
 from quire.observe.tracing import Trace, Tracing
+from quire.server.adapters import ServedAdapters
 from quire.server.calls.call import Call, EmbeddingCall
 from quire.server.calls.generation import GenerationRequest
 from quire.server.calls.prompts import EncodedPrompt, PromptEncoder
@@ -69,6 +70,7 @@ class GenerationService:
         self.tracing = tracing
         self.encoder = PromptEncoder(tokenizer)
         self.records = RecordBook()
+        self.adapters = ServedAdapters(config.adapters, config.adapter_folder)
         self.responses = responses if responses is not None else open_store(config)
         self.counts = counts or Counts()
         limits = (ready.max_num_seqs, config.max_queued_requests, config.max_queued_tokens)
@@ -100,12 +102,18 @@ class GenerationService:
         """The model's name as the client wrote it; raises for one that is not served here."""
         if name is None:
             return self.config.model_names[0]
-        if name not in self.config.model_names:
+        if name not in self.config.model_names and self.adapters.find(name) is None:
             names = ", ".join(self.config.model_names)
             shown = name if len(name) <= 100 else name[:100] + "…"
             message = f"model: {shown!r} is not served here; there is: {names}"
             raise ApiError(404, message, field="model", code="model_not_found")
         return name
+
+    def for_model(self, request: GenerationRequest, name: str) -> GenerationRequest:
+        """The request with the adapter that answers under this name, if it is an adapter's."""
+        if name in self.config.model_names:
+            return request
+        return replace(request, adapter=self.adapters.find(name))
 
     async def start(
         self,

@@ -30,8 +30,14 @@ PATHS = [
     "/v1/messages/count_tokens",
     "/v1/responses",
 ]
-OTHERS = ["/invocations", "/ping", "/v1/responses/{response_id}/cancel"]
-"""The first takes what `PATHS` take, the others nothing."""
+OTHERS = [
+    "/invocations",
+    "/ping",
+    "/v1/responses/{response_id}/cancel",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+]
+"""The first takes what `PATHS` take, the next two nothing; the last ones are in `test_adapters.py`."""
 EXAMPLES = 12
 
 

@@ -82,6 +82,12 @@ def linear_quantized(
 ) -> None: ...  # fmt: skip
 
 
+def add_low_rank(
+    *, x: Tensor, x_stride: int, out: Tensor, out_stride: int, slots: Tensor, table: Tensor, num_slots: int, rows: int,
+    columns: int, depth: int, num_threads: int,
+) -> None: ...  # fmt: skip
+
+
 def packed_size(*, columns: int, depth: int, format: int, bytes: Address) -> None: ...
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quire.backends.cpu import functions
+from quire.backends.cpu.adapters import CpuLowRank, CpuTable, low_rank_arguments
 from quire.backends.cpu.arguments import check_names, check_packer, packer
 from quire.backends.cpu.build import load_library
 from quire.backends.cpu.functions import ACTIVATIONS, FORMATS, Address
@@ -25,6 +26,7 @@ from quire.backends.cpu.recording import DTYPES, Calls
 from quire.backends.cpu.strided import block_stride, with_whole_rows
 from quire.errors import UnsupportedModelError
 from quire.kernels.formats import Format
+from quire.kernels.low_rank import LowRank, LowRankTable, PackedLowRank
 from quire.kernels.ops import Activation, AttentionSpec, LayerCache, PagedBatch
 from quire.kernels.weights import Part, Weight
 
@@ -85,6 +87,7 @@ class CpuKernels(LatentKernels):
         self._unpack_rows = calls.by_dtype(functions.unpack_rows)
         self._linear = calls.by_dtype(functions.linear)
         self._linear_quantized = calls.by_dtype(functions.linear_quantized)
+        self._add_low_rank = calls.by_dtype(functions.add_low_rank)
         self._rms_norm = calls.by_dtype(functions.rms_norm)
         self._add_rms_norm = calls.by_dtype(functions.add_rms_norm)
         self._layer_norm = calls.by_dtype(functions.layer_norm)
@@ -237,6 +240,28 @@ class CpuKernels(LatentKernels):
         else:
             return super().linear(x, weight, bias, out)
         return out
+
+    def pack_low_rank(self, low_rank: LowRank) -> PackedLowRank:
+        return CpuLowRank(low_rank)
+
+    def low_rank_table(self, num_slots: int) -> LowRankTable:
+        return CpuTable(num_slots)
+
+    def add_low_rank_(self, out: Tensor, x: Tensor, slots: Tensor, table: LowRankTable) -> None:
+        x, slots, packed = low_rank_arguments(out, x, slots, table)
+        self._add_low_rank[x.dtype](
+            x=x,
+            x_stride=x.stride(0),
+            out=out,
+            out_stride=out.stride(0),
+            slots=slots,
+            table=packed.slots,
+            num_slots=len(packed.slots),
+            rows=x.shape[0],
+            columns=out.shape[1],
+            depth=x.shape[1],
+            num_threads=_threads(),
+        )
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         number = None if weight.format is None else _FORMAT_NUMBERS.get(weight.format)

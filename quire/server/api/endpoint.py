@@ -81,6 +81,7 @@ async def answer(
         )
     except InvalidRequestError as error:
         raise renamed(error, kind.FIELDS) from None
+    wanted = service.for_model(wanted, model)
     owner = owner_of(request.scope)
     call = await service.start(
         wanted, connection.new_id(kind.ID_PREFIX), http_request_id, owner, request.headers

@@ -101,7 +101,8 @@ async def get_request(request: Request, request_id: str) -> Response:
 async def list_models(request: Request) -> Response:
     """The models served here, for clients of OpenAI's API and of Anthropic's."""
     service = get_service(request)
-    names = service.config.model_names
+    adapters = await service.in_thread(service.adapters.names)
+    names = (*service.config.model_names, *adapters)
     models = [_describe(service, name) for name in names]
     # Anthropic's clients read these
     ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
@@ -149,6 +150,7 @@ def _describe(service: GenerationService, name: str) -> dict[str, Any]:
         "created_at": datetime.fromtimestamp(service.started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "owned_by": "quire",
         "root": service.config.model_names[0],
-        "parent": None,
+        # of an adapter, the model that it changes
+        "parent": None if name in service.config.model_names else service.config.model_names[0],
         "max_model_len": service.ready.max_model_len,
     }

@@ -233,7 +233,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "vllm_xargs": "there are no plugins",
     "mm_processor_kwargs": "the model reads text only",
     "prompt_embeds": "prompts are text or token ids",
-    "lora_request": "there are no adapters",
+    "lora_request": "name the adapter as the model",
     "thinking_token_budget": "limit the length of the whole answer",
     "stop_regex": "stop at texts or tokens",
     "early_stopping": "it belongs to beam search",

@@ -119,7 +119,7 @@ async def _answer(
     model = service.check_model(body.model)
     body.check_model_limits(service.ready.hidden_size)
     body.use_defaults(service.tokenizer.sampling_defaults)
-    wanted = _wanted(request, body, kind)
+    wanted = service.for_model(_wanted(request, body, kind), model)
     if priority and not wanted.params.priority:
         wanted = replace(wanted, params=replace(wanted.params, priority=priority))
     attempt.has_begun = _is_open(service)

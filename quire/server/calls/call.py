@@ -287,6 +287,7 @@ class Call(ABC):
                     prompt.resolved,
                     self._queue_seconds,
                     self.request.pooling,
+                    adapter=self.request.adapter,
                 )
                 self._client.add(message, self)
                 self._unsent.popleft()

@@ -25,6 +25,7 @@ import msgspec
 
 from quire.outputs import TokenLogprobs
 from quire.sampling_params import SamplingParams
+from quire.server.link.messages import AdapterFolder
 from quire.step import Pooling
 
 TruncationSide = Literal["left", "right"]
@@ -95,6 +96,8 @@ class GenerationRequest:
     """Where tokens are cut off: on the left (the last ones are kept) or on the right."""
     max_context: int | None = None
     """Tokens of prompt and answer together, if that is to be less than the model's context."""
+    adapter: AdapterFolder | None = None
+    """Which adapter answers; None: the model itself."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Names of parameters as this endpoint's clients write them, where they differ: an error about
     `max_tokens` names `fields["max_tokens"]`."""

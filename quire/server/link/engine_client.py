@@ -30,6 +30,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _MOST_FAILED_STARTS = 5
 _LAST_STEPS = 20
 _DESCRIBE_SECONDS = 5.0
+_LOAD_SECONDS = 120.0
+"""For an adapter to be read."""
 _LAST_WORDS = 0.5
 _UPDATES_AT_ONCE = 2048
 """Taken in before they are told: some 10 ms of work."""
@@ -70,6 +72,11 @@ class Engines(Protocol):
     def end(self, request_id: str) -> None: ...
 
     async def describe(self, request_id: str, explain: bool = False) -> dict[str, Any] | None: ...
+
+    async def load_adapter(self, adapter: messages.AdapterFolder) -> dict[str, Any]:
+        """Has an engine read an adapter: what it is, or its `error`."""
+
+    def unload_adapter(self, name: str) -> None: ...
 
 
 class EngineClient:
@@ -180,6 +187,19 @@ class EngineClient:
             _DESCRIBE_SECONDS,
         )
         return found
+
+    async def load_adapter(self, adapter: messages.AdapterFolder) -> dict[str, Any]:
+        link = self._live_link()
+        found: dict[str, Any] | None = await self._tickets.ask(
+            lambda ticket: link.send(messages.LoadAdapter(ticket, adapter)), _LOAD_SECONDS
+        )
+        if found is None:
+            raise unavailable()
+        return found
+
+    def unload_adapter(self, name: str) -> None:
+        if self._link is not None and self.state == "ready":
+            self._link.send(messages.UnloadAdapter(name))
 
     def _new_link(self) -> EngineLink:
         """To a process that is to be started."""

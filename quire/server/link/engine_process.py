@@ -7,6 +7,7 @@ dies, however it dies.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import hashlib
@@ -18,6 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +31,7 @@ from quire.backends.select import pick_device
 from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.errors import EngineError, QuireError
+from quire.frontend.adapters import ReadAdapter
 from quire.frontend.progress import ModelBars
 from quire.observe.cache_events import CacheEvents, window_of
 from quire.observe.request_records import describe_request
@@ -76,6 +79,7 @@ class EngineLoop:
         self._out = messages.Updates()
         self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
         self._asked: list[messages.Describe] = []
+        self._loading: list[tuple[messages.LoadAdapter, Future[ReadAdapter | None]]] = []
         self._failed_ids: set[str] = set()
         self._failures = 0
         self._memory: EngineMemory | None = None
@@ -135,6 +139,8 @@ class EngineLoop:
                 requests.forget(updates)
                 self._send_updates(requests, updates, engine)
                 self._describe(requests, engine)
+                if self._loading:
+                    self._take_adapters(requests)
                 if self._watch is not None:
                     for frame in self._watch.take_frames(
                         time.monotonic(), is_idle=not core.has_work
@@ -177,12 +183,34 @@ class EngineLoop:
                 requests.end(command.request_id, command.reason, now)
             case messages.Describe():
                 self._asked.append(command)
+            case messages.LoadAdapter():
+                self._loading.append((command, requests.load_adapter(command.adapter)))
+            case messages.UnloadAdapter():
+                with contextlib.suppress(QuireError):  # it was never asked for here
+                    engine.adapters.remove(command.name)
             case messages.Watch():
                 config = engine.core.scheduler.config
                 self._watch = EngineWatch(engine.step_log, config) if command.is_on else None
                 if self._watch is not None and self._memory is not None:
                     self._memory.look(now)
                     self._watch.note_memory(self._memory.last)
+
+    def _take_adapters(self, requests: EngineRequests) -> None:
+        """Tells those who asked for adapters to be read what came of it."""
+        waiting, self._loading = self._loading, []
+        for command, future in waiting:
+            if not future.done():
+                self._loading.append((command, future))
+                continue
+            try:
+                loaded = requests.name_adapter(command.adapter, future.result())
+                record: dict[str, Any] = {"rank": loaded.rank, "bytes": loaded.nbytes}
+            except QuireError as error:
+                record = {"error": str(error).replace(f"{command.adapter.path}/", "")}
+            except Exception:
+                logger.exception("adapter %s could not be read", command.adapter.name)
+                record = {"error": "it could not be read; the server's log says why"}
+            self.send(messages.Described(command.ticket, record))
 
     def _describe(self, requests: EngineRequests, engine: Engine) -> None:
         """Answers what was asked about requests: after a step, as that tells of the ends of those

@@ -10,20 +10,37 @@ import os
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import NamedTuple
 
 from quire.assemble import Engine
 from quire.constrain import Grammar
 from quire.engine import Request, make_requests
-from quire.errors import InvalidRequestError, QuireError
+from quire.errors import (
+    InvalidRequestError,
+    ModelFormatError,
+    QuireError,
+    UnsupportedModelError,
+)
+from quire.frontend.adapters import LoadedAdapter, ReadAdapter
 from quire.observe.step_lines import decode_params
 from quire.sampling_params import SamplingParams
-from quire.server.link.messages import AddRequest, Refused, Resume
+from quire.server.link.adapter_reader import AdapterReader
+from quire.server.link.messages import AdapterFolder, AddRequest, Refused, Resume
 from quire.step import FinishReason, RequestUpdate
 
 logger = logging.getLogger(__name__)
 
 _MOST_GRAMMAR_TIMES = 2048
 """Kept, for whoever asks where a request's time went."""
+
+
+class _Prepared(NamedTuple):
+    """What a request had to wait for before it could be added."""
+
+    grammar: Grammar | None = None
+    adapter: ReadAdapter | None = None
+    """None also where it is in memory."""
 
 
 class EngineRequests:
@@ -33,8 +50,10 @@ class EngineRequests:
         self._engine = engine
         self._core = engine.core
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._reader = AdapterReader(engine.adapters)
         self._compiling: dict[str, AddRequest] = {}
-        self._compiled: deque[tuple[AddRequest, SamplingParams, Future[Grammar | None]]] = deque()
+        """Requests whose grammar is compiled, or whose adapter is read."""
+        self._compiled: deque[tuple[AddRequest, SamplingParams, Future[_Prepared]]] = deque()
         self.wake_fd, self._wake = os.pipe()
         """Readable when a grammar is compiled."""
         os.set_blocking(self.wake_fd, False)
@@ -46,33 +65,38 @@ class EngineRequests:
         """Held while their answers run, so that they stay compiled."""
         self._queued: dict[str, tuple[float, Request]] = {}
         """When answers that wait have to have begun, in the order of their arrival."""
+        self._num_loading = 0
         self._updates: list[RequestUpdate] = []
         self._accepted: list[str] = []
         self._refused: list[Refused] = []
 
     def add(self, message: AddRequest, now: float) -> None:
-        """Adds a request, or says why not; with a grammar, when that is compiled."""
+        """Adds a request, or says why not; with a grammar or an adapter, when that is ready."""
         try:
             params = decode_params(message.params)
         except (QuireError, TypeError) as error:
             self._refuse(message, error)
             return
-        if params.structured is None:
-            self._add(message, params, None, now)
+        structured, adapter = params.structured, message.adapter
+        if structured is None and (adapter is None or self._reader.has(adapter)):
+            self._add(message, params, _Prepared(), now)
             return
-        structured = params.structured
         self._compiling[message.request_id] = message
         self._came[message.request_id] = now
 
-        def compile_grammar() -> Grammar | None:
-            wanted = message.request_id in self._compiling
-            return self._engine.grammars.compile(structured) if wanted else None
+        def prepare() -> _Prepared:
+            if message.request_id not in self._compiling:
+                return _Prepared()
+            grammar = None if structured is None else self._engine.grammars.compile(structured)
+            return _Prepared(grammar, None if adapter is None else self._reader.read(adapter))
 
-        def done(future: Future[Grammar | None]) -> None:
+        def done(future: Future[_Prepared]) -> None:
             self._compiled.append((message, params, future))
             os.write(self._wake, b".")
 
-        self._compiler.submit(compile_grammar).add_done_callback(done)
+        # Adapters are read in a thread of their own: grammars don't wait for them.
+        executor = self._compiler if adapter is None else self._reader.executor
+        executor.submit(prepare).add_done_callback(done)
 
     def abort(self, request_ids: Iterable[str], now: float) -> None:
         wanted = tuple(request_ids)
@@ -92,15 +116,16 @@ class EngineRequests:
             os.read(self.wake_fd, 4096)
         while self._compiled:
             message, params, future = self._compiled.popleft()
-            self._note_grammar(message.request_id, now)
+            if params.structured is not None:
+                self._note_grammar(message.request_id, now)
             if self._compiling.pop(message.request_id, None) is None:
                 continue  # aborted meanwhile
             try:
-                grammar = future.result()
+                prepared = future.result()
             except Exception as error:
                 self._refuse(message, error)
                 continue
-            self._add(message, params, grammar, now)
+            self._add(message, params, prepared, now)
         while self._queued:
             request_id, (deadline, request) = next(iter(self._queued.items()))
             if request.first_scheduled is None and request.finish_reason is None:
@@ -122,7 +147,7 @@ class EngineRequests:
 
     @property
     def is_compiling(self) -> bool:
-        return bool(self._compiling)
+        return bool(self._compiling or self._num_loading)
 
     def forget(self, updates: Iterable[RequestUpdate]) -> None:
         """Lets go of what ended answers held."""
@@ -142,20 +167,28 @@ class EngineRequests:
     def close(self) -> None:
         self._compiling.clear()
         self._compiler.shutdown(wait=False, cancel_futures=True)
+        self._reader.close()
         self._engine.grammars.close()
         os.close(self.wake_fd)
 
     def _add(
-        self, message: AddRequest, params: SamplingParams, grammar: Grammar | None, now: float
+        self, message: AddRequest, params: SamplingParams, prepared: _Prepared, now: float
     ) -> None:
-        eos = self._engine.eos_token_ids
+        eos, resolved, grammar = self._engine.eos_token_ids, message.resolved, prepared.grammar
+        if message.adapter is not None:
+            try:
+                digest = self._reader.digest_of(message.adapter, prepared.adapter)
+            except QuireError as error:
+                self._refuse(message, error)
+                return
+            resolved = replace(resolved, adapter=digest, adapter_name=message.adapter.name)
         requests = make_requests(
             message.request_id,
             message.prompt_token_ids,
             params,
             message.seed,
             eos,
-            message.resolved,
+            resolved,
             message.pooling,
         )
         if message.resume is not None:
@@ -172,7 +205,30 @@ class EngineRequests:
             if message.queue_timeout is not None:
                 self._queued[request.request_id] = (now + message.queue_timeout, request)
 
+    def load_adapter(self, adapter: AdapterFolder) -> Future[ReadAdapter | None]:
+        """Begins to read an adapter that nobody waits for yet; `name_adapter` takes it in."""
+        self._num_loading += 1
+
+        def done(future: Future[ReadAdapter | None]) -> None:
+            self._num_loading -= 1
+            os.write(self._wake, b".")
+
+        future = self._reader.executor.submit(self._reader.read, adapter)
+        future.add_done_callback(done)
+        return future
+
+    def name_adapter(self, adapter: AdapterFolder, read: ReadAdapter | None) -> LoadedAdapter:
+        return self._reader.add(adapter, read)
+
     def _refuse(self, message: AddRequest, error: Exception) -> None:
+        if message.adapter is not None and isinstance(
+            error, ModelFormatError | UnsupportedModelError
+        ):
+            # It says where files lie, which is nothing to clients.
+            logger.error("adapter %s: %s", message.adapter.name, error)
+            said = f"the adapter {message.adapter.name} can't be loaded; the server's log says why"
+            self._refused.append(Refused(message.request_id, f"model: {said}", "model", "invalid"))
+            return
         if isinstance(error, QuireError):
             field = error.field if isinstance(error, InvalidRequestError) else None
             self._refused.append(Refused(message.request_id, str(error), field, "invalid"))

@@ -33,6 +33,13 @@ class Resume(msgspec.Struct):
     """
 
 
+class AdapterFolder(msgspec.Struct, frozen=True):
+    """An adapter by its name, and where it lies: engines read it when they need it."""
+
+    name: str
+    path: str
+
+
 class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     """Generate answers to a prompt. With several (params.n, best_of) their ids are `request_id/0`
     and so on.
@@ -52,6 +59,7 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     pooling: Pooling | None = None
     """For embeddings: no answer, but the prompt's hidden states pooled this way."""
     resume: Resume | None = None
+    adapter: AdapterFolder | None = None
 
     @property
     def answer_ids(self) -> tuple[str, ...]:
@@ -103,7 +111,20 @@ class Watch(msgspec.Struct, tag="watch"):
     is_on: bool
 
 
-Command = AddRequest | Abort | End | Describe | Watch
+class LoadAdapter(msgspec.Struct, tag="load_adapter"):
+    """Read an adapter. Answered by `Described` with the same ticket: what it is, or an `error`."""
+
+    ticket: int
+    adapter: AdapterFolder
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
+    """Forget an adapter's name; requests that have it are answered to their end."""
+
+    name: str
+
+
+Command = AddRequest | Abort | End | Describe | Watch | LoadAdapter | UnloadAdapter
 """What goes down: all that the engine is asked."""
 
 

@@ -338,6 +338,7 @@ class _Explanation:
             if life.first_token is None
             else life.first_token - life.arrival,
             "prompt_tokens": life.num_prompt_tokens,
+            "adapter": next((one.resolved.adapter_name for _, one in life.admissions), ""),
             "output_tokens": None if life.finished is None else life.finished.num_output_tokens,
             "tokens_so_far": self._num_tokens,
             "waited_for": {why: self._describe_wait(wait) for why, wait in self._waits.items()},

@@ -55,6 +55,8 @@ def _sentences(answer: Mapping[str, Any]) -> Iterator[str]:
         f"{'' if first is None else f', the first token after {_time(first)}'}."
     )
     yield _arrival(answer)
+    if answer.get("adapter"):
+        yield f"The adapter {answer['adapter']} answered it."
     yield "Where the time went:"
     parts = [(part, seconds) for part, seconds in answer["parts"].items() if seconds > 0]
     for part, seconds in parts:

@@ -19,6 +19,7 @@ from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.link import messages
 from quire.server.link.engine_client import EngineClient, Listener, State, unavailable
+from quire.server.link.replicas.adapter_places import AdapterPlaces
 from quire.server.link.replicas.metrics import PoolMetrics
 from quire.server.link.replicas.relay import Relay
 from quire.server.link.replicas.router import PrefixRouter
@@ -94,6 +95,7 @@ class ReplicaPool:
         """By an answer's id."""
         self._stranded: dict[Relay, asyncio.TimerHandle] = {}
         """Requests whose engine is gone while no other could take them, and when they give up."""
+        self._adapters = AdapterPlaces(_REMEMBERED)
         self._last_at: OrderedDict[str, int] = OrderedDict()
         """Which engine had a request last, of those that may still be asked about."""
         self._is_stopped = False
@@ -243,6 +245,19 @@ class ReplicaPool:
             raise busy
         return None
 
+    async def load_adapter(self, adapter: messages.AdapterFolder) -> dict[str, Any]:
+        """By one of them, which says what is wrong with it; the others read it when they need it."""
+        live = [replica for replica in self.replicas if replica.state == "ready"]
+        if not live:
+            raise unavailable()
+        self._adapters.note(adapter.name, live[0].number)
+        return await live[0].load_adapter(adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        self._adapters.forget(name)
+        for replica in self.replicas:
+            replica.unload_adapter(name)
+
     # What the engines tell
 
     def joined(self, replica: Replica) -> None:
@@ -383,17 +398,27 @@ class ReplicaPool:
         # where there are many.
         is_free = self.router.has_open and not any(relay.outputs.values())
         candidates = None if is_free else self._candidates(relay)
+        if message.adapter is not None:
+            among = self._candidates() if candidates is None else candidates
+            preferred = self._adapters.preferred(message.adapter.name, among, self.router)
+            candidates = candidates if preferred is None else [preferred]
         assignment = self.router.place(blocks, num_tokens, num_answers, candidates)
         relay.assignment = assignment
         relay.fingerprint = self._fingerprint(self.replicas[assignment.replica])
         self._last_at[message.request_id] = assignment.replica
+        if message.adapter is not None:
+            self._adapters.note(message.adapter.name, assignment.replica)
         if len(self._last_at) > _REMEMBERED:
             self._last_at.popitem(last=False)
         self._metrics.placed(assignment.replica, num_tokens, assignment.num_cached)
         self.replicas[assignment.replica].add(message, relay)
 
     def _block_names(self, message: messages.AddRequest) -> Names:
-        """Those of its prompt, by which the router finds it in caches."""
+        """Those of its prompt, by which the router finds it in caches. Blocks that an adapter
+        computed are known by its content, which this process has not read: there it finds none.
+        """
+        if message.adapter is not None:
+            return self._namer.names(b"")
         return self._namer.names(message.prompt, message.params.get("cache_salt"))
 
     def _release(self, relay: Relay) -> None:

@@ -1,0 +1,70 @@
+"""How callers name adapters; for processes that compute nothing, too."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.errors import InvalidRequestError
+
+CONFIG_FILE = "adapter_config.json"
+_NAME = re.compile(r"[\w][\w.:@+-]{0,199}")
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """Which adapter a request has: a name, and the folder that PEFT wrote it to. `lora_int_id` is
+    vLLM's number for it; Quire knows adapters by their content and needs none.
+    """
+
+    lora_name: str
+    lora_int_id: int = 1
+    lora_path: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.lora_name
+
+    @property
+    def path(self) -> str:
+        return self.lora_path
+
+
+LoraChoice = LoRARequest | str | None
+"""An adapter for a request: by name if it was loaded before; None: the model itself."""
+
+
+def as_lora_requests(choice: LoraChoice | Sequence[LoraChoice], count: int) -> Sequence[LoraChoice]:
+    """One for each prompt."""
+    if not isinstance(choice, list | tuple):
+        return [choice] * count  # type: ignore[list-item]
+    if len(choice) != count:
+        raise InvalidRequestError(
+            "lora_request",
+            f"has {len(choice)} entries for {count} prompts: give one, or one for each",
+        )
+    return choice
+
+
+def check_name(name: object) -> str:
+    """Names are plain: they can't lead out of a folder."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
+        shown = name[:64] if isinstance(name, str) else name
+        raise InvalidRequestError(
+            "lora_name", f"must be letters, digits and . _ - : @ + (at most 200), not {shown!r}"
+        )
+    return name
+
+
+def parse_lora(given: str, option: str = "--lora") -> LoRARequest:
+    """`name=path`, as a command takes it; the folder must be there."""
+    name, separator, path = given.partition("=")
+    if not separator or not path:
+        raise InvalidRequestError(option, f"must be name=path, not {given[:100]!r}")
+    folder = Path(path).expanduser().absolute()
+    if not os.path.isfile(folder / CONFIG_FILE):
+        raise InvalidRequestError(option, f"{path[:200]} is no adapter: it has no {CONFIG_FILE}")
+    return LoRARequest(check_name(name), lora_path=str(folder))

@@ -1,0 +1,74 @@
+"""The definition of products with adapters (`low_rank.py`), in plain torch."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from torch import Tensor
+
+from quire.kernels.low_rank import LowRank, LowRankTable, PackedLowRank, PlainTable
+from quire.kernels.ops import Activation
+from quire.kernels.tiled_linear import tiled_linear
+from quire.kernels.weights import Weight
+
+
+class AdaptedProducts:
+    """A part of `ReferenceKernels`; backends replace `add_low_rank_` and the layout."""
+
+    takes_adapters = True
+
+    @abstractmethod
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor: ...
+
+    @abstractmethod
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor: ...
+
+    def pack_low_rank(self, low_rank: LowRank) -> PackedLowRank:
+        return low_rank
+
+    def low_rank_table(self, num_slots: int) -> LowRankTable:
+        return PlainTable(num_slots)
+
+    def adapted_linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        slots: Tensor,
+        table: LowRankTable,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        out = self.linear(x, weight, bias, out)
+        self.add_low_rank_(out, x, slots, table)
+        return out
+
+    def adapted_linear_gated(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        activation: Activation,
+        slots: Tensor,
+        table: LowRankTable,
+    ) -> Tensor:
+        return self.gate(self.adapted_linear(x, weight, bias, slots, table), activation)
+
+    def add_low_rank_(self, out: Tensor, x: Tensor, slots: Tensor, table: LowRankTable) -> None:
+        """Adds to out [rows, outputs] what the rows' adapters make of x [rows, in]."""
+        assert isinstance(table, PlainTable)
+        for slot in sorted(set(slots.tolist()) - {-1}):
+            low_rank = table.slots[slot]
+            if low_rank is None:
+                continue
+            rows = (slots == slot).nonzero().squeeze(1)
+            inner = tiled_linear(x[rows].float(), low_rank.a.float(), None) * low_rank.scale
+            for part in low_rank.parts:
+                count, rank = part.b.shape
+                taken = inner[:, part.first_rank : part.first_rank + rank]
+                columns = slice(part.first, part.first + count)
+                value = out[rows, columns].float() + tiled_linear(taken, part.b.float(), None)
+                if part.factor is not None and part.offset is not None:
+                    value = value * part.factor + part.offset
+                out[rows, columns] = value.to(out.dtype)

@@ -1,0 +1,65 @@
+"""Adapters for tests: made by PEFT for models of transformers, or written by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quire.models.decoder import Decoder
+from quire.models.spec import MlpSpec
+
+SETTINGS: dict[str, Any] = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": 4,
+    "lora_alpha": 8,
+    "bias": "none",
+    "base_model_name_or_path": "base",
+}
+
+
+def save_adapter(folder: Path, tensors: Mapping[str, Tensor], **settings: Any) -> Path:
+    """A folder as PEFT writes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({**SETTINGS, **settings}))
+    save_file(
+        {name: one.contiguous() for name, one in tensors.items()},
+        folder / "adapter_model.safetensors",
+    )
+    return folder
+
+
+def random_adapter(
+    folder: Path, decoder: Decoder, seed: int, rank: int = 4, size: float = 0.3
+) -> Path:
+    """One for attention's projections and dense MLPs of a decoder in Hugging Face's names."""
+    source = torch.Generator().manual_seed(seed)
+    spec, tensors = decoder.spec, {}
+
+    def add(module: str, outputs: int, inputs: int) -> None:
+        name = f"base_model.model.model.layers.{module}"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=source) * size
+        tensors[f"{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=source) * size
+
+    for number, layer in enumerate(spec.layers):
+        attention = layer.attention
+        assert attention is not None
+        heads = attention.heads
+        query, kv = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+        for side, width in (("q", query), ("k", kv), ("v", kv)):
+            add(f"{number}.self_attn.{side}_proj", width, spec.hidden_size)
+        add(f"{number}.self_attn.o_proj", spec.hidden_size, query)
+        if isinstance(layer.mlp, MlpSpec):
+            inner = layer.mlp.intermediate_size
+            up, down = ("up_proj", "down_proj") if layer.mlp.gated else ("c_fc", "c_proj")
+            if layer.mlp.gated:
+                add(f"{number}.mlp.gate_proj", inner, spec.hidden_size)
+            add(f"{number}.mlp.{up}", inner, spec.hidden_size)
+            add(f"{number}.mlp.{down}", spec.hidden_size, inner)
+    return save_adapter(folder, tensors, r=rank, lora_alpha=2 * rank)

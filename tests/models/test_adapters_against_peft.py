@@ -1,0 +1,158 @@
+"""Adapters of every family against transformers with PEFT: float32 logits within 1e-4 and the same
+greedy tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from quire.backends.cpu.kernels import CpuKernels
+from quire.kernels.reference import ReferenceKernels
+from quire.models.adapters import AdapterLoader
+from quire.models.decoder import Decoder
+from quire.models.families import FAMILIES
+from quire.models.load import open_model
+from quire.models.weight_plan import ModelFiles
+from quire.sampling_params import SamplingParams
+from tests.decoding import load_decoder, make_caches, paged_batch
+from tests.models.random_configurations import (
+    draw_values,
+    load_reference,
+    reference_logits,
+    save_model,
+)
+from tests.models.test_random_configurations import assert_as_near
+from tests.models.test_recurrent_families import RECURRENT, settings_of
+from tests.models.test_recurrent_families import random_model as random_recurrent_model
+from tests.models.test_recurrent_families import save as save_recurrent
+from tests.random_models import Bench
+
+CPU = torch.device("cpu")
+FAMILY_NAMES = [family.name for family in FAMILIES if family.name not in RECURRENT]
+
+
+def with_adapter(model: Any, rng: Random, folder: Path, **further: Any) -> Any:
+    """The model with a random adapter on its linear layers, which is saved, too."""
+    import peft
+
+    torch.manual_seed(rng.randrange(1000))
+    rank = rng.choice([1, 3, 8, 17])
+    linears = (name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear))
+    targets = set(linears)
+    if any(name.endswith(".experts") for name, _ in model.named_modules()):
+        # PEFT takes a name such as "gate_proj" for the experts, too.
+        targets = {name for name in targets if "attn" in name or name == "lm_head"}
+    if rng.random() < 0.5:
+        targets.discard("lm_head")
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=rng.choice([1, 6, 16]),
+        target_modules=sorted(targets),
+        init_lora_weights=False,
+        use_rslora=rng.random() < 0.3,
+        use_dora=rng.random() < 0.4,
+        rank_pattern={"self_attn.q_proj": 5, r"layers\.0\.self_attn\.o_proj": 2},
+        alpha_pattern={"k_proj": 3},
+        task_type="CAUSAL_LM",
+        **further,
+    )
+    adapted = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_A" in name or "lora_B" in name:
+                parameter.normal_(std=0.2)
+            elif "magnitude" in name:
+                parameter.mul_(torch.rand_like(parameter) + 0.5)
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+def adapted_logits(decoder: Decoder, tokens: list[int], num_rows: int | None = None) -> Any:
+    """With the adapter in slot 0."""
+    caches = make_caches(decoder, 2 + len(tokens) // 16)
+    table = list(range(1, 2 + len(tokens) // 16))
+    slots = torch.zeros(len(tokens), dtype=torch.int32)
+    with torch.inference_mode():
+        hidden = decoder(
+            torch.tensor(tokens),
+            torch.arange(len(tokens)),
+            (paged_batch([(0, len(tokens), table)], 16),),
+            caches,
+            slots,
+        )
+        return decoder.logits(hidden, adapters=slots).float()
+
+
+def put_adapter(decoder: Decoder, files: ModelFiles, folder: Path, model: Path) -> None:
+    adapter = AdapterLoader(decoder, files.spec, open_base=lambda: open_model(model)).load(folder)
+    for name, linear in decoder.linears.items():
+        linear.adapters = decoder.kernels.low_rank_table(1)
+        linear.adapters.put(0, adapter.products.get(name))
+
+
+def check_family(family: str, seed: int, folder: Path) -> None:
+    rng = Random(f"adapters {family} {seed}")
+    values = draw_values(rng, family)
+    save_model(rng, family, values, folder / "model")
+    model = load_reference(folder / "model")
+    prompt = [rng.randrange(values["vocab_size"]) for _ in range(19)]
+    plain = reference_logits(model, prompt)
+    adapted = with_adapter(model, rng, folder / "adapter")
+    expected = reference_logits(adapted, prompt)
+    assert (expected - plain).abs().max() > 1e-3  # the adapter does something
+    files = open_model(folder / "model")
+    for kernels in (ReferenceKernels(), CpuKernels()):
+        decoder = load_decoder(files, kernels, torch.float32, CPU)
+        put_adapter(decoder, files, folder / "adapter", folder / "model")
+        found = adapted_logits(decoder, prompt)
+        assert_as_near(found, expected, adapted, prompt)
+        assert_as_near(found[-1:].argmax(-1), expected[-1:].argmax(-1), adapted, prompt)
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_adapters_of_every_family_compute_as_peft_does(family: str, tmp_path: Path) -> None:
+    check_family(family, 0, tmp_path)
+
+
+def check_recurrent(config: Any, folder: Path) -> None:
+    """Through the engine, which knows states: greedy tokens and the logits behind them."""
+    model = random_recurrent_model(config, 3)
+    save_recurrent(model, str(folder / "model"))
+    adapted = with_adapter(model, Random(str(config.model_type)), folder / "adapter")
+    files = open_model(folder / "model")
+    decoder = load_decoder(files, CpuKernels(), torch.float32, CPU)
+    loader = AdapterLoader(decoder, files.spec, open_base=lambda: open_model(folder / "model"))
+    bench = Bench(
+        decoder, max_batched_tokens=17, max_num_seqs=2, adapters=[folder / "adapter"], loader=loader
+    )
+    prompt = torch.randint(3, config.vocab_size, (70,), generator=torch.Generator().manual_seed(1))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    found = bench.run([prompt.tolist()], [params], adapters=[1])
+    answer = found.tokens["0"]
+    expected = reference_logits(adapted, prompt.tolist() + answer)
+    assert expected[69:-1].argmax(-1).tolist() == answer
+    for position in range(70, 74):
+        torch.testing.assert_close(
+            found.logits["0", position].float(), expected[position - 1], atol=1e-4, rtol=0
+        )
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "bamba", "qwen3_next"])
+def test_adapters_of_layers_with_a_state_compute_as_peft_does(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    @settings(max_examples=1, deadline=None, database=None, phases=[Phase.generate])
+    @given(st.data())
+    def run(data: st.DataObject) -> None:
+        check_recurrent(data.draw(settings_of(family)), tmp_path_factory.mktemp(family))
+
+    run()
