@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from quire.cli import options
-from quire.cli.option_groups import FileOptions, with_groups
-from quire.cli.start import open_llm
+from quire.cli.option_groups import FileOptions, GivenOptions, with_groups
+from quire.cli.start import open_llm, say_started
 from quire.cli.terminal import AnswerPrinter, say
 from quire.errors import InvalidRequestError, QuireError, reason
 from quire.frontend.progress import GenerationBar
@@ -58,6 +58,7 @@ def run(
     ] = None,
     json_lines: Annotated[bool, Option("--json", help="Print one JSON object per prompt.")] = False,
     verbose: options.Verbose = False,
+    given: GivenOptions = GivenOptions(),  # noqa: B008
 ) -> None:
     """Answer one or more prompts. Several are computed as one batch.
 
@@ -79,10 +80,15 @@ def run(
         raise InvalidRequestError("--system", "needs a chat template, which --raw turns off")
     chosen = engine.keywords()
     if priority:  # there is no other reason to give one
+        if "policy" in given and engine.policy != "priority":
+            raise InvalidRequestError(
+                "--priority",
+                f"has no effect with --policy {engine.policy}: use --policy priority, or leave one of the two out",
+            )
         chosen["policy"] = "priority"
-    started = time.monotonic()
+    began = time.monotonic()
     with open_llm(model, **chosen) as llm:
-        say(f"{llm.description} ({time.monotonic() - started:.1f} s)")
+        say_started(llm, began, verbose)
         params = sampling.params(llm.sampling_defaults)
         each = _with_priorities(params, priority or [], len(texts))
         outputs = _answer(llm, texts, each, system, raw or not llm.has_chat_template, json_lines)
