@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
-from rich.table import Table
 from typer import Exit, Option
 
 from quire.cli import options
@@ -119,11 +118,18 @@ def _show(facts: ModelFacts, all_tensors: bool) -> None:
             console.print(f"    … {len(lines) - _TEMPLATE_LINES} more lines")
     total = sum(one.num_bytes for one in facts.tensors)
     console.print(f"\nTensors: {len(facts.tensors)}, {format_bytes(total)}", style="bold")
-    table = Table("NAME", "SHAPE", "FORMAT", "SIZE", "TIMES", box=None, pad_edge=False)
-    for one in facts.tensors if all_tensors else grouped(facts.tensors):
-        shape = " x ".join(map(str, one.shape))
-        table.add_row(one.name, shape, one.format, format_bytes(one.num_bytes), str(one.count))
-    console.print(table)
+    print_table(
+        [
+            {
+                "name": one.name,
+                "shape": " x ".join(map(str, one.shape)),
+                "format": one.format,
+                "bytes": one.num_bytes,
+                "times": one.count,
+            }
+            for one in (facts.tensors if all_tensors else grouped(facts.tensors))
+        ]
+    )
 
 
 def _compare(path: Path, files: ModelFiles, against: str, tolerance: float) -> None:

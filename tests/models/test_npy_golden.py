@@ -4,7 +4,9 @@ script computed by a plain forward pass of its own.
 
 from __future__ import annotations
 
-import json
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +18,7 @@ import torch
 
 from quire.backends.cpu.kernels import CpuKernels
 from quire.backends.select import select_kernels
+from quire.config import EngineLimits
 from quire.kernels.ops import Kernels
 from quire.kernels.reference import ReferenceKernels
 from quire.models.load import open_model
@@ -78,17 +81,26 @@ def test_the_same_seed_exports_the_same_bytes(exported: Path, tmp_path: Path) ->
         assert (tmp_path / name).read_bytes() == (exported / name).read_bytes()
 
 
-def test_a_quantised_folder_of_npy_files_runs_and_says_the_same(
-    exported: Path, tmp_path: Path
+def test_the_commands_of_the_chapter_on_ones_own_model_run(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has no tokenizer, and what is written of it did not run for the want of one."""
-    out = tmp_path / "int8"
-    done = quire_here("quantize", exported, out, "--to", "int8", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["path"] == str(out)
-    options = ("--raw", "-n", "8", "--temperature", "0", "--kv-cache-memory", "16MiB")
-    answers = {quire_here("run", "abc", *options, "-m", one).stdout for one in (exported, out)}
-    assert answers == {"defghijk\n"}
+    """Among them one that quantises the folder. It has no tokenizer, and what was written of it
+    used not to run for the want of one.
+    """
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(exported, tmp_path / "tiny-llama")
+    monkeypatch.setattr("quire.config._CPU_LIMITS", EngineLimits(8, 512, "64MiB"))
+    chapter = (SCRIPT.parents[1] / "docs" / "your_model.md").read_text()
+    commands = re.findall(r"^quire ((?:run|inspect|quantize) .*)$", chapter, re.MULTILINE)
+    shown = {}
+    for command in commands:
+        done = quire_here(*shlex.split(command))
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        shown[command] = done.stdout
+    answers = [text for command, text in shown.items() if command.startswith("run")]
+    assert answers == ["defghijk\n"] * 2  # before and after
+    (traced,) = (text for command, text in shown.items() if "--values" in command)
+    assert "layers.1.attention.value" in traced
 
 
 def test_int8_weights_change_logits_by_a_part_in_a_hundred(exported: Path, tmp_path: Path) -> None:
