@@ -253,6 +253,7 @@ def huggingface_pieces(spec: ModelSpec, present: Collection[str]) -> Iterator[Pi
 
 
 def gguf_pieces(spec: ModelSpec, present: Collection[str] = ()) -> Iterator[Piece]:
+    """Which tensor of a GGUF file belongs to which parameter."""
     family, ends = family_named(spec.family), ("token_embd", "output_norm", "output")
     return _pieces(
         spec,

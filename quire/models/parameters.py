@@ -24,7 +24,8 @@ class WeightSource(Protocol):
     read.
     """
 
-    def pop(self, name: str, /) -> Weight: ...
+    def pop(self, name: str, /) -> Weight:
+        """Hands a weight over: whoever packs it needs no second copy in memory."""
 
     def __contains__(self, name: object, /) -> bool: ...
 
@@ -52,6 +53,7 @@ class Parameters:
         self._memory: TensorMemory | None = None
 
     def matrix(self, name: str, pack: bool = True) -> Weight:
+        """A weight as the kernels want it laid out, unless `pack` says to leave it as it is."""
         loaded = self._loaded.pop(name)
         self._forms[name] = _form(loaded)
         if pack:
@@ -66,6 +68,7 @@ class Parameters:
         return self.vector(name) if name in self._loaded else None
 
     def linear(self, name: str) -> Linear:
+        """A product with a weight, and with a bias where the model has one."""
         return Linear(self.matrix(f"{name}.weight"), self.optional_vector(f"{name}.bias"))
 
     def update(self, weights: Mapping[str, Weight]) -> None:
