@@ -4,6 +4,7 @@ code.
 A quotation stands between two comments, the first of which says what it is:
 
     <!-- results: The ladder | rung, adds, time -->     a table, or some of its columns
+    <!-- results: The ladder | rung, adds | no note -->  the same without the note under it
     <!-- results: h200/results.md The ladder -->        the same of another machine's results in docs/results/
     <!-- code: quire/tools/ladder/naive.py generate_naive --> a function, a class or one of its methods
     <!-- families: all -->                              the table of model families
@@ -53,7 +54,9 @@ def updated(path: Path) -> str:
 
 def quote_table(what: str, document: Path) -> str:
     """A table of the results, with the note under it and where it comes from."""
-    title, _, columns = (part.strip() for part in what.partition("|"))
+    title, columns, note_wanted = (part.strip() for part in f"{what}||".split("|")[:3])
+    if note_wanted not in ("", "no note"):
+        raise SystemExit(f"{document}: {note_wanted!r} should be 'no note', or left out")
     results = RESULTS
     if (named := re.match(r"(\S+\.md) (.+)", title)) is not None:
         results, title = RESULTS.parent / named[1], named[2]
@@ -72,7 +75,8 @@ def quote_table(what: str, document: Path) -> str:
     origin = (
         f"`{facts['command']}`, {facts['model']}, {facts['machine']}; {facts['date']}; {source}"
     )
-    return "\n".join([*rows, "", f"{note} ({origin})", ""])
+    under = f"({origin})" if note_wanted else f"{note} ({origin})"
+    return "\n".join([*rows, "", under, ""])
 
 
 def quote_families(what: str, document: Path) -> str:

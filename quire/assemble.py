@@ -214,7 +214,12 @@ def assemble(
     )
     runner = worker.runner if ranks is None else ranks.runner(worker.runner)
     has_ngrams, has_drafts = config.speculation == "ngram", draft is not None
-    speculator = Speculator(decoder.spec.vocab_size, ngrams=has_ngrams, runner_drafts=has_drafts)
+    speculator = Speculator(
+        decoder.spec.vocab_size,
+        ngrams=has_ngrams,
+        runner_drafts=has_drafts,
+        num_tokens=config.num_speculative_tokens,
+    )
     path = Path(config.step_log) if config.step_log is not None else None
     scheduling = scheduler_config(
         config, worker.plan, config.limits(on_gpu=device_of(decoder.device).is_gpu)
@@ -240,9 +245,11 @@ def assemble(
         lambda: frozenset(request.adapter for request in table.requests.values()),
         None if runner.adapters is not None else NO_ADAPTERS,
     )
-    description = f"{name}: {worker.description}" + (
-        "" if ranks is None else f"; {ranks.description}"
-    )
+    if ranks is None:
+        description = f"{name}: {worker.description}"
+    else:
+        in_all = f"{whole.num_parameters / 1e6:,.0f}M parameters in all"
+        description = f"{name}: {in_all}; {worker.description}; {ranks.description}"
     logger.info(description)
     return Engine(
         core,

@@ -164,6 +164,7 @@ class EngineOptions(TypedDict, total=False):
     cuda_graphs: bool
     tensor_parallel_size: int
     speculation: str
+    num_speculative_tokens: int | None
     acceptance: str
     policy: Literal["fcfs", "priority", "fair"]
     tenant_weights: Mapping[str, float] | str
@@ -289,6 +290,16 @@ class EngineConfig:
     )
     """ngram: what followed the last time the same tokens occurred in the text; self: the same
     weights in 4 bits; draft:MODEL: a smaller model with the same vocabulary.
+    """
+    num_speculative_tokens: int | None = check.whole(
+        None,
+        1,
+        31,
+        optional=True,
+        help="Draft so many tokens at a time; without it, as many as pay. Same answers.",
+    )
+    """vLLM's name. A fixed number is for measuring: what pays depends on how often draft tokens are
+    right and on how many requests run.
     """
     acceptance: str = check.choice(
         "exact",

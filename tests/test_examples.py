@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
@@ -132,24 +133,43 @@ def test_the_readmes_code_runs(tiny: str, capsys: pytest.CaptureFixture[str]) ->
     assert "Hello" in capsys.readouterr().out
 
 
-def test_the_readmes_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every `quire …` line's command and options are ones that the command line knows."""
+def documented_commands() -> list[tuple[str, str]]:
+    """Every line of the README and the docs that is a command of Quire, and where it stands."""
+    found: list[tuple[str, str]] = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        text = path.read_text().replace("\\\n", " ")
+        lines = re.findall(r"^(?: {4})?(?:\$ )?(quire [\w-].*)$", text, re.MULTILINE)
+        found += [(path.relative_to(ROOT).as_posix(), line) for line in lines]
+    return found
+
+
+def test_every_documented_command_is_one_that_the_command_line_takes() -> None:
+    """Names, options and the kinds of their values: the line is read as a shell and typer read it,
+    and not carried out.
+    """
     from typer.main import get_command
 
     from quire.cli.main import app
 
-    command = get_command(app)
-    text = (ROOT / "README.md").read_text()
-    lines = re.findall(r"^quire (\w+)((?: \w+)?)(.*?)(?:#.*)?$", text, re.MULTILINE)
-    assert len(lines) > 8
-    for name, second, rest in lines:
-        found = command.commands[name]  # type: ignore[attr-defined]
-        if hasattr(found, "commands"):
-            found = found.commands[second.strip()]
-        known = {
-            one
-            for parameter in found.params
-            for one in (*parameter.opts, *parameter.secondary_opts)
-        }
-        for option in re.findall(r"(?<=\s)--[\w-]+", f"{second} {rest}"):
-            assert option in known, f"quire {name} {option}"
+    root = get_command(app)
+    commands = documented_commands()
+    assert len({place for place, _ in commands}) > 8
+    for place, line in commands:
+        words = shlex.split(re.split(r" [>|&]|…", line)[0], comments=True)[1:]
+        command, name = root, "quire"
+        while words and hasattr(command, "commands") and not words[0].startswith("-"):
+            name = words.pop(0)
+            assert name in command.commands, f"{place}: {line}"
+            command = command.commands[name]
+        try:
+            command.make_context(name, words)
+        except Exception as error:
+            pytest.fail(f"{place}: {line}: {error}")
+
+
+@pytest.mark.parametrize("name", ["answers", "your_model"])
+def test_the_docs_python_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block, {})  # noqa: S102

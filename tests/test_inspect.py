@@ -24,6 +24,7 @@ from quire.backends.cpu.device import CpuDevice
 from quire.backends.cpu.kernels import CpuKernels
 from quire.cli.main import app
 from quire.errors import InvalidRequestError
+from quire.kernels.ops import AttentionSpec
 from quire.kernels.reference import ReferenceKernels
 from quire.observe.tracing import Tracing
 from quire.tools.inspect.activations import first_bad, trace
@@ -196,6 +197,30 @@ def test_a_nan_is_traced_to_the_layer_where_it_began(
     assert code == 0
     assert "are numbers" in shown
     assert "layers.1.attention" in shown
+    code, shown = inspect(folder, "--trace", "Hello", "--device", "cpu", "--values", 3)
+    (line,) = (line for line in shown.splitlines() if line.startswith("layers.1.attention.key"))
+    assert len([float(value) for value in line.split()[1:]]) == 2 + 3
+
+
+def test_query_key_and_value_are_those_of_the_projections() -> None:
+    decoder = random_decoder(SPECS["llama"], ReferenceKernels(), torch.float32)
+    stages = {stage.name: stage.values for stage in trace(decoder, [5, 17, 3])}
+    (spec,) = {one for one in decoder.spec.mixers if isinstance(one, AttentionSpec)}
+    heads = spec.heads
+    shapes = {
+        name: stages[f"layers.0.attention.{name}"].shape for name in ("query", "key", "value")
+    }
+    assert shapes == {
+        "query": (3, heads.num_heads * heads.head_dim),
+        "key": (3, heads.num_kv_heads * heads.head_dim),
+        "value": (3, heads.num_kv_heads * heads.head_dim),
+    }
+
+
+@pytest.mark.parametrize("options", [("--values", 3), ("--trace", "a", "--values", -1)])
+def test_values_are_those_of_a_trace(folder: Path, options: tuple[object, ...]) -> None:
+    with pytest.raises(InvalidRequestError, match="--values"):
+        inspect(folder, *options)
 
 
 def test_a_wrong_tolerance_is_refused(folder: Path) -> None:
@@ -211,7 +236,13 @@ def test_a_trace_ends_with_the_decoders_own_logits(family: str) -> None:
         stages = list(trace(decoder, tokens))
         assert torch.equal(stages[-1].values, all_logits(decoder, tokens))
         names = [stage.name for stage in stages]
-        assert names[:4] == ["embedding", "layers.0.attention", "layers.0.mlp", "layers.0"]
+        whole = [name for name in names if name.count(".") < 3]
+        assert whole[:4] == ["embedding", "layers.0.attention", "layers.0.mlp", "layers.0"]
+        parts = [name.rpartition(".")[2] for name in names if name.count(".") == 3]
+        assert set(parts) <= {"query", "key", "value", "gate"}
+        assert "query" in parts or not any(
+            isinstance(one, AttentionSpec) for one in decoder.spec.mixers
+        )
         assert names[-2:] == ["final_norm", "logits"]
         assert first_bad(decoder, tokens) is None
         # nothing is left behind in the decoder

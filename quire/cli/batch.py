@@ -68,10 +68,11 @@ def batch(
     engine: options.EngineOptions = options.EngineOptions(),  # noqa: B008
     settings: FileOptions = FileOptions(),  # noqa: B008
 ) -> None:
-    """Answer a file of requests: chats, completions and embeddings, one per line, with answers in
-    the same order.
+    """Answer a file of requests, in its order.
 
-    A run that was interrupted, even killed, goes on where it was when the same command is given
+    Chats, completions and embeddings, one per line.
+
+    A run that was interrupted, even killed, resumes where it stopped when the same command is given
     again, and the file comes out as if nothing had happened. A request that fails has its error on
     its line; then the exit code is 3, and 1 if not all could be answered.
 
@@ -112,7 +113,7 @@ def batch(
                 run_batch(job, bar.report) if ray is None else _run_on_ray(job, bar.report, ray)
             )
     except KeyboardInterrupt:
-        say("interrupted; the same command goes on where this ended")
+        say("interrupted; the same command resumes where this stopped")
         raise typer.Exit(130) from None
     rate = (
         f", {summary.num_tokens / max(summary.seconds, 1e-9):.1f} tokens/s"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,8 +21,8 @@ from typer import Option
 from quire.cli import options
 from quire.cli.option_groups import FileOptions, with_groups
 from quire.cli.run import details
-from quire.cli.start import check_can_chat, open_llm
-from quire.cli.terminal import say
+from quire.cli.start import check_can_chat, open_llm, say_started
+from quire.cli.terminal import WrappedText, input_prompt, say
 from quire.config import cache_dir
 from quire.errors import InvalidRequestError, QuireError, reason
 from quire.field_checks import Flag, Number, parameters
@@ -71,8 +73,9 @@ def chat(
     """
     sampling.params()  # wrong ones: before a model is loaded
     check_can_chat(model)
+    began = time.monotonic()
     with open_llm(model, **engine.keywords()) as llm:
-        say(llm.description)
+        say_started(llm, began, verbose)
         say("/help for commands, /quit to leave")
         params = sampling.params(llm.sampling_defaults)
         conversation = Conversation(llm, params, system, verbose)
@@ -127,7 +130,7 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Streams the answer; on Ctrl-C what was said so far stays in the conversation."""
         self._messages.append({"role": "user", "content": text})
-        reader = self._new_reader()
+        reader, shown = self._new_reader(), WrappedText()
         try:
             request_id = self._llm.add_chat_request(self._messages, self._params)
         except QuireError as error:
@@ -139,10 +142,9 @@ class Conversation:
                 if interrupted.is_set():
                     self._llm.abort(request_id)
                 for delta in map(reader.read, self._llm.step()):
-                    sys.stdout.write(delta.text)
-                    sys.stdout.flush()
+                    shown.write(delta.text)
                     self._last = delta.output or self._last
-        print()
+        shown.close()
         if self._last is not None and self._last.finish_reason == "error":
             say(f"error: {self._last.error}")
         if self._verbose and self._last is not None:
@@ -251,6 +253,8 @@ def noticing_interrupts() -> Iterator[threading.Event]:
     def handle(number: int, frame: FrameType | None) -> None:
         interrupted.set()
         signal.signal(signal.SIGINT, before)
+        # Not `say`: a handler may come in the midst of what writes.
+        os.write(2, b"\n(stopping the answer; Ctrl-C again leaves the program)\n")
 
     before = signal.signal(signal.SIGINT, handle)
     try:
@@ -280,7 +284,7 @@ def read_message() -> str:
 def _read_line(prompt: str) -> str:
     if sys.stdin.isatty():
         with _history():
-            return input(prompt)
+            return input(input_prompt(prompt))
     line = sys.stdin.readline()
     if not line:
         raise EOFError

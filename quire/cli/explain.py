@@ -39,14 +39,17 @@ def explain(
     json_output: Annotated[bool, Option("--json", help="Print everything as JSON.")] = False,
     svg: Annotated[Path | None, Option(metavar="FILE", help="Draw it, too.")] = None,
 ) -> None:
-    """Tell what happened to a request: what it waited for and because of whom, what it found in the
-    cache, every chunk, every preemption and what that cost, and where its time went, in parts that
-    add up to the whole.
+    """Tell where a request's time went, in parts that add up.
 
-    Without REQUEST, the requests of a log are listed, the slowest first (all of them with --json).
+    What it waited for and because of whom, what it found in the cache, every chunk, every
+    preemption and what that cost.
+
+    Without REQUEST, requests are listed: a log's, the slowest first (all of them with --json), or a
+    server's last ones, the newest first.
 
     \b
     quire explain steps.jsonl
+    quire explain http://127.0.0.1:8000
     quire explain steps.jsonl request-7 --svg slow.svg
     quire explain http://127.0.0.1:8000 chatcmpl-0123abcd
     quire explain http://127.0.0.1:8000 my-id --json
@@ -54,19 +57,18 @@ def explain(
     from quire.tools.explain.text import explanation_svg, explanation_text
 
     is_server = source.startswith(("http://", "https://"))
+    key = api_key or os.environ.get("OPENAI_API_KEY")
     if request is None:
-        if is_server:
-            raise InvalidRequestError(
-                "REQUEST", "is needed: the id of a response, or what its x-request-id was"
-            )
         if svg is not None:
             raise InvalidRequestError("--svg", "draws one request: name it")
-        _list_requests(Path(source), json_output)
+        if is_server:
+            _list_served(source, key, json_output)
+        else:
+            _list_requests(Path(source), json_output)
         return
     if is_server:
-        explanation = asyncio.run(
-            _ask(source, api_key or os.environ.get("OPENAI_API_KEY"), request)
-        )
+        path = f"/v1/requests/{quote(request, safe='')}/explain"
+        explanation = asyncio.run(_ask(source, key, path, "answers"))
     else:
         explanation = _read(Path(source), request)
     if svg is not None:
@@ -119,11 +121,31 @@ def _list_requests(path: Path, json_output: bool) -> None:
     say(f"quire explain {path} {finished[0].request_id}")
 
 
-async def _ask(url: str, api_key: str | None, request: str) -> dict[str, Any]:
+def _list_served(url: str, api_key: str | None, json_output: bool) -> None:
+    found = asyncio.run(_ask(url, api_key, f"/v1/requests?limit={_MOST_LISTED}", "data"))
+    requests: list[dict[str, Any]] = found["data"]
+    if json_output:
+        print(json.dumps(requests, indent=1))
+        return
+    if not requests:
+        say(f"{url} has answered no request yet")
+        return
+    width = max(len(one["response_id"]) for one in requests)
+    print(f"{'request':<{width}}  {'seconds':>9}  prompt  answer  cached  state")
+    for one in requests:
+        seconds = one["timings"].get("total")
+        print(
+            f"{one['response_id']:<{width}}  {'–' if seconds is None else f'{seconds:.3f}':>9}  "
+            f"{one['prompt_tokens']:6}  {one['completion_tokens']:6}  {one['cached_tokens']:6}  {one['state']}"
+        )
+    say(f"quire explain {url} {requests[0]['response_id']}")
+
+
+async def _ask(url: str, api_key: str | None, path: str, expected: str) -> dict[str, Any]:
     from quire.tools.bench.http_client import HttpClient
 
     async with HttpClient(url.removesuffix("/").removesuffix("/v1"), api_key) as client:
-        found = await client.get_json(f"/v1/requests/{quote(request, safe='')}/explain")
-    if not isinstance(found, dict) or "answers" not in found:
+        found = await client.get_json(path)
+    if not isinstance(found, dict) or expected not in found:
         raise QuireError(f"{url} does not know how to explain requests: is it a Quire server?")
     return found

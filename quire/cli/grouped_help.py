@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from quire.config import EngineConfig
 from quire.field_checks import parameters
@@ -16,6 +16,18 @@ _SHARED = {
     "Sampling options": frozenset(parameters(SamplingParams)) | {"json_schema"},
     "Engine options": frozenset(parameters(EngineConfig)),
 }
+
+
+class WholeSentences(TyperGroup):
+    """A group of commands whose help says a whole sentence about each, however narrow the terminal
+    is: click would cut it.
+    """
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [(name, one.get_short_help_str(limit=1000)) for name, one in commands if one]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 class GroupedCommand(TyperCommand):

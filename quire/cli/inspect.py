@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
-from rich.table import Table
 from typer import Exit, Option
 
 from quire.cli import options
+from quire.cli.models import print_table
 from quire.cli.option_groups import with_groups
 from quire.errors import InvalidRequestError
 from quire.frontend.progress import ModelBars
@@ -33,7 +33,7 @@ def inspect(
         str | None,
         Option(
             metavar="FOLDER",
-            help="Another model: name the first layer and tensor where the two part.",
+            help="Another model: name the first layer and tensor in which the two differ.",
         ),
     ] = None,
     tolerance: Annotated[
@@ -46,6 +46,10 @@ def inspect(
             metavar="TEXT", help="Run a text through the layers: sizes, and where a NaN begins."
         ),
     ] = None,
+    values: Annotated[
+        int,
+        Option(metavar="N", help="With --trace: also the first N values of the last token."),
+    ] = 0,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",
@@ -59,6 +63,7 @@ def inspect(
     quire inspect Qwen/Qwen3-0.6B --all --quantization int8
     quire inspect mine --against theirs              # the first tensor that differs; exit code 1 if one does
     quire inspect mine --trace "Hello, world!"       # what each layer gives; exit code 1 if it is no number
+    quire inspect mine --trace "Hello!" --values 4   # with the first values of each tensor
     """
     from quire.checkpoints.sources import resolve
     from quire.config import EngineConfig
@@ -66,6 +71,8 @@ def inspect(
 
     if not tolerance >= 0:
         raise InvalidRequestError("--tolerance", f"must be at least 0, not {tolerance}")
+    if values < 0 or (values and trace is None):
+        raise InvalidRequestError("--values", "is a number of values that --trace TEXT shows")
     config = EngineConfig(device=device, dtype=dtype, quantization=quantization)
     with ModelBars(model) as bars:
         source = resolve(model, progress=bars("download"))
@@ -74,7 +81,7 @@ def inspect(
         if against is not None:
             _compare(source.path, files, against, tolerance)
         elif trace is not None:
-            _trace(files, tokenizer.encode(trace), config)
+            _trace(files, tokenizer.encode(trace), config, values)
         elif as_json:
             print(json.dumps(facts.as_dict(), ensure_ascii=False))
         else:
@@ -111,11 +118,18 @@ def _show(facts: ModelFacts, all_tensors: bool) -> None:
             console.print(f"    … {len(lines) - _TEMPLATE_LINES} more lines")
     total = sum(one.num_bytes for one in facts.tensors)
     console.print(f"\nTensors: {len(facts.tensors)}, {format_bytes(total)}", style="bold")
-    table = Table("NAME", "SHAPE", "FORMAT", "SIZE", "TIMES", box=None, pad_edge=False)
-    for one in facts.tensors if all_tensors else grouped(facts.tensors):
-        shape = " x ".join(map(str, one.shape))
-        table.add_row(one.name, shape, one.format, format_bytes(one.num_bytes), str(one.count))
-    console.print(table)
+    print_table(
+        [
+            {
+                "name": one.name,
+                "shape": " x ".join(map(str, one.shape)),
+                "format": one.format,
+                "bytes": one.num_bytes,
+                "times": one.count,
+            }
+            for one in (facts.tensors if all_tensors else grouped(facts.tensors))
+        ]
+    )
 
 
 def _compare(path: Path, files: ModelFiles, against: str, tolerance: float) -> None:
@@ -151,20 +165,28 @@ def _compare(path: Path, files: ModelFiles, against: str, tolerance: float) -> N
     print(f"{path} and {source.path} are the same model within {tolerance:g}")
 
 
-def _trace(files: ModelFiles, token_ids: list[int], config: EngineConfig) -> None:
+def _trace(files: ModelFiles, token_ids: list[int], config: EngineConfig, num_values: int) -> None:
     from quire.backends.select import pick_device
     from quire.models.load import load_planned
     from quire.runner.worker import choose_weights
     from quire.tools.inspect.activations import trace
 
     decoder = load_planned(choose_weights(files, config, pick_device(config.device)))
-    table = Table("STAGE", "LARGEST", "MEAN", "NOT NUMBERS", box=None, pad_edge=False)
+    rows: list[dict[str, Any]] = []
     began = None
     for stage in trace(decoder, token_ids):
-        mean = float(stage.values.abs().nanmean())
-        table.add_row(stage.name, f"{stage.largest:.4g}", f"{mean:.4g}", str(stage.num_bad or ""))
+        row = {
+            "stage": stage.name,
+            "largest": f"{stage.largest:.4g}",
+            "mean": f"{float(stage.values.abs().nanmean()):.4g}",
+            "not_numbers": stage.num_bad or "",
+        }
+        if num_values:
+            first = stage.values[-1, :num_values].tolist()
+            row["first_values"] = " ".join(f"{value:.6g}" for value in first)
+        rows.append(row)
         began = began or (stage if stage.num_bad else None)
-    Console(highlight=False, soft_wrap=True).print(table)
+    print_table(rows)
     if began is None:
         print(f"all values of {len(token_ids)} tokens are numbers")
         return

@@ -11,7 +11,7 @@ from quire.cli import bench
 from quire.cli.batch import batch
 from quire.cli.chat import chat
 from quire.cli.explain import explain
-from quire.cli.grouped_help import GroupedCommand
+from quire.cli.grouped_help import GroupedCommand, WholeSentences
 from quire.cli.inspect import inspect
 from quire.cli.models import models, pull
 from quire.cli.plan import plan
@@ -26,6 +26,7 @@ from quire.process.preload import load_torch_libraries
 
 app = typer.Typer(
     name="quire",
+    cls=WholeSentences,
     help="Quire runs open language models: exact, fast, and small enough to read.",
     no_args_is_help=True,
     rich_markup_mode=None,

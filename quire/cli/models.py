@@ -119,6 +119,7 @@ def pull(
             help="A short name (`quire models --available`) or a Hugging Face id (org/name).",
         ),
     ],
+    as_json: Annotated[bool, Option("--json", help="Print name and path as JSON.")] = False,
 ) -> None:
     """Fetch a model, so that it runs without network later.
 
@@ -131,4 +132,8 @@ def pull(
 
     with ModelBars(model) as bars:
         source = resolve(model, progress=bars("download"))
-    print(f"{model}: {source.path} ({source.origin})")
+    if as_json:
+        found = {"model": model, "path": str(source.path), "source": source.origin}
+        print(json.dumps(found, ensure_ascii=False))
+    else:
+        print(f"{model}: {source.path} ({source.origin})")

@@ -80,6 +80,12 @@ class OptionGroup:
         """Refuses values that can't be; for groups that can tell without loading anything."""
 
 
+class GivenOptions(frozenset[str]):
+    """Names of the options that the command line or a settings file sets: for a command that must
+    tell a default from what somebody asked for.
+    """
+
+
 _SHORT = {"max_tokens": "-n", "tensor_parallel_size": "-tp"}
 
 
@@ -162,6 +168,8 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     }
     for name, parameter in inspect.signature(command).parameters.items():
         kind = hints[name]
+        if kind is GivenOptions:
+            continue
         for mark in getattr(kind, "__metadata__", ()):
             if isinstance(mark, ByPlace):
                 parameters[_ARGUMENT] = inspect.Parameter(
@@ -201,6 +209,12 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
         made = [values[name] for name in groups]
         for group in made:
             group.check()
+        for name, kind in hints.items():
+            if kind is GivenOptions:
+                in_file = (
+                    key for one in groups.values() for key in file.sections.get(one.section, {})
+                )
+                values[name] = GivenOptions({*given, *in_file})
         if any(isinstance(group, FileOptions) and group.print_config for group in made):
             print(as_toml(values.get("model"), made), end="")
             raise typer.Exit()

@@ -41,7 +41,12 @@ Kernels = Annotated[str, table_option(EngineConfig, "kernels")]
 KVCacheDtype = Annotated[str, table_option(EngineConfig, "kv_cache_dtype")]
 TensorParallelSize = Annotated[int, table_option(EngineConfig, "tensor_parallel_size")]
 Verbose = Annotated[
-    bool, Option("--verbose", "-v", help="Tell what came of drafts and of the cache.")
+    bool,
+    Option(
+        "--verbose",
+        "-v",
+        help="Tell more: what was loaded and what fits, what came of draft tokens and the cache.",
+    ),
 ]
 System = Annotated[str | None, Option(metavar="TEXT", help="A system message for chat models.")]
 
@@ -95,6 +100,9 @@ class SamplingOptions(table_options(SamplingParams, _SUITS_TERMINALS)):  # type:
                 raise InvalidRequestError(
                     "--json-schema", f"{self.json_schema} can't be read: {reason(error)}"
                 ) from None
+            from quire.constrain.guidance import import_llguidance
+
+            import_llguidance()  # a missing package is named before a model is loaded
         return SamplingParams(**{**defaults, **given_parameters(self)}, structured=structured)
 
 

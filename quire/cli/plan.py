@@ -79,9 +79,10 @@ def plan(
     ] = None,
     json_output: Annotated[bool, Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Tell whether a model fits a device, in which formats, how many requests at once, and how
-    fast; before it is there: a config.json is enough. The exit status is 1 if it does not fit, or
-    the rate or the target is too high.
+    """Tell whether a model fits a device, and how fast it will be.
+
+    In which formats, how many requests at once, what to change; a config.json is enough. The exit
+    status is 1 if it does not fit, or the rate or the target is too high.
 
     \b
     quire plan smollm2

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from quire.errors import InvalidRequestError
 from quire.frontend.progress import ModelBars
+
+if TYPE_CHECKING:
+    from quire.checkpoints.checkpoint import Checkpoint
 
 
 def quantize(
@@ -31,9 +34,11 @@ def quantize(
     force: Annotated[
         bool, Option("--force", help="Replace OUT if an earlier quire quantize wrote it.")
     ] = False,
+    as_json: Annotated[bool, Option("--json", help="Print folder and sizes as JSON.")] = False,
 ) -> None:
-    """Write a model with quantised weights, a half or a quarter of its size, in a layout that other
-    engines know too.
+    """Write a model with quantised weights, a half or a quarter of its size.
+
+    The layout is compressed-tensors', which other engines read, too.
 
     Quire answers from it as from the original loaded with --quantization, bit for bit; it loads
     sooner.
@@ -53,6 +58,11 @@ def quantize(
     with ModelBars(model) as bars:
         source = resolve(model, progress=bars("download"))
         written = quantize_model(source.path, out, to, force, bars("quantize"), _write_tokenizer)
+    if as_json:
+        sizes = {"bytes_before": written.before, "bytes": written.after}
+        found = {"path": str(out), "to": to, **sizes, "left_plain": list(written.plain)}
+        print(json.dumps(found, ensure_ascii=False))
+        return
     plain = (
         f"; {len(written.plain)} small or uneven matrices stay as they were"
         if written.plain
@@ -63,9 +73,13 @@ def quantize(
     )
 
 
-def _write_tokenizer(metadata: Mapping[str, Any], folder: Path) -> None:
-    """A GGUF file's tokenizer, as files of their own."""
+def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+    """A GGUF file's tokenizer, as files of their own; the bytes that are a teaching model's tokens."""
     from quire.frontend.gguf_tokenizer import read_gguf_tokenizer
     from quire.frontend.hf_tokenizer import write_hf_tokenizer
+    from quire.frontend.tokenizer import byte_backend
 
-    write_hf_tokenizer(read_gguf_tokenizer(metadata), folder)
+    if checkpoint.kind == "npy":
+        byte_backend().save(str(folder / "tokenizer.json"))
+    else:
+        write_hf_tokenizer(read_gguf_tokenizer(checkpoint.metadata), folder)

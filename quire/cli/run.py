@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from quire.cli import options
-from quire.cli.option_groups import FileOptions, with_groups
-from quire.cli.start import open_llm
+from quire.cli.option_groups import FileOptions, GivenOptions, with_groups
+from quire.cli.start import open_llm, say_started
 from quire.cli.terminal import AnswerPrinter, say
 from quire.errors import InvalidRequestError, QuireError, reason
 from quire.frontend.adapter_names import LoRARequest, parse_lora
@@ -62,6 +62,7 @@ def run(
     ] = None,
     json_lines: Annotated[bool, Option("--json", help="Print one JSON object per prompt.")] = False,
     verbose: options.Verbose = False,
+    given: GivenOptions = GivenOptions(),  # noqa: B008
 ) -> None:
     """Answer one or more prompts. Several are computed as one batch.
 
@@ -84,10 +85,15 @@ def run(
     adapter = None if lora is None else parse_lora(lora)
     chosen = engine.keywords()
     if priority:  # there is no other reason to give one
+        if "policy" in given and engine.policy != "priority":
+            raise InvalidRequestError(
+                "--priority",
+                f"has no effect with --policy {engine.policy}: use --policy priority, or leave one of the two out",
+            )
         chosen["policy"] = "priority"
-    started = time.monotonic()
+    began = time.monotonic()
     with open_llm(model, **chosen) as llm:
-        say(f"{llm.description} ({time.monotonic() - started:.1f} s)")
+        say_started(llm, began, verbose)
         params = sampling.params(llm.sampling_defaults)
         each = _with_priorities(params, priority or [], len(texts))
         if adapter is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
+from quire.cli.terminal import say
 from quire.errors import QuireError
 from quire.process.gc_pauses import no_collections
 
@@ -38,3 +40,23 @@ def open_llm(model: str, **options: Any) -> LLM:
         from quire.llm import LLM
 
         return LLM(model, **options)
+
+
+def say_started(llm: LLM, began: float, verbose: bool) -> None:
+    """One line about what was loaded, that fits on a terminal; with `-v` everything."""
+    seconds = f"({time.monotonic() - began:.1f} s)"
+    if verbose:
+        say(f"{llm.description} {seconds}")
+        return
+    from quire.config import format_bytes
+
+    info = llm.info
+    name = llm.description.partition(":")[0]
+    parts = [
+        f"{name} on {info.device}",
+        f"{info.num_parameters / 1e6:,.0f}M parameters",
+        f"{info.dtype}, {format_bytes(info.weight_bytes)} ({', '.join(info.weight_formats)})",
+    ]
+    # What makes it slow must not hide behind -v.
+    parts += [part for part in llm.description.split("; ") if "slowly" in part]
+    say(f"{', '.join(parts)} {seconds}")

@@ -41,7 +41,7 @@ def import_llguidance() -> Any:
         import llguidance
     except ImportError:
         raise QuireError(
-            "constrained generation needs llguidance: pip install quire[structured]"
+            "constrained generation needs llguidance: pip install 'quire[structured]'"
         ) from None
     return llguidance
 

@@ -148,6 +148,7 @@ class SchedulerConfig:
 
     @property
     def num_usable_blocks(self) -> int:
+        """Blocks that requests can have: all but block 0, to which padding is written."""
         return self.num_blocks - 1
 
     @property

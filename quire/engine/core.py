@@ -42,7 +42,8 @@ class HeldRows(Protocol):
     waiting.
     """
 
-    def held_rows(self) -> frozenset[int]: ...
+    def held_rows(self) -> frozenset[int]:
+        """Their request rows: what is scheduled leaves them out until they can be computed."""
 
     def wait_for_held(self) -> None:
         """Waits for a moment, or until there is one less of them."""

@@ -42,6 +42,7 @@ class FairShares:
         """What the last one had had when nobody was left."""
 
     def weight(self, tenant: str) -> float:
+        """How many shares a tenant has; 1 unless it was set."""
         return self._weights.get(tenant, 1.0)
 
     def enter(self, tenant: str) -> None:

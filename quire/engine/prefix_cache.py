@@ -80,6 +80,7 @@ class PrefixCache:
         return block.key is not None and self._blocks.get(block.key.digest) is block
 
     def is_partial(self, key: BlockKey) -> bool:
+        """Whether a key names a block that is not full, such as a prompt's last one."""
         return 0 < len(key.token_ids) < self.block_size
 
     def publish(self, key: BlockKey, block: Block) -> bool:

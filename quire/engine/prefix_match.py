@@ -156,6 +156,7 @@ class PrefixIndex:
         return found
 
     def extend_keys(self, request: Request, num_blocks: int) -> None:
+        """Computes the keys of a request's first blocks that it does not have yet."""
         keys, tokens, parts = request.block_keys, request.token_ids, request.key_parts
         self.cache.extend_keys(keys, tokens, num_blocks, self._extra_keys(request), parts)
 

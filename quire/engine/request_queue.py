@@ -22,6 +22,7 @@ class RequestQueue(list[Request]):
         return [self]
 
     def add(self, request: Request) -> None:
+        """Puts a request where its turn is, behind its equals."""
         insort(self, request, key=self.order)
 
     def remove(self, request: Request, /) -> None:

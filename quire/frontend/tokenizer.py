@@ -37,6 +37,14 @@ _CONTINUES = "\U0010fffd\U0010fffc"
 _LONG_TEXT = 1000
 
 
+def byte_backend() -> tokenizers.Tokenizer:
+    """What `Tokenizer.of_bytes` computes with; saved, it is a tokenizer.json that any engine reads."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab=byte_level_alphabet(), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
 class Tokenizer:
     """A `tokenizers` tokenizer with its special tokens, ends of answer and chat templates.
 
@@ -86,12 +94,13 @@ class Tokenizer:
         token i is byte i of the text in UTF-8, for i below 256; tokens from there on stand for no
         text.
         """
-        backend = tokenizers.Tokenizer(models.BPE(vocab=byte_level_alphabet(), merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.decoder = decoders.ByteLevel()
         return cls(
             TokenizerParts(
-                backend, vocab_size=256, bos_token_id=None, eos_token_ids=(), unk_token_id=None
+                byte_backend(),
+                vocab_size=256,
+                bos_token_id=None,
+                eos_token_ids=(),
+                unk_token_id=None,
             )
         )
 

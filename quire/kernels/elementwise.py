@@ -12,6 +12,7 @@ from torch import Tensor
 
 
 def sigmoid(x: Tensor) -> Tensor:
+    """Written out: torch's own has other bits for vectors of other lengths (rule R1)."""
     return 1 / (1 + (-x.float()).exp())
 
 

@@ -102,6 +102,7 @@ class CarriedPart:
         return torch.cat([memory[blocks[number]] for number, memory in self.runs])
 
     def write(self, blocks: Tensor, numbers: Tensor) -> None:
+        """Puts numbers into blocks, head by head, wherever each head's memory lies."""
         first = 0
         for number, memory in self.runs:
             end = first + memory.shape[1]

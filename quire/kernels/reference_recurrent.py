@@ -64,6 +64,7 @@ class _Sequence(NamedTuple):
 
 
 def sequences(batch: PagedBatch) -> Iterator[_Sequence]:
+    """The sequences of a batch that have new tokens: rows, first position, blocks and states."""
     starts, lengths = batch.query_start.tolist(), batch.context_lens.tolist()
     for i, (length, table) in enumerate(zip(lengths, batch.table_rows.tolist(), strict=True)):
         rows = slice(starts[i], starts[i + 1])

@@ -728,6 +728,7 @@ wrote.
 
 
 def defaults_of(family: str) -> dict[str, Any]:
+    """What absent keys of a family's config.json mean, as transformers' class has them."""
     return {**COMMON, **DEFAULTS.get(family, {})}
 
 

@@ -21,6 +21,7 @@ from quire.models.spec import ModelSpec
 
 
 def read_gguf_spec(checkpoint: Checkpoint, file: str) -> ModelSpec:
+    """A GGUF file's model. Its tensors say which biases there are: its settings don't."""
     family, config = _settings(checkpoint, file)
     spec, tensor_names = spec_of(family, config), checkpoint.tensors
     spec = spec.with_layers(

@@ -206,6 +206,7 @@ def _under(prefix: str, name: str) -> str:
 
 
 def gguf_pieces(spec: ModelSpec, present: Collection[str] = ()) -> Iterator[Piece]:
+    """Which tensor of a GGUF file belongs to which parameter."""
     family, ends = family_named(spec.family), _Ends("token_embd", "output_norm", "output")
     return _pieces(
         spec,

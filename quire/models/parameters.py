@@ -25,7 +25,8 @@ class WeightSource(Protocol):
     read.
     """
 
-    def pop(self, name: str, /) -> Weight: ...
+    def pop(self, name: str, /) -> Weight:
+        """Hands a weight over: whoever packs it needs no second copy in memory."""
 
     def __contains__(self, name: object, /) -> bool: ...
 
@@ -82,6 +83,7 @@ class Parameters:
         return self.constant(("ones", size), lambda: torch.ones(size, dtype=self._dtype))
 
     def matrix(self, name: str, pack: bool = True) -> Weight:
+        """A weight as the kernels want it laid out, unless `pack` says to leave it as it is."""
         loaded = self._loaded.pop(name)
         self._forms[name], self._shapes[name] = _form(loaded), loaded.shape
         if pack:
@@ -96,6 +98,7 @@ class Parameters:
         return self.vector(name) if name in self._loaded else None
 
     def linear(self, name: str) -> Linear:
+        """A product with a weight, and with a bias where the model has one."""
         made = Linear(self.matrix(f"{name}.weight"), self.optional_vector(f"{name}.bias"))
         self.linears[name] = made
         return made

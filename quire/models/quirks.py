@@ -47,6 +47,7 @@ def refuse(config: Fields, key: str, *neutral: object) -> None:
 def with_biases(
     spec: ModelSpec, qkv: bool, output: bool, mlp: bool, gated: bool = True
 ) -> ModelSpec:
+    """The same spec with biases in all layers alike, and with or without a gate in the MLP."""
     dense = spec.layers[0].mlp
     assert isinstance(dense, MlpSpec)
     return spec.with_layers(
@@ -76,6 +77,7 @@ def gemma(
     full_every: int,
     rope: RopeSpec | None = None,
 ) -> ModelSpec:
+    """What Gemmas share: capped logits, norms on both sides, windows in most layers."""
     if config.boolean("use_bidirectional_attention", False):
         raise UnsupportedModelError(f"{config.file}: attention to later tokens is not supported.")
     heads, bias = spec.head_shapes[0], config.boolean("attention_bias", False)
@@ -101,12 +103,14 @@ def gemma(
 
 
 def olmo2(config: Fields, spec: ModelSpec) -> ModelSpec:
+    """Norms behind instead of before, and of all heads' queries and keys together."""
     return llama(config, spec).with_layers(
         pre_norms=False, post_norms=True, qk_norm=True, qk_norm_is_whole=True
     )
 
 
 def granite(config: Fields, spec: ModelSpec) -> ModelSpec:
+    """Factors on embeddings, attention, residuals and logits."""
     scale = config.number("attention_multiplier", 1.0)
     return replace(
         llama(config, spec).with_attention(scale=scale),
@@ -117,4 +121,5 @@ def granite(config: Fields, spec: ModelSpec) -> ModelSpec:
 
 
 def hunyuan(config: Fields, spec: ModelSpec) -> ModelSpec:
+    """Queries and keys are normed after the rotation, not before."""
     return llama(config, spec).with_layers(qk_norm=True, qk_norm_after_rope=True)

@@ -54,6 +54,7 @@ class ModelFiles:
 
     @property
     def parameters(self) -> dict[str, Parameter]:
+        """Those of this rank: all of them, unless the model is divided."""
         return self.spec.parameters() if self.divided is None else self.divided
 
     def block_formats(self) -> list[str]:

@@ -216,6 +216,11 @@ class RecordBook:
         """Those that have not begun, oldest first."""
         return [record for record in self._records.values() if record.state == "queued"]
 
+    def newest(self, count: int, owner: str | None) -> list[RequestRecord]:
+        """The last ones of this owner, or with None of anybody, newest first."""
+        own = (one for one in reversed(self._records.values()) if owner in (None, one.owner))
+        return list(islice(own, count))
+
     def find(self, name: str, owner: str | None) -> RequestRecord | None:
         """One of this owner's, or with None of anybody's."""
         found = self._records.get(self._by_request_id.get((owner, name), name))

@@ -5,10 +5,12 @@ the engine.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import weakref
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -22,9 +24,12 @@ from quire.parallel.messages import Task
 from quire.parallel.processes import RankProcesses
 from quire.parallel.runner import ParallelRunner
 from quire.parallel.share import RankShare, rank_config, rank_device
+from quire.process.granted import granted_cores
 from quire.process.temporary_folders import temporary_folder
 from quire.runner.memory import CachePlan
 from quire.runner.runner import Runner
+
+logger = logging.getLogger(__name__)
 
 START_SECONDS = 1800.0
 """Within which all ranks must have loaded their part."""
@@ -39,6 +44,15 @@ class Ranks:
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:
         size = config.tensor_parallel_size
         self.device, is_shared = rank_device(config.device, 0, size)
+        cores = granted_cores(Path("/"))
+        if self.device.kind == "cpu" and size > cores:
+            logger.warning(
+                "tensor_parallel_size: %d ranks share %d %s and wait for each other; at most %d is quicker",
+                size,
+                cores,
+                "core" if cores == 1 else "cores",
+                cores,
+            )
         self.config = rank_config(config, self.device, is_shared)
         self._resources = contextlib.ExitStack()
         self._num_threads = torch.get_num_threads()

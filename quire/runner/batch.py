@@ -41,6 +41,7 @@ class BatchShape:
 
     @classmethod
     def of(cls, step: Step) -> BatchShape:
+        """The columns of a step, as arrays for the device."""
         columns = ScheduledColumns.of(step.scheduled)
         return cls(
             request_rows=np.array(columns.row, np.int32),

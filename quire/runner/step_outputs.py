@@ -42,6 +42,7 @@ class StepOutputs:
         self.drafts: dict[str, tuple[int, ...]] = {}
 
     def add(self, tensors: Sequence[Tensor], read: Reader) -> None:
+        """Has tensors copied to the host with the others; `read` gets them when they are there."""
         self.tensors.extend(tensors)
         self._readers.append((len(tensors), read))
 
@@ -128,6 +129,8 @@ class StepOutputs:
         self.add(logprobs, read)
 
     def add_prompt_logprobs(self, part: PromptPart, logprobs: list[Tensor]) -> None:
+        """Has a part of a prompt's logprobs read; those that are no numbers fail the request."""
+
         def read(tensors: Sequence[Tensor]) -> None:
             found = read_logprobs(tensors, [part.num_top] * len(tensors[0]))
             if any(math.isnan(score.logprob) for score in found):
@@ -184,6 +187,7 @@ class PendingStep:
         self._result = replace(self._result, drafts={**drafts, **self._result.drafts})
 
     def result(self) -> StepResult:
+        """Waits for the device, and reads the result once."""
         if self._result is None:
             assert self._outputs is not None
             if self._arrived is not None:

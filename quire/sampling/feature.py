@@ -73,6 +73,7 @@ class Feature:
         return is_asked
 
     def is_asked(self, admission: AdmittedRequest) -> bool:
+        """Whether a request uses this feature at all: rows that don't are never looked at."""
         return any(
             getattr(admission.params, name) != getattr(NEUTRAL, name) for name in self.switches
         )

@@ -19,6 +19,7 @@ GREEDY_BELOW = 1e-5
 
 
 def effective_temperature(params: SamplingParams) -> float:
+    """0 where it is so small that only the likeliest token has a chance: then nothing is drawn."""
     return params.temperature if params.temperature >= GREEDY_BELOW else 0.0
 
 

@@ -176,7 +176,11 @@ class _Run:
         if self._server is None or self._service is None:
             return
         if not self._service.is_draining:
-            logger.info("%s: no new requests; waiting for those that run", which.name)
+            logger.info(
+                "%s: no new requests; those that run have %.0f s to end; another Ctrl-C or SIGTERM ends them at once",
+                which.name,
+                self._config.drain_seconds,
+            )
             self._service.is_draining = True
             self._end()
             asyncio.get_running_loop().call_later(self._config.drain_seconds, self._abort)

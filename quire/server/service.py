@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from fastapi import Request
@@ -47,6 +47,14 @@ _PROMPT_FIELDS = ("prompt", "text", "token_ids")
 """Fields of errors about a prompt itself."""
 
 
+class OtherProcesses(Protocol):
+    """What the HTTP workers know about requests."""
+
+    async def find_record(self, an_id: str, owner: str | None) -> RequestRecord | None: ...
+
+    async def newest_records(self, count: int, owner: str | None) -> list[RequestRecord]: ...
+
+
 class GenerationService:
     """One model, served. `quire.server.calls.call` explains its use."""
 
@@ -76,9 +84,7 @@ class GenerationService:
         limits = (ready.max_num_seqs, config.max_queued_requests, config.max_queued_tokens)
         self.admission = Admission(*limits, counts=self.counts, is_fair=ready.policy == "fair")
         self.quotas = quotas or Quotas(limits_by_owner(config))
-        self.find_elsewhere: Callable[[str, str | None], Awaitable[RequestRecord | None]] | None = (
-            None
-        )
+        self.other_processes: OtherProcesses | None = None
         """Where else a request may be known: in the processes that serve the same engine."""
         self.calls: WeakValueDictionary[tuple[str, str], Call] = WeakValueDictionary()
         """By the owner and id of a response, as long as it is being written or read."""
@@ -195,9 +201,17 @@ class GenerationService:
         anybody's.
         """
         found = self.records.find(name, owner)
-        if found is None and self.find_elsewhere is not None:
-            return await self.find_elsewhere(name, owner)
+        if found is None and self.other_processes is not None:
+            return await self.other_processes.find_record(name, owner)
         return found
+
+    async def newest_records(self, count: int, owner: str | None) -> list[RequestRecord]:
+        """The last requests of this owner or, with None, of anybody, newest first."""
+        found = self.records.newest(count, owner)
+        if self.other_processes is not None:
+            found += await self.other_processes.newest_records(count, owner)
+            found.sort(key=lambda record: record.created, reverse=True)
+        return found[:count]
 
     async def describe(self, record: RequestRecord, explain: bool = False) -> dict[str, Any] | None:
         """What the engine's log says about a request. It has to leave its steps for that, so not

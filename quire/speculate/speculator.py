@@ -57,15 +57,17 @@ class Speculator:
         ngrams: bool = False,
         runner_drafts: bool = False,
         adaptive: bool = True,
+        num_tokens: int | None = None,
     ) -> None:
         """`ngrams`: look for repetitions in the text; `runner_drafts`: ask the runner for drafts.
         Without both, only clients' predictions are used. Without `adaptive`, always as many draft
-        tokens as possible, right or wrong.
+        tokens as possible, right or wrong; with `num_tokens`, always so many.
         """
         self._vocab_size = vocab_size
         self._ngrams = ngrams
         self._runner_drafts = runner_drafts
-        self._adaptive = adaptive
+        self._adaptive = adaptive and num_tokens is None
+        self._most = MAX_DRAFT_TOKENS if num_tokens is None else num_tokens
         self._costs = StepTimeModel()
         self._chance = 0.7
         """How often draft tokens are right, over all requests: the first estimate for a new one."""
@@ -119,7 +121,7 @@ class Speculator:
         """
         state = request.draft_state or self._state(request)
         return (
-            self._count(request, state, MAX_DRAFT_TOKENS)
+            self._count(request, state, self._most)
             if state is not None and state.asks_runner
             else 0
         )
@@ -155,7 +157,7 @@ class Speculator:
 
     def _count(self, request: Request, state: _DraftState, most: int) -> int:
         if not self._adaptive:
-            return min(most, MAX_DRAFT_TOKENS)
+            return min(most, self._most)
         acceptance = state.acceptance
         if (
             request.accepted_tokens != acceptance.num_right

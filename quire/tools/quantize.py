@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -125,11 +125,11 @@ def quantize_model(
     to: str,
     force: bool = False,
     progress: Progress | None = None,
-    write_tokenizer: Callable[[Mapping[str, Any], Path], None] | None = None,
+    write_tokenizer: Callable[[Checkpoint, Path], None] | None = None,
 ) -> Written:
     """Writes the model in `path` quantised `to` int8, int4 or fp8 as the folder `out`. With `force`
-    it may replace a folder that was written like this before. A GGUF file's tokenizer is written by
-    `write_tokenizer`, which gets the file's metadata and the folder.
+    it may replace a folder that was written like this before. `write_tokenizer` writes the
+    tokenizer of a GGUF file, or of a folder of .npy files that has none, whose tokens are bytes.
     """
     files = open_model(path)
     spec, checkpoint, is_folder = files.spec, files.checkpoint, files.checkpoint.kind != "gguf"
@@ -162,8 +162,9 @@ def quantize_model(
             _copy_settings(path, folder)
         else:
             _check_config(files.spec, folder, path)
-            if write_tokenizer is not None:
-                write_tokenizer(checkpoint.metadata, folder)
+        lacks_tokenizer = checkpoint.kind == "npy" and not (folder / "tokenizer.json").exists()
+        if write_tokenizer is not None and (lacks_tokenizer or not is_folder):
+            write_tokenizer(checkpoint, folder)
         _write_shards(checkpoint, shards, folder, progress or (lambda done, total: None))
     before = sum(source.info.num_bytes for source in sources)
     return Written(before, sum(shard.nbytes for shard in shards), tuple(names))

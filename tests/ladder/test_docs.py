@@ -13,6 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from quire.tools.bench.ladder.sources import sources_digest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -110,6 +112,18 @@ def test_the_recorded_tables_and_plots_are_those_of_the_recorded_figures(folder:
     assert "/" not in raw["facts"]["command"]
 
 
+@pytest.mark.xfail(
+    strict=True, reason="docs/results is from before rungs 7 and 10; it wants a quiet machine"
+)
+def test_the_recorded_climb_is_one_of_the_present_rungs() -> None:
+    """Those of other machines can't be renewed here: their dates say how old they are."""
+    raw = json.loads((ROOT / "docs" / "results" / "results.json").read_text())
+    assert raw["facts"].get("rungs") == sources_digest(), (
+        "the ladder's code has changed since docs/results/results.md was measured; run: "
+        "quire bench ladder --output docs/results && python docs/update.py"
+    )
+
+
 def test_a_table_is_quoted_with_its_note_and_its_origin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +138,8 @@ def test_a_table_is_quoted_with_its_note_and_its_origin(
     origin = "(`quire x`, s, m; d; [docs/results/results.md](results.md))"
     quoted = f"| b |\n| --- |\n| 2 |\n\nNote. {origin}\n"
     assert update.updated(document) == f"x\n<!-- results: One | b -->\n{quoted}<!-- end -->\ny\n"
+    document.write_text("<!-- results: One | b | no note -->\n<!-- end -->\n")
+    assert f"| 2 |\n\n{origin}\n" in update.updated(document)
     (tmp_path / "card").mkdir()
     (tmp_path / "card" / "results.md").write_text(
         results.read_text().replace("machine: m", "machine: gpu")
@@ -133,7 +149,11 @@ def test_a_table_is_quoted_with_its_note_and_its_origin(
         "(`quire x`, s, gpu; d; [docs/results/card/results.md](card/results.md))"
         in update.updated(document)
     )
-    for wrong, message in (("Two", "no table called 'Two'"), ("One | c", "no column 'c'")):
+    for wrong, message in (
+        ("Two", "no table called 'Two'"),
+        ("One | c", "no column 'c'"),
+        ("One | b | brief", "'brief' should be 'no note'"),
+    ):
         document.write_text(f"<!-- results: {wrong} -->\n<!-- end -->\n")
         with pytest.raises(SystemExit, match=message):
             update.updated(document)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -264,6 +265,15 @@ def test_a_loop_never_goes_past_the_models_last_position() -> None:
         with pytest.raises(InvalidRequestError, match="room for 10"):
             generate(decoder, PROMPT, 5)
         assert len(generate(decoder, PROMPT, 4)) == 4
+    # Guesses up to the last position, right ones and wrong ones, are no reason to go past it.
+    expected = greedy(decoder, PROMPT, 3)
+    for tokens in (expected, [96, 96, 96]):
+        guesses = partial(_guess_after_prompt, tokens)
+        assert generate_with_guesses(decoder, PROMPT, 3, guess=guesses) == expected
+
+
+def _guess_after_prompt(answer: list[int], tokens: Any, count: int) -> list[int]:
+    return [*answer[len(tokens) - len(PROMPT) :], *[1] * count][:count]
 
 
 def test_guesses_that_no_vocabulary_has_are_refused(decoder: Decoder) -> None:

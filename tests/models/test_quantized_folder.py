@@ -214,8 +214,8 @@ def test_a_plain_gguf_file_becomes_a_folder(name: str, to: str, tmp_path: Path) 
         path,
         tmp_path / "out",
         to,
-        write_tokenizer=lambda metadata, folder: seen.append(
-            (metadata["general.architecture"], folder)
+        write_tokenizer=lambda checkpoint, folder: seen.append(
+            (checkpoint.metadata["general.architecture"], folder)
         ),
     )
     assert [name for name, _ in seen] == [architecture]

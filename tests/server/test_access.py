@@ -29,6 +29,7 @@ PATHS = (
     "/openapi.json",
     "/version",
     "/ready",
+    "/v1/requests",
     "/v1/requests/x",
     "/v1/requests/x/explain",
     "/nothing",
@@ -398,6 +399,11 @@ def test_a_key_sees_its_own_requests_and_an_admin_key_all(client: httpx.Client) 
             assert "owner" not in shown.json()
         for path in (f"/v1/requests/{ids[other]}", f"/v1/requests/{ids[other]}/explain"):
             assert client.get(path, headers=as_key(key)).status_code == 404
+        listed = client.get("/v1/requests?limit=1", headers=as_key(key))
+        assert [one["response_id"] for one in listed.json()["data"]] == [ids[key]]
+        assert "owner" not in listed.json()["data"][0]
+    listed = client.get("/v1/requests?limit=2", headers=as_key("boss")).json()["data"]
+    assert [one["response_id"] for one in listed] == [ids["second"], ids["first"]]
     for name in ids.values():
         shown = client.get(f"/v1/requests/{name}/explain", headers=as_key("boss"), timeout=60)
         assert shown.json()["response_id"] == name

@@ -10,6 +10,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.tools.explain.text import explanation_svg
+from tests.cli.in_process import quire_here
 from tests.server.harness import Server, error_of
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
@@ -257,6 +258,12 @@ def test_request_ids_go_in_and_come_out(server: Server) -> None:
     assert bad.headers["x-request-id"].startswith("req-")
     error_of(bad, 400, "n")
     error_of(server.get("/v1/requests/unknown"), 404)
+    error_of(server.get("/v1/requests?limit=0"), 400, "query.limit")
+    told = quire_here("explain", server.url)
+    assert (told.returncode, response.json()["id"] in told.stdout) == (0, True), told
+    assert f"quire explain {server.url} " in told.stderr
+    listed = json.loads(quire_here("explain", f"{server.url}/v1", "--json").stdout)
+    assert "my-id.1" in {one["request_id"] for one in listed}
 
 
 def test_a_request_is_explained_in_parts_that_add_up(server: Server) -> None:

@@ -173,6 +173,8 @@ def test_what_one_worker_did_all_of_them_know(server: WorkersServer) -> None:
         record = server.get(f"/v1/requests/mine-{number}").json()
         assert (record["response_id"], record["completion_tokens"]) == (answer.json()["id"], 2)
         assert record["engine"] == {"request_id": answer.json()["id"]}
+    listed = server.get("/v1/requests?limit=6").json()["data"]
+    assert [one["request_id"] for one in listed] == [f"mine-{5 - number}" for number in range(6)]
     assert server.get("/v1/requests/nobody").status_code == 404
 
 

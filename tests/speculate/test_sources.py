@@ -165,6 +165,16 @@ class TestWhoIsDraftedFor:
         request.draft_state = None
         assert not Speculator(10).propose(request, 5)
 
+    def test_a_fixed_number_is_drafted_right_or_wrong(self) -> None:
+        request = Request("a", (1, 2, 3) * 9, SamplingParams(), 0)
+        request.num_placeholders = 1
+        speculator = Speculator(10, ngrams=True, runner_drafts=True, num_tokens=4)
+        for _ in range(20):
+            assert len(speculator.propose(request, 9)) == 4
+            assert speculator.num_drafts(request) == 4
+            request.num_rejections += 4
+        assert len(speculator.propose(request, 3)) == 3  # what the scheduler has room for
+
     def test_nothing_is_drafted_behind_the_end(self) -> None:
         """A prompt that is repeated to its last word goes on with what ends an answer, and a
         question's beginning.

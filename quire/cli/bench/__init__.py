@@ -9,9 +9,13 @@ from quire.cli.bench.ladder import ladder
 from quire.cli.bench.offline import latency, throughput
 from quire.cli.bench.quality import quality
 from quire.cli.bench.serve import serve
+from quire.cli.grouped_help import WholeSentences
 
 app = typer.Typer(
-    help="Measure engines, techniques and servers.", no_args_is_help=True, rich_markup_mode=None
+    help="Measure engines, techniques and servers.",
+    cls=WholeSentences,
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 for command in (ladder, throughput, latency, compare, quality, serve):
     app.command()(command)

@@ -1,13 +1,14 @@
 """What can be asked about the server: GET /health, /ready, /version, /metrics, /v1/models,
-/tokenizer_info, and /v1/requests/{id} and /v1/requests/{id}/explain: what happened to a request.
+/tokenizer_info, and /v1/requests, /v1/requests/{id} and /v1/requests/{id}/explain: what happened to
+requests.
 """
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from quire import __version__
@@ -60,6 +61,15 @@ async def version() -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus' text format; names are vLLM's where it has one."""
     return Response(get_service(request).metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+@router.get("/v1/requests", tags=["operation"])
+async def list_requests(
+    request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 20
+) -> Response:
+    """The last requests of this key, newest first: ids, states, counts of tokens and times."""
+    records = await get_service(request).newest_records(limit, seen_by(request.scope))
+    return JsonResponse({"object": "list", "data": [record.describe() for record in records]})
 
 
 @router.get("/v1/requests/{request_id:path}/explain", tags=["operation"])

@@ -310,6 +310,15 @@ class Find(msgspec.Struct, tag="find"):
     owner: str | None
 
 
+class Newest(msgspec.Struct, tag="newest"):
+    """To a worker: the records of the last requests of this owner, or with None of anybody, newest
+    first. Answered with a list of their fields.
+    """
+
+    count: int
+    owner: str | None
+
+
 class Ping(msgspec.Struct, tag="ping"):
     """To a worker: does it live? Answered with nothing."""
 
@@ -318,7 +327,7 @@ class Ask(msgspec.Struct, tag="ask"):
     """Answered by `Answer` with the same ticket."""
 
     ticket: int
-    question: Store | Recall | Find | Ping
+    question: Store | Recall | Find | Newest | Ping
 
 
 class Answer(msgspec.Struct, tag="answer"):

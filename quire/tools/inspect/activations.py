@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.errors import InvalidRequestError
 from quire.models.decoder import Decoder
-from quire.models.mixers import Batch
+from quire.models.mixers import Attention, Batch
 from quire.tools.ladder.contiguous import ContiguousCache, as_token_tensor
 
 
@@ -20,7 +20,8 @@ class Stage:
     """What a part of the model gives for each token, [tokens, size] in float32."""
 
     name: str
-    """`embedding`, `layers.3.attention` and `layers.3.mlp` (what they add to the residual stream),
+    """`embedding`, `layers.3.attention.query`, `.key` and `.value` (as projected, before norms and
+    rotation), `layers.3.attention` and `layers.3.mlp` (what they add to the residual stream),
     `layers.3` (the stream behind the layer), `final_norm`, `logits`.
     """
     values: Tensor
@@ -56,15 +57,22 @@ def trace(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[Stage]:
         inner.clear()
         own = list(islice(caches, len(layer.attention.parts)))
         parts = {"attention": layer.attention} | ({} if layer.mlp is None else {"mlp": layer.mlp})
+        heads = [one for one in layer.attention.parts if isinstance(one, Attention)]
+        projections = [(one, one.qkv) for one in heads]
         try:
+            for one in heads:
+                watched = _WatchedProjection(one, f"layers.{i}.attention", inner)
+                one.qkv = watched  # type: ignore[assignment]
             for name, part in parts.items():
                 setattr(layer, name, _Watched(part, f"layers.{i}.{name}", inner))
             x, residual = layer(batch, x, residual, own)
         finally:
             for name, part in parts.items():
                 setattr(layer, name, part)
+            for one, projection in projections:
+                one.qkv = projection
         # attention first, whatever was computed first
-        yield from sorted(inner, key=lambda stage: stage.name)
+        yield from sorted(inner, key=lambda stage: stage.name.endswith(".mlp"))
         yield _stage(f"layers.{i}", x.float() + (0.0 if residual is None else residual.float()))
     total = x if residual is None else decoder.kernels.scale_add(x, 1.0, residual)
     normed = decoder.final_norm(batch, total)
@@ -93,3 +101,26 @@ class _Watched:
         result: Tensor = self._part(*arguments)  # type: ignore[operator]
         self._seen.append(_stage(self._name, result))
         return result
+
+
+class _WatchedProjection:
+    """The packed projection of an attention layer, whose parts are written down one by one."""
+
+    def __init__(self, attention: Attention, name: str, seen: list[Stage]) -> None:
+        self._projection = attention.qkv
+        self._name = name
+        self._seen = seen
+        heads = attention.spec.heads
+        self._sizes = {"query": heads.num_heads * heads.head_dim}
+        if attention.has_keys:
+            self._sizes["key"] = heads.num_kv_heads * heads.head_dim
+            self._sizes["value"] = heads.num_kv_heads * heads.head_dim
+        if attention.is_gated:
+            self._sizes["gate"] = attention.spec.output_size
+
+    def __call__(self, batch: Batch, x: Tensor) -> Tensor:
+        packed = self._projection(batch, x)
+        parts = packed.split_with_sizes(tuple(self._sizes.values()), 1)
+        for name, part in zip(self._sizes, parts, strict=True):
+            self._seen.append(_stage(f"{self._name}.{name}", part))
+        return packed

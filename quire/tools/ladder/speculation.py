@@ -37,12 +37,12 @@ def generate_with_guesses(
     right, too. The keys and values of wrong ones stay where they are and are overwritten:
     forgetting them is setting a length.
     """
-    cache = ContiguousCache(
-        decoder, num_sequences=1, capacity=len(prompt) + max_new_tokens + num_guesses
-    )
+    end = len(prompt) + max_new_tokens
+    cache = ContiguousCache(decoder, num_sequences=1, capacity=end)
     tokens, computed = list(prompt), 0
-    while len(tokens) < len(prompt) + max_new_tokens:
-        guesses = guess(tokens, num_guesses)
+    while len(tokens) < end:
+        room = end - len(tokens) - 1  # a step gives one token more than it has guesses
+        guesses = guess(tokens, num_guesses)[:room]
         following = _compute(decoder, cache, tokens[computed:] + guesses, computed)[
             -1 - len(guesses) :
         ]
@@ -53,7 +53,7 @@ def generate_with_guesses(
         tokens += following[: num_right + 1]
         if on_step is not None:
             on_step(guesses, following[: num_right + 1])
-    return tokens[len(prompt) : len(prompt) + max_new_tokens]
+    return tokens[len(prompt) :]
 
 
 @torch.inference_mode()

@@ -30,6 +30,7 @@ class RemoteEngines:
         self.ready: messages.Ready | None = ready
         self.on_drain: Callable[[], None] = lambda: None
         self.on_find: Callable[[str, str | None], dict[str, Any] | None] = lambda *_: None
+        self.on_newest: Callable[[int, str | None], list[dict[str, Any]]] = lambda *_: []
         self.lost = asyncio.get_running_loop().create_future()
         """Done when the channel is closed."""
         self._loop = asyncio.get_running_loop()
@@ -105,6 +106,8 @@ class RemoteEngines:
                 self._tickets.answer(message.ticket, message.value)
             case messages.Ask(question=messages.Find(an_id, owner)):
                 self.send(messages.Answer(message.ticket, self.on_find(an_id, owner)))
+            case messages.Ask(question=messages.Newest(count, owner)):
+                self.send(messages.Answer(message.ticket, self.on_newest(count, owner)))
             case messages.Ask():
                 self.send(messages.Answer(message.ticket))
             case messages.Drain():

@@ -77,7 +77,7 @@ class WorkerHub:
     async def start(self, service: GenerationService, client: Engines) -> None:
         """Starts the workers; returns when they accept connections."""
         self._service, self._client = service, client
-        service.find_elsewhere = self.find_record
+        service.other_processes = self
         numbers = [Numbers(self.folder / f"numbers-{worker}") for worker in self._workers()]
         service.metrics.show(numbers)
         loop = asyncio.get_running_loop()
@@ -124,6 +124,11 @@ class WorkerHub:
             if record is not None:
                 return record
         return None
+
+    async def newest_records(self, count: int, owner: str | None) -> list[RequestRecord]:
+        """The last requests that came to any worker."""
+        asking = [link.newest_records(count, owner) for link in self._listening()]
+        return [record for records in await asyncio.gather(*asking) for record in records]
 
     # Inside
 

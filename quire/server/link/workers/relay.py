@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -75,14 +76,22 @@ class WorkerLink:
 
     async def find_record(self, an_id: str, owner: str | None) -> RequestRecord | None:
         """What the worker knows about a request of this owner."""
-        question = messages.Find(an_id, owner)
+        found = await self._ask(messages.Find(an_id, owner))
+        return None if found is None else RequestRecord(**found)
+
+    async def newest_records(self, count: int, owner: str | None) -> list[RequestRecord]:
+        """The last requests that came to the worker."""
+        found = await self._ask(messages.Newest(count, owner))
+        return [RequestRecord(**one) for one in found or ()]
+
+    async def _ask(self, question: messages.Find | messages.Newest) -> Any:
+        """The worker's answer; None if it does not say in time."""
         try:
-            found = await self._tickets.ask(
+            return await self._tickets.ask(
                 lambda ticket: self.send(messages.Ask(ticket, question)), _FIND_SECONDS
             )
         except TimeoutError:
             return None
-        return None if found is None else RequestRecord(**found)
 
     def lost(self) -> int:
         """The worker is gone: nobody waits for its requests any more. How many answers they would

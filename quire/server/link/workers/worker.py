@@ -113,7 +113,11 @@ async def _serve(
         record = service.records.find(an_id, owner)
         return None if record is None else {**record.describe(), "owner": record.owner}
 
-    engines.on_drain, engines.on_find = drain, find
+    def newest(count: int, owner: str | None) -> list[dict[str, object]]:
+        records = service.records.newest(count, owner)
+        return [{**record.describe(), "owner": record.owner} for record in records]
+
+    engines.on_drain, engines.on_find, engines.on_newest = drain, find, newest
     settle()
     server.on_started = lambda: engines.send(Listening())
     serving = asyncio.create_task(server.serve())

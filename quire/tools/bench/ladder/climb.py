@@ -16,6 +16,7 @@ from quire.tools.bench.ladder.attention import compare_attention
 from quire.tools.bench.ladder.engines import LadderEngines
 from quire.tools.bench.ladder.rungs import Rung, find_rungs
 from quire.tools.bench.ladder.settings import FULL, ClimbSettings
+from quire.tools.bench.ladder.sources import sources_digest
 from quire.tools.bench.ladder.weights import compare_rounding, compare_weights
 from quire.tools.bench.machine import report_facts
 from quire.tools.bench.measure import Clock, warm_up
@@ -51,7 +52,10 @@ def climb(
     engines: LadderEngines, settings: ClimbSettings = FULL, clock: Clock = time.perf_counter
 ) -> Climb:
     """Measures everything; see docs/ladder for what it shows."""
-    facts = report_facts(engines.device) | {"model": f"{engines.model}, {engines.dtype_name}"}
+    facts = report_facts(engines.device) | {
+        "model": f"{engines.model}, {engines.dtype_name}",
+        "rungs": sources_digest(),
+    }
     began = time.perf_counter()
     source = TokenSource(0, engines.spec.vocab_size)
     jobs = random_jobs(
