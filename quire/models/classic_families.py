@@ -229,6 +229,6 @@ CLASSIC: tuple[Family, ...] = (
     ),
     Family(
         "apertus", "Apertus", ("ApertusForCausalLM",), _apertus, settings=_apertus_settings,
-        names=_APERTUS_NAMES, ignored=(".act_fn.beta", ".act_fn.eps"),
+        names=_APERTUS_NAMES, ignored=(".act_fn.beta", ".act_fn.eps"), constants={".act_fn.beta": 0.5},
     ),
 )  # fmt: skip

@@ -75,6 +75,8 @@ class Family:
     """What the names of tensors begin with that are not for text: they are left out."""
     ignored: tuple[str, ...] = ()
     """How the names end of further tensors in files that are not needed: constants, such as masks."""
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Of those, which must have the number that the kernels have built in."""
     ties_whole: bool | None = None
     """What an absent `tie_word_embeddings` means for a model that also sees; None: what it means
     for its text part.

@@ -27,6 +27,7 @@ from quire.kernels.formats import Format
 from quire.kernels.quantize import quantize
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
+from quire.models.families import family_named
 from quire.models.gguf_spec import read_gguf_spec
 from quire.models.model_config import read_config
 from quire.models.names import gguf_pieces, huggingface_pieces
@@ -78,8 +79,19 @@ def open_model(path: Path) -> ModelFiles:
         spec = read_config(path / "config.json")
         if spec.tie_embeddings and has_own_head(spec, checkpoint):
             spec = replace(spec, tie_embeddings=False)
+        _check_constants(spec, checkpoint)
         pieces = (_as_stored(one, checkpoint) for one in huggingface_pieces(spec, names))
     return ModelFiles(replace(spec, cache=checkpoint.cache), checkpoint, tuple(pieces))
+
+
+def _check_constants(spec: ModelSpec, checkpoint: Checkpoint) -> None:
+    """Tensors that stand for numbers which the kernels have built in."""
+    for suffix, built_in in family_named(spec.family).constants.items():
+        for name in checkpoint.tensors:
+            if name.endswith(suffix) and (checkpoint.read(name) != built_in).any():
+                raise UnsupportedModelError(
+                    f"{checkpoint.tensors[name].file}: {name} is not {built_in}, the only value that is computed."
+                )
 
 
 def has_own_head(spec: ModelSpec, checkpoint: Checkpoint) -> bool:

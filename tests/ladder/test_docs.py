@@ -120,7 +120,7 @@ def test_the_recorded_climb_is_one_of_the_present_rungs() -> None:
     raw = json.loads((ROOT / "docs" / "results" / "results.json").read_text())
     assert raw["facts"].get("rungs") == sources_digest(), (
         "the ladder's code has changed since docs/results/results.md was measured; run: "
-        "quire bench ladder --output docs/results && python docs/update.py"
+        "quire bench ladder, copy ladder-results/* to docs/results, run python docs/update.py"
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.ops import AttentionSpec
@@ -131,6 +132,19 @@ def test_what_is_not_computed_is_refused_by_name(
 ) -> None:
     with pytest.raises((UnsupportedModelError, ModelFormatError), match=message):
         read(tmp_path, family, **(SMALL | changes))
+
+
+def test_a_number_in_the_files_that_the_kernels_have_built_in_must_be_that_one(
+    tmp_path: Path,
+) -> None:
+    random_model(config_class("apertus")(**SMALL), 0).save_pretrained(tmp_path)
+    open_model(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(one for one in tensors if one.endswith(".act_fn.beta"))
+    save_file(tensors | {name: torch.tensor(0.25).to(tensors[name])}, file, {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match="act_fn.beta is not 0.5"):
+        open_model(tmp_path)
 
 
 class WithoutChunks(ReferenceKernels):
