@@ -143,7 +143,7 @@ def test_a_number_in_the_files_that_the_kernels_have_built_in_must_be_that_one(
     tensors = load_file(file)
     name = next(one for one in tensors if one.endswith(".act_fn.beta"))
     save_file(tensors | {name: torch.tensor(0.25).to(tensors[name])}, file, {"format": "pt"})
-    with pytest.raises(UnsupportedModelError, match="act_fn.beta is not 0.5"):
+    with pytest.raises(UnsupportedModelError, match=r"act_fn\.beta is not 0\.5"):
         open_model(tmp_path)
 
 
