@@ -239,7 +239,7 @@ def test_a_trace_ends_with_the_decoders_own_logits(family: str) -> None:
         whole = [name for name in names if name.count(".") < 3]
         assert whole[:4] == ["embedding", "layers.0.attention", "layers.0.mlp", "layers.0"]
         parts = [name.rpartition(".")[2] for name in names if name.count(".") == 3]
-        assert set(parts) <= {"query", "key", "value", "gate"}
+        assert set(parts) <= {"query", "key", "value", "gate", "latent"}
         assert "query" in parts or not any(
             isinstance(one, AttentionSpec) for one in decoder.spec.mixers
         )

@@ -170,7 +170,9 @@ def test_a_long_prompt_is_scored_a_few_rows_at_a_time(monkeypatch: pytest.Monkey
     seen: list[int] = []
     head = decoder.logits
     monkeypatch.setattr(
-        decoder, "logits", lambda hidden: (seen.append(len(hidden)), head(hidden))[1]
+        decoder,
+        "logits",
+        lambda hidden, **more: (seen.append(len(hidden)), head(hidden, **more))[1],
     )
     prompt = [random.Random(5).randrange(97) for _ in range(400)]
     Bench(decoder, recorded=False).run(

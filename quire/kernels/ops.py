@@ -187,12 +187,12 @@ class AttentionSpec:
     """Factor of the products of queries and keys."""
     sliding_window: int | None = None
     """A query sees this many most recent keys, its own included; None: all."""
+    soft_cap: float = 0.0
+    """Scaled products become cap * tanh(product / cap); 0: no cap."""
     chunk: int | None = None
     """A query sees the keys of its own chunk of so many tokens, counted from the sequence's begin,
     up to itself; None: of all chunks. Not beside a window.
     """
-    soft_cap: float = 0.0
-    """Scaled products become cap * tanh(product / cap); 0: no cap."""
 
     @property
     def input_size(self) -> int:

@@ -200,7 +200,7 @@ def test_without_llguidance_the_error_says_what_to_install() -> None:
     output = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout
-    assert "pip install quire[structured]" in output
+    assert "pip install 'quire[structured]'" in output
     assert output.endswith("False False\n"), "the checking process starts quickly"
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.errors import InvalidRequestError
 from quire.models.decoder import Decoder
-from quire.models.mixers import Attention, Batch
+from quire.models.mixers import Attention, Batch, LatentAttention
 from quire.tools.ladder.contiguous import ContiguousCache, as_token_tensor
 
 
@@ -57,20 +57,26 @@ def trace(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[Stage]:
         inner.clear()
         own = list(islice(caches, len(layer.attention.parts)))
         parts = {"attention": layer.attention} | ({} if layer.mlp is None else {"mlp": layer.mlp})
-        heads = [one for one in layer.attention.parts if isinstance(one, Attention)]
-        projections = [(one, one.qkv) for one in heads]
+        projections = [
+            (one, name, getattr(one, name))
+            for one in layer.attention.parts
+            for name in _projections(one)
+        ]
         try:
-            for one in heads:
-                watched = _WatchedProjection(one, f"layers.{i}.attention", inner)
-                one.qkv = watched  # type: ignore[assignment]
+            for one, name, projection in projections:
+                where = f"layers.{i}.attention"
+                watched: object = _Watched(projection, f"{where}.{name}", inner)
+                if isinstance(one, Attention):
+                    watched = _WatchedProjection(one, where, inner)
+                setattr(one, name, watched)
             for name, part in parts.items():
                 setattr(layer, name, _Watched(part, f"layers.{i}.{name}", inner))
             x, residual = layer(batch, x, residual, own)
         finally:
             for name, part in parts.items():
                 setattr(layer, name, part)
-            for one, projection in projections:
-                one.qkv = projection
+            for one, name, projection in projections:
+                setattr(one, name, projection)
         # attention first, whatever was computed first
         yield from sorted(inner, key=lambda stage: stage.name.endswith(".mlp"))
         yield _stage(f"layers.{i}", x.float() + (0.0 if residual is None else residual.float()))
@@ -83,6 +89,13 @@ def trace(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[Stage]:
 def first_bad(decoder: Decoder, token_ids: Sequence[int]) -> Stage | None:
     """Where the first NaN or infinity comes from; None: there is none."""
     return next((stage for stage in trace(decoder, token_ids) if stage.num_bad), None)
+
+
+def _projections(mixer: object) -> tuple[str, ...]:
+    """What makes queries and keys of the layer's input, where it attends."""
+    if isinstance(mixer, Attention):
+        return ("qkv",)
+    return ("query", "latent") if isinstance(mixer, LatentAttention) else ()
 
 
 def _stage(name: str, values: Tensor) -> Stage:
@@ -114,6 +127,7 @@ class _WatchedProjection:
         self._sizes = {"query": heads.num_heads * heads.head_dim}
         if attention.has_keys:
             self._sizes["key"] = heads.num_kv_heads * heads.head_dim
+        if attention.has_keys and not attention.keys_are_values:
             self._sizes["value"] = heads.num_kv_heads * heads.head_dim
         if attention.is_gated:
             self._sizes["gate"] = attention.spec.output_size
