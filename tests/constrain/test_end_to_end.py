@@ -58,6 +58,7 @@ def count_finished(outputs: Sequence[RequestOutput], wanted: Sequence[Structured
     return finished
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 def test_many_random_schemas(llm: LLM) -> None:
     wanted = [

@@ -140,6 +140,7 @@ def test_conversations_are_rendered_and_encoded_as_transformers_does(name: str) 
             assert ids == tokenizer.encode(expected, add_special_tokens=False, allow_special=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CHATTING)
 def test_a_users_control_tokens_stay_text_in_a_chat(name: str) -> None:
     tokenizer = tokenizer_of(name)

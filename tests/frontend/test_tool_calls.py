@@ -252,6 +252,7 @@ def test_pieces_give_what_the_whole_gives(name: str, text: str, data: st.DataObj
         assert whole.content == text  # what was no call is given back, every character
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PARSERS)
 @settings(max_examples=30)
 @given(

@@ -84,6 +84,7 @@ def test_quick_writes_the_table_the_plot_and_the_raw_figures(quick: tuple[Path, 
     assert "same tokens on all rungs: yes" in facts
 
 
+@pytest.mark.slow
 def test_the_numbers_in_the_tables_are_the_measured_ones(quick: tuple[Path, str, str]) -> None:
     folder, _, _ = quick
     raw = json.loads((folder / "results.json").read_text())

@@ -334,6 +334,7 @@ def test_what_a_rank_can_not_do_is_said(random_model: Path) -> None:
         ranks.rank_device("cuda", 0, 2)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_while_loading_is_named(
     random_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def undisturbed(folder: Path, small_model: str) -> bytes:
     return (folder / "answers.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_every_request_has_its_answer_in_its_place(undisturbed: bytes) -> None:
     found = [json.loads(one) for one in undisturbed.splitlines()]
     assert [one["custom_id"] for one in found[:72]] == [f"id-{i}" for i in range(72)]

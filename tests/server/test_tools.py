@@ -302,6 +302,7 @@ def test_what_is_wrong_is_named(thinker: Server, fields: dict[str, Any], field: 
     error_of(thinker.post("/v1/chat/completions", {"messages": ASK, **fields}), 400, field)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "template", [ONE_CALL, SHORT_IDS, FULL_TOOLS], ids=["llama3", "mistral", "hermes"]
 )

@@ -121,6 +121,7 @@ def run(
         asyncio.run(main())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("replicas", [2, 1])
 def test_all_answers_are_the_same(engines: LocalEngines, replicas: int) -> None:
     """Clients of all kinds at the same time, and engines that die again and again; a single one is
