@@ -33,6 +33,7 @@ _TENSOR = re.compile(r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_magnitude_vec
 _HEAD = "lm_head"
 _COPIES = (
     f"{_HEAD}.base_layer.weight",
+    f"{_HEAD}.base_layer.bias",
     f"{_HEAD}.weight",
     "embed_tokens.weight",
     "embed_tokens.base_layer.weight",
@@ -126,6 +127,12 @@ class AdapterLoader:
         own: others are not computed with.
         """
         parameter = "head" if f"{_HEAD}." in name else "embedding"
+        if name.endswith(".bias"):
+            parameter = "head_bias"
+            if parameter not in base.spec.parameters():
+                raise ModelFormatError(
+                    f"{files.checkpoint.tensors[name].file}: the tensor {name} has no place: this model's head has no bias"
+                )
         own = _base_weight(base, parameter)
         stored = files.checkpoint.tensors[name]
         if stored.shape != tuple(own.shape) or not torch.equal(files.checkpoint.read(name), own):

@@ -279,14 +279,14 @@ int main() {
       int64_t query_stride;
       const void *keys, *values, *key_scales, *value_scales, *query_start, *context_lens, *block_tables, *table_rows;
       void* out;
-      int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, block_size, block_stride, scale_stride;
-      int64_t window, keys_by_dimension;
+      int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, value_dim, block_size, block_stride;
+      int64_t scale_stride, window, chunk, keys_by_dimension;
       const void* sinks;
       float scale, cap, value_scale;
       int threads;
     } attention{x.data(), depth, keys.data(), values.data(), nullptr, nullptr, starts.data(), lengths.data(),
-                table.data(), tables.data(), out.data(), 1, blocks, heads, kv_heads, head_dim, 16,
-                kv_heads * 16 * head_dim, kv_heads * 16, window, by_dimension,
+                table.data(), tables.data(), out.data(), 1, blocks, heads, kv_heads, head_dim, head_dim, 16,
+                kv_heads * 16 * head_dim, kv_heads * 16, window, 0, by_dimension,
                 nullptr, 0.18f, 0, 1, 1};
     quire_attention_float32(&attention);
     print("attention", out);

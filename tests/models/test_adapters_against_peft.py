@@ -35,7 +35,13 @@ from tests.models.test_recurrent_families import save as save_recurrent
 from tests.random_models import Bench
 
 CPU = torch.device("cpu")
-FAMILY_NAMES = [family.name for family in FAMILIES if family.name not in RECURRENT]
+NOT_WITH_PEFT = {
+    "dots1": "PEFT adapts its experts whatever it is asked for",
+    "gpt2": "PEFT writes fan_in_fan_out, which is refused by name",
+}
+FAMILY_NAMES = [
+    family.name for family in FAMILIES if family.name not in {*RECURRENT, *NOT_WITH_PEFT}
+]
 
 
 def with_adapter(model: Any, rng: Random, folder: Path, **further: Any) -> Any:
@@ -45,7 +51,8 @@ def with_adapter(model: Any, rng: Random, folder: Path, **further: Any) -> Any:
     torch.manual_seed(rng.randrange(1000))
     rank = rng.choice([1, 3, 8, 17])
     linears = (name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear))
-    targets = set(linears)
+    # What expands latents is no product of a row: it is refused by name.
+    targets = {name for name in linears if not name.endswith(".kv_b_proj")}
     if any(name.endswith(".experts") for name, _ in model.named_modules()):
         # PEFT takes a name such as "gate_proj" for the experts, too.
         targets = {name for name in targets if "attn" in name or name == "lm_head"}
