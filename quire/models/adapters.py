@@ -131,7 +131,8 @@ class AdapterLoader:
             parameter = "head_bias"
             if parameter not in base.spec.parameters():
                 raise ModelFormatError(
-                    f"{files.checkpoint.tensors[name].file}: the tensor {name} has no place: this model's head has no bias"
+                    f"{files.checkpoint.tensors[name].file}: the tensor {name} has no place in this "
+                    "model, whose head has no bias"
                 )
         own = _base_weight(base, parameter)
         stored = files.checkpoint.tensors[name]
