@@ -120,7 +120,9 @@ def check_family(family: str, seed: int, folder: Path) -> None:
         put_adapter(decoder, files, folder / "adapter", folder / "model")
         found = adapted_logits(decoder, prompt)
         assert_as_near(found, expected, adapted, prompt)
-        assert_as_near(found[-1:].argmax(-1), expected[-1:].argmax(-1), adapted, prompt)
+        best, second = expected[-1].topk(2).values.tolist()
+        if best - second > 1e-3:
+            assert found[-1].argmax() == expected[-1].argmax()
 
 
 @pytest.mark.few(6)
