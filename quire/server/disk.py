@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from quire.server.errors import ApiError
@@ -16,18 +17,23 @@ from quire.server.errors import ApiError
 logger = logging.getLogger(__name__)
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+UNFINISHED = ".unfinished"
+"""Of files that are being written: who finds one at a start may remove it."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def disk_error(error: OSError) -> ApiError:
-    """What a client is told of it: no path and no address. The log has the cause."""
-    logger.error("the disk failed a request: %s", error.strerror or type(error).__name__)
-    if error.errno in _FULL:
-        return ApiError(
-            507, "the server's disk is full: try again later", code="disk_full", retry_after=10.0
-        )
-    message = "the server could not use its disk; its log says why, under the request id"
-    return ApiError(503, message, code="disk_failed", retry_after=10.0)
+@contextlib.contextmanager
+def disk_errors_for_client() -> Iterator[None]:
+    """OSError becomes what a client may see: no path and no address. The log has the cause."""
+    try:
+        yield
+    except OSError as error:
+        logger.error("the disk failed a request: %s", error.strerror or type(error).__name__)
+        if error.errno in _FULL:
+            message = "the server's disk is full: try again later"
+            raise ApiError(507, message, code="disk_full", retry_after=10.0) from None
+        message = "the server could not use its disk; its log says why, under the request id"
+        raise ApiError(503, message, code="disk_failed", retry_after=10.0) from None
 
 
 def create(path: Path) -> int:
@@ -57,7 +63,7 @@ def write_whole(path: Path, data: bytes) -> None:
     """Replaces a file's contents, aside and renamed: there is the old file or the new one, and no
     third thing.
     """
-    aside = path.with_suffix(".unfinished")
+    aside = path.with_suffix(UNFINISHED)
     aside.unlink(missing_ok=True)
     number = create(aside)
     try:

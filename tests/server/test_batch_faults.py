@@ -26,7 +26,7 @@ from quire.server.batches.requests import RequestFile
 from quire.server.batches.room import FolderLimits, NoRoomError
 from quire.server.batches.store import BatchStore
 from quire.server.batches.work import WorkFiles
-from quire.server.disk import disk_error, write_whole
+from quire.server.disk import disk_errors_for_client, write_whole
 from quire.server.errors import ApiError
 from tests.server.harness import Server, error_of, wait_for
 from tests.server.replicas.local_engines import LocalEngines, LocalServer, local_links
@@ -553,9 +553,10 @@ def test_a_full_disk_leaves_no_half_files(tmp_path: Path) -> None:
     upload = store.new_upload("me")
     with limited_files(100), pytest.raises(OSError, match="large") as caught:
         upload.write(b"x" * 1000)
-    error = disk_error(caught.value)
-    assert (error.status, error.code) == (507, "disk_full")
-    assert str(tmp_path) not in error.message
+    with pytest.raises(ApiError) as told, disk_errors_for_client():
+        raise caught.value
+    assert (told.value.status, told.value.code) == (507, "disk_full")
+    assert str(tmp_path) not in told.value.message
     upload.discard()
     small = store.new_upload("me")
     small.write(b"x")

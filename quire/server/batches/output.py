@@ -21,11 +21,13 @@ from typing import BinaryIO
 import msgspec
 
 from quire.errors import InvalidRequestError, QuireError
-from quire.server.batches.requests import BatchRequest, import_pyarrow
-from quire.server.disk import create
+from quire.server.batches.requests import BAD_JSON, BatchRequest, import_pyarrow
+from quire.server.disk import create, write_all
 
 _SYNC_SECONDS = 5.0
 """So much is computed again, at most, if not only the process ends but the machine."""
+_ROWS_AT_ONCE = 1000
+"""Of a Parquet file, that are in memory while it is written."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -131,9 +133,7 @@ class AnswerFile:
             )
 
     def write(self, lines: bytes) -> None:
-        view = memoryview(lines)
-        while view:
-            view = view[self._file.write(view) :]
+        write_all(self._file.fileno(), lines)
         if time.monotonic() - self._synced > _SYNC_SECONDS:
             os.fsync(self._file.fileno())
             self._synced = time.monotonic()
@@ -169,7 +169,7 @@ def _decoded(line: bytes) -> _Written | None:
         return None
     try:
         return msgspec.json.decode(line, type=_Written)
-    except (msgspec.DecodeError, ValueError, RecursionError):
+    except BAD_JSON:
         return None
 
 
@@ -178,7 +178,7 @@ def _is_error(written: _Written) -> bool:
         return True
     try:
         response = msgspec.json.decode(written.response)
-    except (msgspec.DecodeError, ValueError, RecursionError):
+    except BAD_JSON:
         return True
     return not isinstance(response, dict) or response.get("status_code") != 200
 
@@ -206,7 +206,7 @@ def _write_parquet(lines: Path, path: Path) -> None:
         raise
 
 
-def _in_batches(lines: Path, size: int = 1000) -> Iterator[list[dict[str, str | None]]]:
+def _in_batches(lines: Path) -> Iterator[list[dict[str, str | None]]]:
     rows: list[dict[str, str | None]] = []
     file: BinaryIO
     with lines.open("rb") as file:
@@ -219,7 +219,7 @@ def _in_batches(lines: Path, size: int = 1000) -> Iterator[list[dict[str, str | 
                 text = bytes(found[name]).decode()
                 row[name] = None if text == "null" else text
             rows.append(row)
-            if len(rows) >= size:
+            if len(rows) >= _ROWS_AT_ONCE:
                 yield rows
                 rows = []
     if rows:

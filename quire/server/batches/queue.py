@@ -76,7 +76,8 @@ class BatchQueue:
         """Ends a batch; what is answered already is kept."""
         if batch.is_over or batch.outcome is not None or batch.status == "cancelling":
             return
-        batch.status, batch.cancelling_at = "cancelling", int(time.time())
+        batch.status = "cancelling"
+        batch.cancelling_at = int(time.time())
         with contextlib.suppress(OSError):  # it ends all the same, unless the server does first
             await asyncio.to_thread(self.store.save, batch)
         if batch.id in self._running:
@@ -117,7 +118,7 @@ class BatchQueue:
                 return  # the server goes down
             except Exception as error:
                 outcome = "failed"
-                batch.fail(_told(error))
+                batch.fail(_message_for_client(error))
                 is_known = isinstance(error, InvalidRequestError | OSError | ApiError)
                 logger.error(
                     "batch %s failed: %s", batch.id, error, exc_info=None if is_known else error
@@ -137,10 +138,8 @@ class BatchQueue:
         batch.total = total
         is_cancelled = batch.status == "cancelling"
         if not is_cancelled:
-            batch.status, batch.in_progress_at = (
-                "in_progress",
-                batch.in_progress_at or int(time.time()),
-            )
+            batch.status = "in_progress"
+            batch.in_progress_at = batch.in_progress_at or int(time.time())
         opened: list[WorkFiles] = []
 
         def open_work() -> None:
@@ -157,7 +156,8 @@ class BatchQueue:
         finally:
             for work in opened:
                 # Also of one that is cancelled: what it shows is what its files have.
-                batch.completed, batch.failed = work.output.num_lines, work.errors.num_lines
+                batch.completed = work.output.num_lines
+                batch.failed = work.errors.num_lines
                 await in_thread(work.close)
 
     async def answer_one(self, batch: StoredBatch, request: BatchRequest) -> BatchAnswer:
@@ -247,10 +247,8 @@ class _InOrder:
             del self._finished[number]
         self._next += len(answers)
         self._changed.set()
-        self._batch.completed, self._batch.failed = (
-            self._work.output.num_lines,
-            self._work.errors.num_lines,
-        )
+        self._batch.completed = self._work.output.num_lines
+        self._batch.failed = self._work.errors.num_lines
         if time.monotonic() - self._saved > _SAVE_SECONDS:
             self._saved = time.monotonic()
             with contextlib.suppress(OSError):  # the counts are found again by counting
@@ -297,7 +295,7 @@ def _first_of(group: ExceptionGroup[Exception]) -> Exception:
     return found
 
 
-def _told(error: Exception) -> str:
+def _message_for_client(error: Exception) -> str:
     """What the batch's client sees: no path of this machine."""
     if isinstance(error, ApiError):
         return error.message

@@ -20,7 +20,7 @@ from quire.errors import InvalidRequestError, QuireError
 _MAX_ID = 512
 _MAX_LINE = 16 * 2**20
 """Bytes; a line is in memory as a whole."""
-_BAD_JSON = (msgspec.DecodeError, ValueError, RecursionError)
+BAD_JSON = (msgspec.DecodeError, ValueError, RecursionError)
 """All that reading JSON of others may raise: also for text that is no UTF-8, nesting, and numbers
 that are too long.
 """
@@ -97,7 +97,7 @@ class RequestFile:
         try:
             line = msgspec.json.decode(raw, type=_Line)
             body = msgspec.json.encode(line.body)
-        except _BAD_JSON as error:  # which a wrong type is, too
+        except BAD_JSON as error:  # which a wrong type is, too
             return BatchRequest(
                 number, name, _custom_id(raw), problem=f"line {number + 1}: {_cause(error)}"
             )
@@ -133,7 +133,7 @@ def _custom_id(raw: bytes) -> str | None:
     """Of a line that is wrong otherwise, if it has one."""
     try:
         found = msgspec.json.decode(raw)
-    except _BAD_JSON:
+    except BAD_JSON:
         return None
     name = found.get("custom_id") if isinstance(found, dict) else None
     return name if isinstance(name, str) and len(name) <= _MAX_ID else None
@@ -166,7 +166,7 @@ def _parquet_line(row: dict[str, Any]) -> bytes:
     try:
         row["body"] = _parquet_body(row.get("body"))
         return msgspec.json.encode({key: value for key, value in row.items() if value is not None})
-    except (TypeError, OverflowError, *_BAD_JSON):
+    except (TypeError, OverflowError, *BAD_JSON):
         return msgspec.json.encode(
             {"custom_id": str(row.get("custom_id")), "body": "a value that JSON does not have"}
         )
@@ -178,7 +178,7 @@ def _parquet_body(body: Any) -> Any:
         return _without_nulls(body)
     try:
         return msgspec.json.decode(body, type=msgspec.Raw)
-    except _BAD_JSON:
+    except BAD_JSON:
         return body
 
 

@@ -19,7 +19,7 @@ from quire.server.batches.entries import StoredBatch, StoredFile
 from quire.server.batches.queue import BatchQueue
 from quire.server.batches.store import BatchStore, Upload
 from quire.server.batches.upload import FormReader
-from quire.server.disk import disk_error
+from quire.server.disk import disk_errors_for_client
 from quire.server.guard.auth import owner_of, seen_by
 from quire.server.guard.connection import body_schema, ignored_header, new_id, read_body
 from quire.server.http_responses import JsonResponse, LargeJsonResponse
@@ -52,24 +52,20 @@ async def upload_file(request: Request) -> Response:
     store = _queue(request).store
     declared = request.headers.get("content-length", "")
     expected = int(declared) if declared.isdigit() and len(declared) < 16 else 0
-    try:
+    with disk_errors_for_client():
         upload = await in_thread(store.new_upload, owner_of(request.scope), expected)
-    except OSError as error:
-        raise disk_error(error) from None
-    try:
-        form = FormReader(request.headers.get("content-type", ""), upload)
-        held = bytearray()
-        async for chunk in request.stream():
-            held += chunk
-            if len(held) >= _WRITTEN_AT_ONCE:
-                await in_thread(form.feed, bytes(held))
-                held.clear()
-        await in_thread(form.feed, bytes(held))
-        stored, ignored = await in_thread(_take_form, store, form, upload)
-    except OSError as error:
-        raise disk_error(error) from None
-    finally:
-        await in_thread(upload.discard)
+        try:
+            form = FormReader(request.headers.get("content-type", ""), upload)
+            held = bytearray()
+            async for chunk in request.stream():
+                held += chunk
+                if len(held) >= _WRITTEN_AT_ONCE:
+                    await in_thread(form.feed, bytes(held))
+                    held.clear()
+            await in_thread(form.feed, bytes(held))
+            stored, ignored = await in_thread(_take_form, store, form, upload)
+        finally:
+            await in_thread(upload.discard)
     return JsonResponse(stored.shown(), headers=ignored_header(ignored))
 
 
@@ -117,10 +113,8 @@ async def get_file(request: Request, file_id: str) -> Response:
 async def delete_file(request: Request, file_id: str) -> Response:
     """Deletes a file."""
     store = _queue(request).store
-    try:
+    with disk_errors_for_client():
         await in_thread(store.delete_file, seen_by(request.scope), file_id)
-    except OSError as error:
-        raise disk_error(error) from None
     return JsonResponse({"id": file_id, "object": "file", "deleted": True})
 
 
@@ -129,10 +123,8 @@ async def file_content(request: Request, file_id: str) -> Response:
     """A file's bytes."""
     store = _queue(request).store
     stored = store.file(seen_by(request.scope), file_id)
-    try:
+    with disk_errors_for_client():
         return OpenFileResponse(await in_thread(store.open_file, stored))
-    except OSError as error:
-        raise disk_error(error) from None
 
 
 @router.post("/v1/batches", openapi_extra=body_schema(CreateBatch))
@@ -150,10 +142,8 @@ async def create_batch(request: Request) -> Response:
         completion_window=body.completion_window,
         metadata=body.metadata,
     )
-    try:
+    with disk_errors_for_client():
         await _queue(request).add(batch)
-    except OSError as error:
-        raise disk_error(error) from None
     return JsonResponse(batch.shown())
 
 

@@ -20,9 +20,17 @@ from typing import TypeVar
 import msgspec
 
 from quire.server.batches.entries import RECORD_BYTES, StoredBatch, StoredFile
+from quire.server.batches.requests import BAD_JSON
 from quire.server.batches.room import FolderLimits, NoRoomError, Room, Take
 from quire.server.batches.work import WorkFiles
-from quire.server.disk import create, open_plain, read_whole, write_all, write_whole
+from quire.server.disk import (
+    UNFINISHED,
+    create,
+    open_plain,
+    read_whole,
+    write_all,
+    write_whole,
+)
 from quire.server.errors import ApiError
 from quire.server.guard.connection import new_id
 from quire.server.owned_folder import own_folder
@@ -323,7 +331,7 @@ class BatchStore:
                 entry = msgspec.json.decode(read_whole(path, _MOST_RECORD_BYTES), type=type)
                 if entry.id != path.stem:
                     raise ValueError("it belongs to another name")
-            except (msgspec.DecodeError, ValueError, RecursionError, OSError):
+            except (*BAD_JSON, OSError):
                 logger.warning(
                     "a record in %s of the folder of --batches is damaged; it is removed", kind
                 )
@@ -352,9 +360,9 @@ class BatchStore:
                     self.room.count(batch.owner, path.stat().st_size)
         known = {self.path_of(stored).name for stored in self._files.values()}
         for path in (self.folder / "files").iterdir():
-            if path.name not in known and path.suffix in (".data", ".unfinished"):
+            if path.name not in known and path.suffix in (".data", UNFINISHED):
                 _remove(path)
-        for path in (self.folder / "batches").glob("*.unfinished"):
+        for path in (self.folder / "batches").glob(f"*{UNFINISHED}"):
             _remove(path)
         for path in (self.folder / "work").iterdir():
             if path.name not in work:

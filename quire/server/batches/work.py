@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from quire.server.batches.answers import BatchAnswer
-from quire.server.batches.requests import BatchRequest
+from quire.server.batches.requests import BAD_JSON, BatchRequest
 from quire.server.batches.room import Take
 from quire.server.disk import open_plain, write_all
 
@@ -134,5 +134,5 @@ class _Head:
         self._length = len(line)
         self.id = None
         if line.endswith(b"\n"):
-            with contextlib.suppress(ValueError, msgspec.DecodeError, RecursionError):
+            with contextlib.suppress(*BAD_JSON):
                 self.id = msgspec.json.decode(line, type=_Written).id

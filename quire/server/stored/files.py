@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from quire.server.disk import UNFINISHED, open_plain, write_whole
 from quire.server.owned_folder import own_folder
 
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".response"
-_UNFINISHED = ".unfinished"
 _MOST_WAITING = 64 * 2**20
 """Bytes that may wait for the disk."""
 
@@ -39,7 +39,7 @@ class ResponseFiles:
         """The files and what they hold, the oldest first; those beyond the limit are removed,
         oldest first.
         """
-        for path in self._folder.glob(f"*{_UNFINISHED}"):
+        for path in self._folder.glob(f"*{UNFINISHED}"):
             path.unlink(missing_ok=True)
         found = []
         for path in self._folder.glob(f"*{_SUFFIX}"):
@@ -56,9 +56,12 @@ class ResponseFiles:
                 kept.append(path)
         for path in reversed(kept):
             try:
-                yield path, _read(path)
+                with os.fdopen(open_plain(path), "rb") as file:
+                    data = file.read()
             except OSError as error:
                 logger.warning("a stored response can't be read: %s", error.strerror)
+            else:
+                yield path, data
 
     def write(self, response_id: str, data: bytes) -> None:
         if self._num_waiting + len(data) > _MOST_WAITING:
@@ -90,19 +93,11 @@ class ResponseFiles:
         return self._folder / (hashlib.sha256(response_id.encode()).hexdigest()[:32] + _SUFFIX)
 
     def _write(self, path: Path, data: bytes) -> None:
-        aside = path.with_suffix(_UNFINISHED)
         try:
-            number = os.open(
-                aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-            )
-            with os.fdopen(number, "wb") as file:
-                file.write(data)
-            os.replace(aside, path)
+            write_whole(path, data)
             self._has_failed = False
         except OSError as error:
             self._say(error.strerror)
-            with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
         finally:
             self._num_waiting -= len(data)
 
@@ -116,9 +111,3 @@ class ResponseFiles:
         if not self._has_failed:  # once, not for every response of a full disk
             logger.warning("stored responses are kept in memory only, writing fails: %s", cause)
         self._has_failed = True
-
-
-def _read(path: Path) -> bytes:
-    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with os.fdopen(number, "rb") as file:
-        return file.read()
