@@ -1,146 +1,16 @@
-"""What happened to a request: told from the step log (in the engine process), and kept in outline
-(in the HTTP process) for longer than the log remembers.
-"""
+"""What the HTTP process knows about requests, for longer than the engine's step log remembers them."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
-
-from quire.engine import SchedulerConfig
-from quire.step import StepLogEntry
-
-_MOST_STEPS = 1000
-"""Steps looked at for company: the engine waits while one is described."""
-_MOST_COMPANIONS = 50
-
-
-def describe_request(
-    log: Sequence[StepLogEntry], request_id: str, config: SchedulerConfig
-) -> dict[str, Any] | None:
-    """What the log says about a request and its answers (`request_id/0`, …); None if it is not
-    there.
-    """
-    trails: dict[str, _Trail] = {}
-    for entry in log:
-        step = entry.step
-        for admission in step.admitted:
-            if belongs_to(admission.request_id, request_id):
-                trail = trails.setdefault(
-                    admission.request_id, _Trail(admission.arrival, admission.num_prompt_tokens)
-                )
-                trail.admissions.append(
-                    {
-                        "step": step.step_id,
-                        "time": round(step.now - admission.arrival, 6),
-                        "row": admission.row,
-                        "cached_tokens": admission.num_cached_tokens,
-                        "host_tokens": admission.num_host_tokens,
-                    }
-                )
-        for preemption in step.preempted:
-            if preemption.request_id in trails:
-                what = {"step": step.step_id, "kind": preemption.kind, "why": preemption.why}
-                trails[preemption.request_id].preemptions.append(what)
-        for finished in step.finished:
-            if finished.request_id in trails:
-                end = {
-                    "reason": finished.reason,
-                    "time": round(finished.time - finished.arrival, 6),
-                }
-                trails[finished.request_id].finish = end
-        if trails:
-            _follow(entry, trails)
-    for trail in trails.values():
-        trail.explain_wait(log, config)
-    if not trails:
-        return None
-    return {
-        "request_id": request_id,
-        "answers": [trail.describe(name) for name, trail in sorted(trails.items())],
-    }
-
-
-@dataclass(slots=True)
-class _Trail:
-    """What one answer left in the log."""
-
-    arrival: float
-    num_prompt_tokens: int
-    admissions: list[dict[str, Any]] = field(default_factory=list)
-    preemptions: list[dict[str, Any]] = field(default_factory=list)
-    waited_for: dict[str, dict[str, float]] = field(default_factory=dict)
-    finish: dict[str, Any] | None = None
-    num_steps: int = 0
-    computed_tokens: int = 0
-    step_seconds: float = 0.0
-    first_token: float | None = None
-    failure: str | None = None
-    companions: Counter[str] = field(default_factory=Counter)
-
-    def explain_wait(self, entries: Sequence[StepLogEntry], config: SchedulerConfig) -> None:
-        """What it waited for in the steps between its arrival and its first admission."""
-        first: int = self.admissions[0]["step"]
-        for entry in entries:
-            step = entry.step
-            if step.now < self.arrival or step.step_id >= first:
-                continue
-            if step.num_running >= config.max_num_seqs:
-                why = "rows"
-            elif step.num_tokens >= config.max_batched_tokens:
-                why = "tokens in the step"
-            else:
-                why = "blocks, or its turn"
-            waited = self.waited_for.setdefault(why, {"steps": 0, "seconds": 0.0})
-            waited["steps"] += 1
-            waited["seconds"] = round(waited["seconds"] + entry.committed - step.now, 6)
-
-    def describe(self, name: str) -> dict[str, Any]:
-        return {
-            "name": name,
-            "prompt_tokens": self.num_prompt_tokens,
-            "waited_seconds": self.admissions[0]["time"],
-            "waited_for": self.waited_for,
-            "first_token_seconds": self.first_token,
-            "admissions": self.admissions,
-            "preemptions": self.preemptions,
-            "steps": self.num_steps,
-            "computed_tokens": self.computed_tokens,
-            "seconds_in_steps": round(self.step_seconds, 6),
-            "shared_steps_with": dict(self.companions.most_common(_MOST_COMPANIONS)),
-            "failed_step": self.failure is not None,
-            "finished": self.finish,
-        }
 
 
 def belongs_to(name: str, request_id: str) -> bool:
     """Whether an answer is one of the request's: names are `id`, `id/0` and, for batches, `id.1/0`."""
     return name == request_id or (name.startswith(request_id) and name[len(request_id)] in "./")
-
-
-def _follow(entry: StepLogEntry, trails: dict[str, _Trail]) -> None:
-    """Notes a step that computed something for one of the answers."""
-    scheduled = [one for one in entry.step.scheduled if one.request_id in trails]
-    for one in scheduled:
-        trail = trails[one.request_id]
-        trail.num_steps += 1
-        trail.computed_tokens += one.num_tokens
-        trail.step_seconds += entry.committed - entry.step.now
-        trail.failure = entry.error or trail.failure
-        if (
-            trail.first_token is None
-            and entry.result is not None
-            and entry.result.tokens.get(one.request_id)
-        ):
-            trail.first_token = round(entry.committed - trail.arrival, 6)
-        if trail.num_steps <= _MOST_STEPS:
-            others = (
-                other.request_id for other in entry.step.scheduled if other.request_id not in trails
-            )
-            trail.companions.update(islice(others, 512))
 
 
 @dataclass(slots=True)

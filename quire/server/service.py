@@ -213,7 +213,7 @@ class GenerationService:
             found.sort(key=lambda record: record.created, reverse=True)
         return found[:count]
 
-    async def describe(self, record: RequestRecord, explain: bool = False) -> dict[str, Any] | None:
+    async def describe(self, record: RequestRecord) -> dict[str, Any] | None:
         """What the engine's log says about a request. It has to leave its steps for that, so not
         too often.
         """
@@ -221,7 +221,7 @@ class GenerationService:
             state = record.state
             async with self._describing:
                 try:
-                    described = await self.client.describe(record.response_id, explain)
+                    described = await self.client.describe(record.response_id)
                 except TimeoutError as error:
                     why = "the engine is too busy to say; try again later"
                     raise ApiError(503, why, code="engine_busy", retry_after=1.0) from error

@@ -17,7 +17,6 @@ from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
 from quire.errors import InvalidRequestError
 from quire.observe.engine_metrics import EngineMetrics, derive_metrics
-from quire.observe.request_records import describe_request
 from quire.observe.step_lines import LineReader, LineWriter
 from quire.observe.step_log import StepLog, iter_step_log, last_run, read_step_log
 from quire.sampling_params import ResolvedTokens, SamplingParams, StructuredOutput
@@ -329,7 +328,6 @@ def test_what_is_about_one_request_explains_it_as_the_whole_log_does() -> None:
         assert explain_request(entries, name, config(), before) == explain_request(
             whole, name, config()
         )
-        assert describe_request(entries, name, config()) == describe_request(whole, name, config())
     entries, before = log.about("nobody")
     assert (entries, len(before)) == ([], len(whole))
 

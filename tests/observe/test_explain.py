@@ -143,6 +143,38 @@ def run_three(log: StepLog) -> None:
         core.step(clock.now)
 
 
+def test_answers_are_those_of_the_name_and_of_no_name_that_only_begins_with_it() -> None:
+    config = SchedulerConfig(
+        num_blocks=40, max_num_seqs=2, max_batched_tokens=8, max_model_len=64, block_size=4
+    )
+    log = StepLog()
+    clock = Clock(random.Random(0))
+    core = EngineCore(Scheduler(config), FakeRunner(config, vocab_size=50), 1, log.append, clock)
+    for name, length, count in (("a", 20, 1), ("b", 6, 2), ("ab", 5, 1)):
+        for request in make_requests(name, range(length), SamplingParams(max_tokens=4, n=count), 0):
+            core.add_request(request, clock.now)
+    while core.has_work:
+        core.step(clock.now)
+    entries = list(log)
+    explanations = {name: explain_request(entries, name, config) for name in ("a", "b", "ab", "c")}
+    answers = {name: one["answers"] for name, one in explanations.items() if one is not None}
+    assert {name: [one["name"] for one in found] for name, found in answers.items()} == {
+        "a": ["a"],
+        "b": ["b/0", "b/1"],
+        "ab": ["ab"],
+    }
+    (first,), (late,) = answers["a"], answers["ab"]
+    assert first["prompt_tokens"] == 20
+    assert first["computed_tokens"] == 20 + 3  # the last of four tokens is never computed
+    assert first["first_token_seconds"] is not None
+    assert first["finish_reason"] == "length"
+    assert first["shared_steps_with"]
+    # one whole block of its six tokens
+    assert answers["b"][1]["admissions"][0]["cached_tokens"] == 4
+    assert late["parts"]["queue"] > first["parts"]["queue"]
+    assert late["waited_for"]["a row: all were taken"]["steps"] > 0
+
+
 def test_it_says_who_was_waited_for_and_who_had_computed_what() -> None:
     log = StepLog()
     run_three(log)

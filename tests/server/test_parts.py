@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 
 from quire.backends.select import device_of
 from quire.config import EngineConfig
-from quire.engine import EngineCore, Scheduler, SchedulerConfig, make_requests
+from quire.engine import make_requests
 from quire.errors import CapacityError, InvalidRequestError, QuireError
 from quire.frontend.gguf_tokenizer import read_gguf_tokenizer
 from quire.frontend.live_request import LiveRequest
@@ -23,8 +23,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.frontend.tool_calls import ToolSupport
 from quire.frontend.tool_calls.hermes import HermesParser
 from quire.observe.prometheus import ServerMetrics
-from quire.observe.request_records import RecordBook, RequestRecord, describe_request
-from quire.observe.step_log import StepLog
+from quire.observe.request_records import RecordBook, RequestRecord
 from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.server.api.body import Body
 from quire.server.api.completions import CompletionRequest
@@ -47,7 +46,6 @@ from quire.server.link.messages import (
     pack_tokens,
 )
 from quire.step import PromptLogprobs, RequestMetrics, RequestUpdate, TokenLogprob
-from quire.tools.simulate.fake_runner import FakeRunner
 from tests.frontend.helpers import byte_level_metadata, train_byte_level
 from tests.frontend.templates import QWEN
 from tests.frontend.test_tool_plan import make_tokenizer
@@ -111,47 +109,7 @@ class TestAdmission:
         assert len(tickets) == 21
 
 
-CONFIG = SchedulerConfig(
-    num_blocks=40, max_num_seqs=2, max_batched_tokens=8, max_model_len=64, block_size=4
-)
-
-
-def run_engine(prompts: dict[str, int], log: StepLog) -> None:
-    core = EngineCore(Scheduler(CONFIG), FakeRunner(CONFIG, vocab_size=50), on_step=log.append)
-    for name, length in prompts.items():
-        for request in make_requests(
-            name, range(length), SamplingParams(max_tokens=4, n=1 + (name == "b")), 0
-        ):
-            core.add_request(request, 0.0)
-    now = 0.0
-    while core.has_work:
-        now += 1.0
-        core.step(now)
-
-
 class TestRecords:
-    def test_the_log_tells_what_happened(self) -> None:
-        log = StepLog()
-        run_engine({"a": 20, "b": 6, "ab": 5}, log)
-        record = describe_request(list(log), "a", CONFIG)
-        assert record is not None
-        (answer,) = record["answers"]
-        assert answer["prompt_tokens"] == 20
-        assert answer["computed_tokens"] == 20 + 3  # the last of four tokens is never computed
-        assert answer["first_token_seconds"] is not None
-        assert answer["finished"]["reason"] == "length"
-        assert answer["shared_steps_with"]
-        both = describe_request(list(log), "b", CONFIG)
-        assert both is not None
-        assert [one["name"] for one in both["answers"]] == ["b/0", "b/1"]
-        admission = both["answers"][1]["admissions"][0]
-        assert admission["cached_tokens"] == 4  # one whole block of its six tokens
-        late = describe_request(list(log), "ab", CONFIG)
-        assert late is not None
-        assert late["answers"][0]["waited_seconds"] > answer["waited_seconds"]
-        assert late["answers"][0]["waited_for"]["rows"]["steps"] > 0
-        assert describe_request(list(log), "c", CONFIG) is None
-
     def test_a_book_forgets_the_oldest(self) -> None:
         book = RecordBook(keep=2)
         for i in range(3):

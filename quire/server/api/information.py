@@ -80,7 +80,7 @@ async def explain_request(request: Request, request_id: str) -> Response:
     """
     service, owner = get_service(request), seen_by(request.scope)
     record = await service.find_record(request_id, owner)
-    explanation = None if record is None else await service.describe(record, explain=True)
+    explanation = None if record is None else await service.describe(record)
     if record is None or explanation is None:
         raise ApiError(
             404,

@@ -71,7 +71,7 @@ class Engines(Protocol):
 
     def end(self, request_id: str) -> None: ...
 
-    async def describe(self, request_id: str, explain: bool = False) -> dict[str, Any] | None: ...
+    async def describe(self, request_id: str) -> dict[str, Any] | None: ...
 
     async def load_adapter(self, adapter: messages.AdapterFolder) -> dict[str, Any]:
         """Has an engine read an adapter: what it is, or its `error`."""
@@ -175,7 +175,7 @@ class EngineClient:
         """An answer has come to a stop string. Its metrics come as a last update."""
         self._live_link().send(messages.End(request_id))
 
-    async def describe(self, request_id: str, explain: bool = False) -> dict[str, Any] | None:
+    async def describe(self, request_id: str) -> dict[str, Any] | None:
         """What the engine's log says about a request; None if it says nothing (any more).
         TimeoutError: the engine was too busy to say.
         """
@@ -183,7 +183,7 @@ class EngineClient:
             return None
         link = self._link
         found: dict[str, Any] | None = await self._tickets.ask(
-            lambda ticket: link.send(messages.Describe(ticket, request_id, explain)),
+            lambda ticket: link.send(messages.Describe(ticket, request_id)),
             _DESCRIBE_SECONDS,
         )
         return found

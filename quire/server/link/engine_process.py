@@ -34,7 +34,6 @@ from quire.errors import EngineError, QuireError
 from quire.frontend.adapters import ReadAdapter
 from quire.frontend.progress import ModelBars
 from quire.observe.cache_events import CacheEvents, window_of
-from quire.observe.request_records import describe_request
 from quire.observe.step_log import StepSummary, describe_steps, summarize
 from quire.process import life
 from quire.process.child import end_group, end_with_parent, ignore_terminal_signals
@@ -219,13 +218,10 @@ class EngineLoop:
         for command in self._asked:
             request_id, scheduling = command.request_id, engine.core.scheduler.config
             entries, before = engine.step_log.about(request_id)
-            if command.explain:
-                record = explain_request(entries, request_id, scheduling, before)
-                seconds = requests.grammar_seconds(request_id)
-                if record is not None and seconds is not None:
-                    add_grammar(record, seconds)
-            else:
-                record = describe_request(entries, request_id, scheduling)
+            record = explain_request(entries, request_id, scheduling, before)
+            seconds = requests.grammar_seconds(request_id)
+            if record is not None and seconds is not None:
+                add_grammar(record, seconds)
             self.send(messages.Described(command.ticket, record))
         self._asked.clear()
 

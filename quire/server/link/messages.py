@@ -97,12 +97,10 @@ class End(msgspec.Struct, tag="end"):
 
 
 class Describe(msgspec.Struct, tag="describe"):
-    """What happened to a request? Answered by `Described` with the same ticket."""
+    """Where a request's time went. Answered by `Described` with the same ticket."""
 
     ticket: int
     request_id: str
-    explain: bool = False
-    """In full: where every moment of its time went."""
 
 
 class Watch(msgspec.Struct, tag="watch"):

@@ -107,8 +107,8 @@ def test_an_answer_that_ends_while_it_is_explained(
         task = asyncio.create_task(http.post(COMPLETIONS, json=body, headers={"x-request-id": "r"}))
         describe, times = server.client.describe, []
 
-        async def describe_slowly(response_id: str, explain: bool = False) -> dict[str, Any] | None:
-            described = await describe(response_id, explain)
+        async def describe_slowly(response_id: str) -> dict[str, Any] | None:
+            described = await describe(response_id)
             times.append(described)
             await task
             return described

@@ -228,14 +228,14 @@ class ReplicaPool:
         ):
             self.replicas[relay.assignment.replica].end(request_id)
 
-    async def describe(self, request_id: str, explain: bool = False) -> dict[str, Any] | None:
+    async def describe(self, request_id: str) -> dict[str, Any] | None:
         """What the log of the engine that has it, or had it last, says about a request."""
         # of several prompts, the first
         at = {self._last_at.get(request_id), self._last_at.get(f"{request_id}.0")}
         busy: TimeoutError | None = None
         for replica in sorted(self.replicas, key=lambda one: one.number not in at):
             try:
-                record = await replica.describe(request_id, explain)
+                record = await replica.describe(request_id)
             except TimeoutError as error:
                 busy = error
                 continue

@@ -23,8 +23,8 @@ class SingleEngine(ReplicaPool):
         """None: the server's state is the engine's."""
         return []
 
-    async def describe(self, request_id: str, explain: bool = False) -> dict[str, Any] | None:
-        return await self.replicas[0].describe(request_id, explain)
+    async def describe(self, request_id: str) -> dict[str, Any] | None:
+        return await self.replicas[0].describe(request_id)
 
     def _divide(self, config: ServerConfig) -> list[ServerConfig]:
         return [config]
