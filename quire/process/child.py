@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from subprocess import Popen
 from typing import IO, Any, Literal, NoReturn
@@ -200,20 +200,17 @@ def ignore_terminal_signals() -> None:
         signal.signal(one, signal.SIG_IGN)
 
 
-def end_with_parent(last: Callable[[], None] = lambda: None) -> None:
+def end_with_parent() -> None:
     """From now on this process ends at once when its parent is gone, whatever it is doing, and so
-    does its group, if it leads one. `last` is called before that, in a thread.
+    does its group, if it leads one.
     """
-    threading.Thread(target=_watch_parent, args=(last,), name="parent", daemon=True).start()
+    threading.Thread(target=_watch_parent, name="parent", daemon=True).start()
 
 
-def _watch_parent(last: Callable[[], None]) -> None:
+def _watch_parent() -> None:
     while not _is_parent_gone(None):
         pass
-    try:
-        last()
-    finally:
-        end_group()
+    end_group()
 
 
 def _is_parent_gone(seconds: float | None) -> bool:

@@ -16,13 +16,20 @@ def available_memory() -> int:
 
 
 def peak_resident() -> int | None:
-    """The most memory this process has held; None where the system does not say."""
+    """The most memory this process has held; None where the system does not say. (`getrusage` begins
+    with the peak of whoever started this process.)
+    """
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
         return None
     found = re.search(r"^VmHWM:\s*(\d+)", status, re.MULTILINE)
     return None if found is None else int(found[1]) * 1024
+
+
+def num_cores() -> int:
+    """Those this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def granted_cores(root: Path) -> int:

@@ -78,7 +78,7 @@ def test_a_difference_is_shown_with_its_smallest_case(
 def test_a_model_that_can_not_be_divided(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = engines.Model(str(tiny_model), device="cpu")
     try:
-        monkeypatch.setattr(engines, "_num_cores", lambda: 2)
+        monkeypatch.setattr(engines, "num_cores", lambda: 2)
         assert model.no_devices(2) is None
         assert "query heads" in str(model.no_devices(100))
         model.num_devices = 100
@@ -89,7 +89,7 @@ def test_a_model_that_can_not_be_divided(tiny_model: Path, monkeypatch: pytest.M
                 CpuDevice, "free_memory", lambda device: model.first_engine.decoder.nbytes
             )
             assert "no room" in str(model.no_devices(2))
-        monkeypatch.setattr(engines, "_num_cores", lambda: 1)
+        monkeypatch.setattr(engines, "num_cores", lambda: 1)
         assert "cores" in str(model.no_devices(2))
     finally:
         model.close()

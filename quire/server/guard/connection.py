@@ -6,7 +6,7 @@ import asyncio
 import functools
 import re
 import secrets
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -40,9 +40,9 @@ ones.
 """
 
 
-def http_request_id_of(headers: Mapping[bytes, bytes] | list[tuple[bytes, bytes]]) -> str:
+def http_request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """The client's x-request-id if it is a plain one, else a new one."""
-    for name, value in headers.items() if isinstance(headers, Mapping) else headers:
+    for name, value in headers:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value.decode("latin-1")):
             return value.decode("latin-1")
     return new_id("req-")

@@ -12,11 +12,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 from quire.errors import QuireError
 from quire.process.child import Child, ParentLines, end_with_parent
+from quire.process.granted import peak_resident
 from quire.tools.bench.jobs import Job
 from quire.tools.bench.peers import Answers, Peer, PeerSetting, open_peer
 
@@ -133,15 +133,6 @@ def _open(order: dict[str, Any]) -> Peer:
         return OwnEngine(setting, order["options"])
 
 
-def _peak_resident() -> int | None:
-    # Not getrusage: its peak begins with that of whoever started this process.
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
-
-
 def main() -> None:
     end_with_parent()
     parent = ParentLines()
@@ -151,7 +142,7 @@ def main() -> None:
         parent.answer({"name": engine.name})
         for order in orders:
             jobs = [Job(tuple(prompt), max_tokens) for prompt, max_tokens in order["jobs"]]
-            parent.answer({"answers": engine.run(jobs), "peak_memory": _peak_resident()})
+            parent.answer({"answers": engine.run(jobs), "peak_memory": peak_resident()})
     except QuireError as error:
         parent.answer({"error": str(error)})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import time
 from collections import OrderedDict
@@ -24,6 +23,7 @@ from quire.frontend.resolve import resolve_tokens
 from quire.kernels.device import Device
 from quire.models.spec import ModelSpec
 from quire.parallel.division import Division
+from quire.process.granted import num_cores
 from quire.runner.dtypes import pick_cache_dtype
 from quire.runner.kv_cache import token_bytes
 from quire.runner.recorded import RecordedSteps
@@ -198,7 +198,7 @@ class Model:
             Division(self.spec, 0, size)
         except InvalidRequestError as error:
             return str(error)
-        if not self.device.is_gpu and _num_cores() < size:
+        if not self.device.is_gpu and num_cores() < size:
             return f"{size} processes need as many cores"
         if self.device.free_memory() < 1.5 * decoder.nbytes:
             return "there is no room for the weights a second time"
@@ -267,11 +267,6 @@ class Model:
         )
         assert self._source is not None
         return build_engine(self._source, config, report)
-
-
-def _num_cores() -> int:
-    """That this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -5,7 +5,6 @@ long.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Self
 
-from quire.process.granted import granted_cores
+from quire.process.granted import granted_cores, num_cores
 from quire.tools.what_if.recorded import RecordedRequest
 from quire.tools.what_if.step_times import StepTimes
 from quire.tools.what_if.what_if import Play, PlayResult, play_once
@@ -64,12 +63,9 @@ class Players:
         """`expected`: how many plays there will be in all, about."""
         self._requests, self._times = requests, times
         self._expected, self._show = expected, show
-        known = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
-        self._cores = min(known, granted_cores(Path("/")), expected) if cores is None else cores
+        if cores is None:
+            cores = min(num_cores(), granted_cores(Path("/")), expected)
+        self._cores = cores
         self._pool: ProcessPoolExecutor | None = None
         self._done = 0
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError
+from quire.process.granted import num_cores
 from quire.server.config import EngineShare, ServerConfig
 
 _DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -74,11 +75,6 @@ def visible_gpus(
         return found
     numbers = (re.fullmatch(r"nvidia(\d+)", path.name) for path in devices.glob("nvidia*"))
     return [str(number) for number in sorted(int(match[1]) for match in numbers if match)]
-
-
-def num_cores() -> int:
-    """Those this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _part(engine: EngineConfig, count: int, on_gpu: bool) -> Any:
