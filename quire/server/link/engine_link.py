@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections import deque
 
 import msgspec
 
@@ -44,9 +43,8 @@ class EngineLink:
         self._clock = clock
         self._child: Child | None = None
         self._channel = Channel(self._take, self._lost)
-        self._waiting: deque[bytes] = deque()
-        self._arrival: asyncio.Future[None] | None = None
-        """Of who waits for an event."""
+        self._waiting: asyncio.Queue[bytes] = asyncio.Queue()
+        """Events that have come and were not received yet."""
         self._broken = asyncio.Event()
         self._fault = ""
         self._last_heard = 0.0
@@ -104,30 +102,23 @@ class EngineLink:
 
     def receive_now(self) -> Event | None:
         """What has come already; None if nothing has."""
-        return _decode(self._next()) if self._waiting else None
+        return (
+            None if self._waiting.empty() else _decode(self._received(self._waiting.get_nowait()))
+        )
 
     async def receive_bytes(self) -> bytes:
         """The next event as it came."""
-        while not self._waiting:
-            self._arrival = asyncio.get_running_loop().create_future()
-            try:
-                await self._arrival
-            finally:
-                self._arrival = None
-        return self._next()
+        return self._received(await self._waiting.get())
 
-    def _next(self) -> bytes:
-        data = self._waiting.popleft()
-        if not self._waiting:
+    def _received(self, data: bytes) -> bytes:
+        if self._waiting.empty():
             self._channel.resume()
         return data
 
     def _take(self, data: bytes) -> None:
-        self._waiting.append(data)
-        if len(self._waiting) > _MOST_WAITING:
+        self._waiting.put_nowait(data)
+        if self._waiting.qsize() > _MOST_WAITING:
             self._channel.pause()
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
 
     def _lost(self) -> None:
         self._break("its connection is closed")

@@ -35,7 +35,7 @@ _ALIVE_LOOKS = 20
 _FRAME = "frame"
 
 
-def _told(event: bytes) -> dict[str, Any]:
+def _message_of(event: bytes) -> dict[str, Any]:
     """What an event was made of."""
     found: dict[str, Any] = msgspec.json.decode(event.partition(b"data: ")[2])
     return found
@@ -121,7 +121,8 @@ class WatchHub:
                     number, quiet = number + len(news), 0
                     if own is not None:
                         news = [
-                            named_event(_FRAME, await own.filter(_told(event))) for event in news
+                            named_event(_FRAME, await own.filter(_message_of(event)))
+                            for event in news
                         ]
                     yield b"".join(news)
                 elif not await self._has_news():

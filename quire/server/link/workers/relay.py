@@ -188,7 +188,7 @@ class _Request:
         self._link = link
         self._request_id = request_id
         self.num_unfinished = num_answers
-        self._told_in: messages.Updates | None = None
+        self._last_updates: messages.Updates | None = None
         """The last message with an update of it: tokens that come after that, in the same one, must
         not go first.
         """
@@ -206,7 +206,7 @@ class _Request:
         news.cached[request_id] = cached_tokens
 
     def update(self, update: RequestUpdate) -> None:
-        self._told_in = news = self._link.news()
+        self._last_updates = news = self._link.news()
         news.updates.append(update)
         if update.finish_reason is not None:
             self.num_unfinished -= 1
@@ -218,7 +218,7 @@ class _Request:
 
     def _grow(self, request_id: str, token_ids: tuple[int, ...], now: float) -> None:
         news = self._link.news()
-        if self._told_in is news:
+        if self._last_updates is news:
             news.updates.append(RequestUpdate(request_id, token_ids))
         else:
             news.appended_request_ids.append(request_id)
