@@ -43,6 +43,15 @@ class _Prepared(NamedTuple):
     """None also where it is in memory."""
 
 
+class _Waiting(NamedTuple):
+    """A request whose grammar is compiled, or whose adapter is read."""
+
+    message: AddRequest
+    params: SamplingParams
+    since: float
+    prepared: Future[_Prepared]
+
+
 class EngineRequests:
     """Between commands and the engine's core. One thread uses it; another compiles grammars."""
 
@@ -53,12 +62,10 @@ class EngineRequests:
         self._reader = AdapterReader(engine.adapters)
         self._compiling: dict[str, AddRequest] = {}
         """Requests whose grammar is compiled, or whose adapter is read."""
-        self._compiled: deque[tuple[AddRequest, SamplingParams, Future[_Prepared]]] = deque()
+        self._compiled: deque[_Waiting] = deque()
         self.wake_fd, self._wake = os.pipe()
         """Readable when a grammar is compiled."""
         os.set_blocking(self.wake_fd, False)
-        self._came: dict[str, float] = {}
-        """When requests whose grammars are being compiled came."""
         self._grammar_seconds: OrderedDict[str, float] = OrderedDict()
         """How long the last requests with a grammar waited for it."""
         self._grammars: dict[str, Grammar] = {}
@@ -77,12 +84,12 @@ class EngineRequests:
         except (QuireError, TypeError) as error:
             self._refuse(message, error)
             return
-        structured, adapter = params.structured, message.adapter
+        structured = params.structured
+        adapter = message.adapter
         if structured is None and (adapter is None or self._reader.has(adapter)):
             self._add(message, params, _Prepared(), now)
             return
         self._compiling[message.request_id] = message
-        self._came[message.request_id] = now
 
         def prepare() -> _Prepared:
             if message.request_id not in self._compiling:
@@ -91,7 +98,7 @@ class EngineRequests:
             return _Prepared(grammar, None if adapter is None else self._reader.read(adapter))
 
         def done(future: Future[_Prepared]) -> None:
-            self._compiled.append((message, params, future))
+            self._compiled.append(_Waiting(message, params, now, future))
             os.write(self._wake, b".")
 
         # Adapters are read in a thread of their own: grammars don't wait for them.
@@ -115,9 +122,9 @@ class EngineRequests:
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_fd, 4096)
         while self._compiled:
-            message, params, future = self._compiled.popleft()
+            message, params, since, future = self._compiled.popleft()
             if params.structured is not None:
-                self._note_grammar(message.request_id, now)
+                self._note_grammar(message.request_id, now - since)
             if self._compiling.pop(message.request_id, None) is None:
                 continue  # aborted meanwhile
             try:
@@ -140,8 +147,8 @@ class EngineRequests:
         """
         return self._grammar_seconds.get(request_id)
 
-    def _note_grammar(self, request_id: str, now: float) -> None:
-        self._grammar_seconds[request_id] = now - self._came.pop(request_id, now)
+    def _note_grammar(self, request_id: str, seconds: float) -> None:
+        self._grammar_seconds[request_id] = seconds
         if len(self._grammar_seconds) > _MOST_GRAMMAR_TIMES:
             self._grammar_seconds.popitem(last=False)
 
@@ -161,7 +168,9 @@ class EngineRequests:
         time.
         """
         taken = self._updates, self._accepted, self._refused
-        self._updates, self._accepted, self._refused = [], [], []
+        self._updates = []
+        self._accepted = []
+        self._refused = []
         return taken
 
     def close(self) -> None:
@@ -174,7 +183,9 @@ class EngineRequests:
     def _add(
         self, message: AddRequest, params: SamplingParams, prepared: _Prepared, now: float
     ) -> None:
-        eos, resolved, grammar = self._engine.eos_token_ids, message.resolved, prepared.grammar
+        eos = self._engine.eos_token_ids
+        resolved = message.resolved
+        grammar = prepared.grammar
         if message.adapter is not None:
             try:
                 digest = self._reader.digest_of(message.adapter, prepared.adapter)
