@@ -80,7 +80,8 @@ class HttpServer(uvicorn.Server):
     def _tidy(self, now: float) -> None:
         state = self.server_state
         if state.tasks or state.total_requests != self._num_answered:
-            self._last_busy, self._num_answered = now, state.total_requests
+            self._last_busy = now
+            self._num_answered = state.total_requests
         elif (
             self._num_answered > self._num_tidied
             and now - self._last_busy >= _SILENCE
@@ -139,11 +140,13 @@ def http_settings(
     )
 
 
-def prepare_process() -> None:
-    """Before anything is served."""
+def prepare_process() -> asyncio.Runner:
+    """Before anything is served; with the event loop on which it will be."""
     share_heaps()
     _raise_file_limit()
     sys.setswitchinterval(_SWITCH_SECONDS)
+    loop_factory = uvicorn.Config(app="", loop="auto", log_config=None).get_loop_factory()
+    return asyncio.Runner(loop_factory=loop_factory)
 
 
 def settle() -> None:

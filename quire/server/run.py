@@ -7,8 +7,6 @@ import logging
 import signal
 import socket
 
-import uvicorn
-
 from quire.checkpoints.sources import ModelSource, resolve
 from quire.errors import QuireError
 from quire.frontend.progress import ModelBars
@@ -46,9 +44,7 @@ def serve(config: ServerConfig) -> int:
         source = resolve(config.model, progress=bars("download"))
     responses = open_store(config)
     listener = _bind(config)
-    prepare_process()
-    loop_factory = uvicorn.Config(app="", loop="auto", log_config=None).get_loop_factory()
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
+    with prepare_process() as runner:
         return runner.run(_Run(config, source, listener, responses).run())
 
 

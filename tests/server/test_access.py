@@ -259,7 +259,7 @@ def test_a_browser_without_a_key_sees_a_form_and_nothing_else(client: httpx.Clie
 def test_a_cookie_is_given_for_a_key_and_is_as_good(client: httpx.Client) -> None:
     wrong = sign_in(client, "firs")
     assert wrong.status_code == 401
-    assert "not known here" in wrong.text
+    assert "Wrong key" in wrong.text
     assert "set-cookie" not in wrong.headers
     given = sign_in(client, "second")
     assert given.status_code == 303

@@ -85,7 +85,7 @@ class Authentication:
         elif sessions is not None and wants_page(scope):
             await sign_in_form()(scope, receive, send)
         else:
-            what = "no API key was sent" if sent is None else "the API key is not known here"
+            what = "no API key was sent" if sent is None else "wrong API key"
             error = ApiError(
                 401, f"{what}: send one as `Authorization: Bearer KEY`", code="invalid_api_key"
             )

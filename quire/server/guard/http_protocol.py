@@ -304,7 +304,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _probe(self, pause: float) -> None:
         """Looks whether a client that sends no more is there, as long as it waits for an answer."""
-        cycle, transport = self.cycle, self.transport
+        cycle = self.cycle
+        transport = self.transport
         if cycle.response_complete or transport.is_closing():
             return
         raw: socket.socket | None = transport.get_extra_info("socket")

@@ -34,7 +34,8 @@ class RequestContext:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started, came = time.monotonic(), time.time()
+        started = time.monotonic()
+        came = time.time()
         reading = 0.0
         is_read = False
         state: dict[str, Any] = scope.setdefault("state", {})

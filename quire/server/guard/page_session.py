@@ -29,7 +29,7 @@ _MOST_FORM_BYTES = 8 * 1024
 _MOST_FORM_FIELDS = 8
 _FORM = (Path(__file__).parents[1] / "web" / "sign_in.html").read_text(encoding="utf-8")
 _ORIGIN = re.compile(rb"https?://([^/?#@\s]+)")
-_WRONG = '<p role="alert" id="wrong">This key is not known here.</p>'
+_WRONG = '<p role="alert" id="wrong">Wrong key</p>'
 
 
 def security_headers(style: str = "'self'", script: str = "'self'") -> dict[str, str]:

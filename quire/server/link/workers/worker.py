@@ -75,10 +75,8 @@ def main() -> int:
     first = msgspec.msgpack.decode(BlockingChannel(connection).receive() or b"", type=WorkerConfig)
     config = decode_config(first.server)
     set_up_logging(config.log_format, config.log_level, f"worker-{first.worker}")
-    prepare_process()
-    tokenizer = open_tokenizer(resolve(config.model), config)
-    loop_factory = uvicorn.Config(app="", loop="auto", log_config=None).get_loop_factory()
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
+    with prepare_process() as runner:
+        tokenizer = open_tokenizer(resolve(config.model), config)
         runner.run(_serve(first, config, tokenizer, connection))
     return 0
 
@@ -96,7 +94,8 @@ async def _serve(
     metrics = metrics_for(config, Numbers(folder / f"numbers-{first.worker}"))
     endpoint = config.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
-    client, store = cast(Engines, engines), RemoteStore(config, engines)
+    client = cast(Engines, engines)
+    store = RemoteStore(config, engines)
     service = GenerationService(
         config, tokenizer, client, first.ready, metrics, tracing, store, counts, quotas
     )
@@ -117,7 +116,9 @@ async def _serve(
         records = service.records.newest(count, owner)
         return [{**record.describe(), "owner": record.owner} for record in records]
 
-    engines.on_drain, engines.on_find, engines.on_newest = drain, find, newest
+    engines.on_drain = drain
+    engines.on_find = find
+    engines.on_newest = newest
     settle()
     server.on_started = lambda: engines.send(Listening())
     serving = asyncio.create_task(server.serve())
