@@ -130,10 +130,8 @@ class CacheEvents:
         come: dict[int, None] = {}
         gone: dict[int, None] = {}
         for digest, key in self._changed.items():
-            is_here, was_here = (
-                digest in self._cache or digest in self._tier,
-                digest in self._stored,
-            )
+            is_here = digest in self._cache or digest in self._tier
+            was_here = digest in self._stored
             if is_here and not was_here:
                 assert key is not None, "it came without being stored"
                 self._store(key, come, gone)

@@ -65,7 +65,8 @@ class EngineMetrics:
         self._live: dict[str, _Live] = {}
 
     def observe(self, entry: StepLogEntry) -> None:
-        step, counters = entry.step, self.counters
+        step = entry.step
+        counters = self.counters
         counters.steps += 1
         counters.failed_steps += entry.error is not None
         if step.promise is not None and step.promise.gave_way is not None:

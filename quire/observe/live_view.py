@@ -152,7 +152,10 @@ class LiveView:
         for one in step.scheduled[: step.num_decodes]:
             if one.new_block_ids:
                 self._gain(self._request(one.request_id), one.new_block_ids)
-        prompt_tokens, decodes, accepted, refused = 0, step.num_decodes, 0, 0
+        prompt_tokens = 0
+        decodes = step.num_decodes
+        accepted = 0
+        refused = 0
         for one in step.scheduled[step.num_decodes :]:
             real = self._schedule(one)
             if one.samples and real == 1:
@@ -202,7 +205,9 @@ class LiveView:
             frame["ended"] = self._ended
         if self.memory:
             frame["memory"], self.memory = self.memory, {}
-        self._columns, self._changed, self._ended = [], {}, []
+        self._columns = []
+        self._changed = {}
+        self._ended = []
         self._frame_time = now
         return frame, is_key
 
@@ -302,14 +307,17 @@ class LiveView:
                 )
         for block in request.states:
             self.blocks.give_up(block, False)
-        request.table, request.states = [], []
-        request.num_published, request.num_left = 0, {}
+        request.table = []
+        request.states = []
+        request.num_published = 0
+        request.num_left = {}
 
     def _leave_blocks(self, one: ScheduledRequest, num_sampled: int) -> None:
         """When blocks have been filled, layers that don't look at all tokens give up those they
         will not see again.
         """
-        request, config = self.requests.get(one.request_id), self._config
+        request = self.requests.get(one.request_id)
+        config = self._config
         if request is None or not request.table:
             return
         computed = one.start + one.num_tokens - len(one.draft_tokens) + max(0, num_sampled - 1)

@@ -78,7 +78,8 @@ def measured_costs(decoder: Decoder, costs: RowCosts) -> RowCosts:
         decoder.logits(hidden[:count])
         return process_time() - began
 
-    some, one = _ROWS[len(_ROWS) // 2], len(layers)
+    some = _ROWS[len(_ROWS) // 2]
+    one = len(layers)
     compute(some, one)  # the first time is another one
     expected = len(layers) * compute(some, one) / some * sum(_ROWS) * _TRIES
     every = max(1, min(len(layers), round(expected / _SECONDS)))

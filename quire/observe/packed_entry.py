@@ -134,7 +134,8 @@ def block_events(entries: Sequence[StepLogEntry]) -> Iterator[BlockEvents]:
 
 def pack(entry: StepLogEntry) -> PackedEntry:
     """Scores (logprobs) and pooled vectors are left out."""
-    step, result = entry.step, entry.result
+    step = entry.step
+    result = entry.result
     found: dict[str, Any] | None = None
     if result is not None:
         found = {

@@ -161,7 +161,8 @@ class LineReader:
         )
 
     def _scheduled(self, columns: dict[str, Any]) -> tuple[ScheduledRequest, ...]:
-        names, rows = self._names, columns["rows"]
+        names = self._names
+        rows = columns["rows"]
         names.update({int(row): name for row, name in columns.get("names", {}).items()})
         unknown = [row for row in rows if row not in names]
         if unknown:

@@ -139,7 +139,8 @@ class StepLog:
 
     def close(self) -> None:
         """Closes the file; the ring stays readable."""
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             try:
                 file.close()
@@ -179,7 +180,8 @@ def read_step_log(path: Path) -> list[StepLogEntry]:
 def _entries(path: Path) -> Iterator[tuple[StepLogEntry, dict[str, Any] | None]]:
     """With the engine's settings where a line has them."""
     reader = LineReader()
-    line, wrong = b"\n", ""
+    line = b"\n"
+    wrong = ""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -229,7 +231,8 @@ def last_run(path: Path) -> tuple[UnpackedEntries, LoggedEngine | None]:
 
 def _decode_engine(found: dict[str, Any]) -> LoggedEngine:
     settings = dict(found)
-    depth, share = settings.pop("depth"), settings.pop("head_share", 0.0)  # which older ones have
+    depth = settings.pop("depth")
+    share = settings.pop("head_share", 0.0)  # which older ones have
     costs = build_record(RowCosts, settings.pop("costs", {"head_share": share}))
     named = settings.pop("model", None)
     model = None if named is None else build_record(LoggedModel, named)

@@ -120,10 +120,12 @@ class _AnswerTimes:
 
     def spans(self, arrival: float, end: float) -> list[tuple[str, float, float]]:
         """Names, starts and ends, as far as it came."""
-        made, finished = self.first_text_began, end
+        made = self.first_text_began
+        finished = end
         scheduled = self.started
         if self.metrics is not None:
-            made, finished = self.metrics.first_token or made, self.metrics.finished
+            made = self.metrics.first_token or made
+            finished = self.metrics.finished
             scheduled = self.metrics.first_scheduled or scheduled
         spans = [("queue", arrival, end if scheduled is None else scheduled)]
         if scheduled is not None:
@@ -154,7 +156,8 @@ class _RequestTrace(Trace):
     def text(self, name: str, began: float, now: float) -> None:
         answer = self._answer(name)
         if answer.first_text is None:
-            answer.first_text_began, answer.first_text = began, now
+            answer.first_text_began = began
+            answer.first_text = now
         answer.last_text = now
         answer.busy += now - began
 

@@ -102,7 +102,9 @@ class Child:
         """`wait` on an event loop of any kind; may be cancelled and called again."""
         import asyncio
 
-        loop, ended, process = asyncio.get_running_loop(), asyncio.Event(), self._process
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        process = self._process
 
         def watch() -> None:
             process.wait()

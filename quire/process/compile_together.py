@@ -31,8 +31,10 @@ def compile_together(call: Callable[[], object]) -> None:
         or not hasattr(triton, "AsyncCompileMode")
     ):
         return
-    owner, interface = threading.get_ident(), triton.runtime.jit.KernelInterface
-    launch, missing = interface.__getitem__, []
+    owner = threading.get_ident()
+    interface = triton.runtime.jit.KernelInterface
+    launch = interface.__getitem__
+    missing = []
     # Other threads go on launching theirs.
     interface.__getitem__ = lambda kernel, grid: partial(
         kernel.run, grid=grid, warmup=threading.get_ident() == owner

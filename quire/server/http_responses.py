@@ -114,7 +114,8 @@ def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
         size += len(piece)
         if size >= _WRITTEN_AT_ONCE:
             yield b"".join(held)
-            held, size = [], 0
+            held = []
+            size = 0
     yield b"".join(held)
 
 

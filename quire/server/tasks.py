@@ -59,7 +59,8 @@ class BatchedCallbacks:
                 callback()
             except Exception:
                 logger.exception("what has come could not be told")
-        writes, self._writes = self._writes, []
+        writes = self._writes
+        self._writes = []
         for write, data in writes:
             try:
                 write(data)

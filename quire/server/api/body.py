@@ -272,13 +272,15 @@ def offered(
     """Those that the model can be offered, and what to name in x-quire-ignored. `foreign` gives the
     type and, if it has one, the name of a tool that can't be offered; None for one that can.
     """
-    kept, ignored = [], []
+    kept = []
+    ignored = []
     for place, tool in enumerate(tools or ()):
         found = foreign(tool)
         if found is None:
             kept.append(tool)
             continue
-        kind, name = found[0][:_MOST_SHOWN], (found[1] or "")[:_MOST_SHOWN]
+        kind = found[0][:_MOST_SHOWN]
+        name = (found[1] or "")[:_MOST_SHOWN]
         if not is_optional:
             shown = f"{kind!r} (named {name!r})" if name and name != kind else repr(kind)
             advice = "leave it out, or send tool_choice 'auto' if the model may do without it"

@@ -36,7 +36,8 @@ class CallStream(EventStream):
 
     async def _write_events(self, scope: Scope, send: Send) -> None:
         self._direct = scope.get("extensions", {}).get(DIRECT_BODY)
-        call, writer = self._call, self._writer
+        call = self._call
+        writer = self._writer
         await _send(send, b"".join(writer.begin()))
         call.on_news = self._news
         try:
@@ -69,7 +70,8 @@ class CallStream(EventStream):
 
     def _news(self) -> None:
         """Events have come, or the end."""
-        call, writer = self._call, self._writer
+        call = self._call
+        writer = self._writer
         call.is_announced = False
         if self.idle is None:
             return  # the task is at it
@@ -90,7 +92,8 @@ class CallStream(EventStream):
 
     def wake(self, error: Exception | None = None) -> None:
         """Has the task do the rest; `error`: what has come can't be written."""
-        idle, self.idle = self.idle, None
+        idle = self.idle
+        self.idle = None
         if idle is None or idle.done():
             return
         if error is None:
@@ -144,7 +147,8 @@ class _NewText:
 
     def _write(self) -> None:
         """Comes before the news of any event that was told later."""
-        text, self._text = self._text, ""
+        text = self._text
+        self._text = ""
         if self._stream.idle is None:
             return  # the client has left meanwhile, or what came before could not be written
         try:

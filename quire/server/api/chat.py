@@ -137,7 +137,8 @@ class ChatCompletionRequest(sampling.SamplingFields):
         if self.reasoning_effort is not None:
             kwargs.setdefault("reasoning_effort", self.reasoning_effort)
             fields["chat_template_kwargs.reasoning_effort"] = "reasoning_effort"
-        begins, continues = self.add_generation_prompt, self.continue_final_message
+        begins = self.add_generation_prompt
+        continues = self.continue_final_message
         tools, ignored = offered(self.tools, foreign_function, self.tool_choice in ("auto", "none"))
         if self.store:
             ignored += ("store",)

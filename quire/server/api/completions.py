@@ -133,7 +133,8 @@ class CompletionWriter(ChoicesWriter[CompletionRequest]):
         return usage
 
     def _choice(self, event: GenerationEvent, is_whole: bool = False) -> dict[str, Any]:
-        body, call = self.body, self.call
+        body = self.body
+        call = self.call
         params = call.request.params
         number = event.index // params.n
         is_first = event.index not in self._logprobs
@@ -143,9 +144,13 @@ class CompletionWriter(ChoicesWriter[CompletionRequest]):
             self._logprobs[event.index] = _Logprobs(body.logprobs or 0, as_ids, hidden)
         writer = self._logprobs[event.index]
         prompt = call.prompts[number]
-        text, token_ids, entries = event.text, event.token_ids, event.logprobs
+        text = event.text
+        token_ids = event.token_ids
+        entries = event.logprobs
         if body.no_answer:
-            text, token_ids, entries = "", (), ()
+            text = ""
+            token_ids = ()
+            entries = ()
         logprobs = None
         if is_first and body.echo:
             # A prompt of token ids is shown as the model reads it, special tokens among it.
@@ -210,7 +215,10 @@ class _Logprobs:
         """`hidden` are those of a prompt. Its first token comes without a score: nothing precedes
         it.
         """
-        tokens, logprobs, tops, offsets = [], [], [], []
+        tokens = []
+        logprobs = []
+        tops = []
+        offsets = []
         for entry in entries:
             is_scored = isinstance(entry, TokenLogprobs)
             tokens.append(token_name(entry, self.as_ids))

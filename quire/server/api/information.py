@@ -78,7 +78,8 @@ async def explain_request(request: Request, request_id: str) -> Response:
     whom, what it found in the cache, its chunks and preemptions, and its time in parts that add up
     to the whole; in words, too (`text`).
     """
-    service, owner = get_service(request), seen_by(request.scope)
+    service = get_service(request)
+    owner = seen_by(request.scope)
     record = await service.find_record(request_id, owner)
     explanation = None if record is None else await service.describe(record)
     if record is None or explanation is None:
@@ -97,7 +98,8 @@ async def get_request(request: Request, request_id: str) -> Response:
     """By the id of the response or by x-request-id: where its time went, from the engine's step log
     (`engine`) as long as that remembers it.
     """
-    service, owner = get_service(request), seen_by(request.scope)
+    service = get_service(request)
+    owner = seen_by(request.scope)
     record = await service.find_record(request_id, owner)
     if record is None:
         raise ApiError(

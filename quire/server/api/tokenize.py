@@ -63,7 +63,8 @@ async def tokenize(request: Request) -> Response:
             _encode, service.tokenizer, body.prompt, body.add_special_tokens
         )
     else:
-        begins, continues = body.add_generation_prompt, body.continue_final_message
+        begins = body.add_generation_prompt
+        continues = body.continue_final_message
         prompt = ChatPrompt(
             body.messages or [], body.tools, None, body.chat_template_kwargs, begins, continues
         )

@@ -57,10 +57,8 @@ def _fp8_values(dtype: EmbedDtype) -> Numbers:
     """What each of the 256 codes means. e4m3 has no infinities: its largest code is no number."""
     mantissa_bits, bias = (3, _E4M3_BIAS) if dtype == "fp8_e4m3" else (2, _E5M2_BIAS)
     codes = np.arange(128)
-    exponent, mantissa = (
-        codes >> mantissa_bits,
-        (codes & (1 << mantissa_bits) - 1) / (1 << mantissa_bits),
-    )
+    exponent = codes >> mantissa_bits
+    mantissa = (codes & (1 << mantissa_bits) - 1) / (1 << mantissa_bits)
     normal = np.ldexp(1 + mantissa, exponent - bias)
     values = np.where(exponent == 0, np.ldexp(mantissa, 1 - bias), normal)
     if dtype == "fp8_e4m3":
@@ -79,7 +77,8 @@ def _fp8_codes(numbers: Numbers, dtype: EmbedDtype) -> NDArray[np.uint8]:
     # Half a step above the largest number is as near to the next one, which is none.
     between = np.append((values[:-1] + values[1:]) / 2, values[-1] + (values[-1] - values[-2]) / 2)
     sizes = np.abs(numbers.astype(np.float64))
-    below, above = np.searchsorted(between, sizes, "left"), np.searchsorted(between, sizes, "right")
+    below = np.searchsorted(between, sizes, "left")
+    above = np.searchsorted(between, sizes, "right")
     codes = np.where(below % 2 == 0, below, above)
     if dtype == "fp8_e4m3":
         codes = np.minimum(codes, last)

@@ -60,7 +60,8 @@ class BatchedChatWriter(ChatWriter):
     STREAMS = False
 
     def whole(self, events: list[GenerationEvent]) -> dict[str, Any]:
-        body, call = self.body, self.call
+        body = self.body
+        call = self.call
         whole = super().whole(events)
         del whole["prompt_logprobs"], whole["prompt_token_ids"]
         for choice in whole["choices"]:
@@ -104,7 +105,8 @@ async def load(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     """The settings that clients may want to know: none that says where something lies, and no keys."""
     service = get_service(request)
-    config, ready = service.config, service.ready
+    config = service.config
+    ready = service.ready
     settings: Mapping[str, Any] = {
         "served_model_names": config.model_names,
         "max_model_len": ready.max_model_len,

@@ -66,7 +66,8 @@ class Writer(ABC, Generic[RequestT]):
         self.created = int(time.time())
         self.stored = stored
         """Where the response is kept, if this API does that."""
-        params, pooling = call.request.params, call.request.pooling
+        params = call.request.params
+        pooling = call.request.pooling
         self.is_long = (
             params.logprobs is not None or params.prompt_logprobs is not None or pooling is not None
         )
@@ -84,7 +85,8 @@ class Writer(ABC, Generic[RequestT]):
 
     def chunk(self, event: GenerationEvent) -> bytes:
         """What is written for an event."""
-        content, reasoning = event.content, event.reasoning
+        content = event.content
+        reasoning = event.reasoning
         if (
             (not content or not reasoning)
             and (content or reasoning)
@@ -133,7 +135,8 @@ class ChoicesWriter(Writer[SamplingT]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        options, body = self.body.stream_options, self.body
+        options = self.body.stream_options
+        body = self.body
         # Where a chunk tells more than its text, it is different every time.
         self._tells_usage = (
             options is not None and options.include_usage and options.continuous_usage_stats

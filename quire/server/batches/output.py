@@ -85,7 +85,9 @@ class AnswerFile:
             request = next(requests, None)
             if request is None or written.id != request.answer_id:
                 raise self._others(f"line {done + 1} answers")
-            done, failed, end = done + 1, failed + _is_error(written), end + length
+            done += 1
+            failed += _is_error(written)
+            end += length
         self._take_up(end, next(requests, None) is None if self._found == self.path else False)
         return done, failed
 
@@ -99,7 +101,8 @@ class AnswerFile:
         failed = end = 0
         for written, length in self._found_lines():
             answered.add(written.id)
-            failed, end = failed + _is_error(written), end + length
+            failed += _is_error(written)
+            end += length
         is_known = [request.answer_id in answered for request in requests]
         if sum(is_known) < len(answered):
             raise self._others("some lines answer")

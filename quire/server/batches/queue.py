@@ -259,7 +259,8 @@ async def _when_there_is_room(
     what: str, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
 ) -> _T:
     """Calls it beside the event loop, again and again while disk or share are full."""
-    pause, is_said = _FIRST_WAIT, False
+    pause = _FIRST_WAIT
+    is_said = False
     while True:
         try:
             return await in_thread(function, *args, **kwargs)

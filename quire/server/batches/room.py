@@ -57,7 +57,8 @@ class Room:
     def take(self, owner: str, num_bytes: int) -> None:
         """Counts them before they are written; raises NoRoomError if they are too many."""
         with self._lock:
-            own, everyone = self._taken[owner], self._taken.total()
+            own = self._taken[owner]
+            everyone = self._taken.total()
             if num_bytes > 0:
                 if own + num_bytes > self.limits.bytes_per_key:
                     raise NoRoomError(

@@ -94,7 +94,8 @@ async def list_files(
     purpose: Annotated[str | None, Query(max_length=64)] = None,
 ) -> Response:
     """The files that were uploaded, and those that batches have written."""
-    store, owner = _queue(request).store, seen_by(request.scope)
+    store = _queue(request).store
+    owner = seen_by(request.scope)
 
     def list_them() -> Response:
         files = [one for one in store.files(owner) if purpose in (None, one.purpose)]
@@ -152,7 +153,8 @@ async def list_batches(
     request: Request, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: After = None
 ) -> Response:
     """All batches, the newest first."""
-    store, owner = _queue(request).store, seen_by(request.scope)
+    store = _queue(request).store
+    owner = seen_by(request.scope)
     return await get_service(request).in_thread(
         lambda: _page(store.batches(owner)[::-1], limit, after)
     )

@@ -92,7 +92,8 @@ class BatchProgress:
         try:
             self._answers.write(lines)
         except OSError as error:
-            done, total = self.summary.done, self.summary.total
+            done = self.summary.done
+            total = self.summary.total
             raise QuireError(
                 f"the answers can't be written: {error.strerror}; {done} of {total} requests are answered, and the "
                 "same command goes on from there"
@@ -106,7 +107,8 @@ class BatchProgress:
         self._report(summary.done + num_ahead, summary.total, summary.num_tokens)
 
     def engine_gone(self) -> EngineError:
-        done, total = self.summary.done, self.summary.total
+        done = self.summary.done
+        total = self.summary.total
         return EngineError(
             f"the engine could not be started again; {done} of {total} requests are answered, and the same command "
             "goes on from there"

@@ -229,7 +229,8 @@ class BatchStore:
                 setattr(batch, _FIELDS[kind], self._take_work(batch, kind))
             over = msgspec.structs.replace(batch, status=batch.outcome, ended_at=int(time.time()))
             self.save(over)
-            batch.status, batch.ended_at = over.status, over.ended_at
+            batch.status = over.status
+            batch.ended_at = over.ended_at
 
     def take(self, owner: str, num_bytes: int, kept_seconds: int = 0) -> None:
         """Counts bytes before they are written; raises NoRoomError. What nobody can delete, the

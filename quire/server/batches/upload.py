@@ -88,7 +88,9 @@ class FormReader:
         self._num_parts += 1
         if self._num_parts > _MOST_PARTS:
             raise ApiError(400, f"the form has more than {_MOST_PARTS} parts", code="invalid_form")
-        self._headers, self._name, self._value = {}, "", b""
+        self._headers = {}
+        self._name = ""
+        self._value = b""
 
     def _begin_header(self) -> None:
         self._header = [b"", b""]

@@ -76,7 +76,8 @@ class AnswerReader:
     @property
     def is_reasoning(self) -> bool:
         """The text so far ends inside the reasoning."""
-        splitter, parser = self.splitter, self.parser
+        splitter = self.splitter
+        parser = self.parser
         return (splitter is not None and splitter.is_reasoning) or (
             parser is not None and parser.is_reasoning
         )
@@ -112,7 +113,8 @@ class AnswerReader:
         reasoning, content = splitter.feed(text)
         if is_last:
             rest = splitter.finish()
-            reasoning, content = reasoning + rest.reasoning, content + rest.content
+            reasoning += rest.reasoning
+            content += rest.content
         if self.only_splits:
             self.is_plain = splitter.is_over
         return content, reasoning

@@ -135,7 +135,8 @@ class Call(ABC):
         self._wake: asyncio.Future[None] | None = None
 
     def _ask(self, number: int) -> _Asked:
-        request_id, seed = self.request_id, self.request.params.seed
+        request_id = self.request_id
+        seed = self.request.params.seed
         if len(self.prompts) > 1:
             request_id += f".{number}"
         if seed is None:
@@ -224,10 +225,12 @@ class Call(ABC):
         if refusal.kind == "internal":
             self.fail(ApiError(500, refusal.message))
             return
-        message, field = refusal.message, refusal.field
+        message = refusal.message
+        field = refusal.field
         plan = self.prompts[0].plan
         if field == "structured.grammar" and plan is not None and plan.tools:
-            field, message = "tools", f"tools: {plan.explain(message)}"
+            field = "tools"
+            message = f"tools: {plan.explain(message)}"
         if field is not None and field in self.request.fields:
             message = self.request.fields[field] + message.removeprefix(field)
             field = self.request.fields[field]
@@ -278,7 +281,8 @@ class Call(ABC):
                 and len(self._unfinished) - len(self._unsent) < self.AT_ONCE
             ):
                 number = self._unsent[0]
-                prompt, asked = self.prompts[number], self._asked[number]
+                prompt = self.prompts[number]
+                asked = self._asked[number]
                 message = AddRequest(
                     asked.request_id,
                     pack_tokens(prompt.token_ids),

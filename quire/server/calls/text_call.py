@@ -53,14 +53,16 @@ class _Answer:
 
     def take_held(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
         """These tokens, after those that were held."""
-        held, self.held_ids = self.held_ids, ()
+        held = self.held_ids
+        self.held_ids = ()
         return (*held, *token_ids)
 
     def grow(self, token_ids: tuple[int, ...], now: float) -> None:
         """Nearly every token of every stream comes this way, so it is short."""
         sink = self.sink
         if sink is not None and len(token_ids) == 1:
-            gaps, gap = self.gaps, now - self.last_token
+            gaps = self.gaps
+            gap = now - self.last_token
             if not gaps:
                 self.call.count_gaps_soon()
             gaps[gap] = gaps.get(gap, 0) + 1
@@ -78,7 +80,8 @@ class _Answer:
             text = self.text.grow(token_ids)
             content, reasoning = reader.split(text)
         else:
-            text, pieces = "", []
+            text = ""
+            pieces = []
             for one in zip(token_ids, strict=True):  # each may end the reasoning
                 self.usage.reasoning_tokens += reader.is_reasoning
                 piece = self.text.grow(one)
@@ -181,7 +184,8 @@ class TextCall(Call):
             return
         if not update.new_token_ids and update.finish_reason is None:
             return
-        count, now = 0, time.monotonic()
+        count = 0
+        now = time.monotonic()
         is_read_apart = self.request.split and (bool(update.logprobs) or not answer.reader.is_plain)
         for part in _parts(update) if is_read_apart else (update,):
             count += self._advance(answer, part)
@@ -274,11 +278,13 @@ class TextCall(Call):
         it did; `held` are tokens before it that were not told yet.
         """
         reason = cast("FinishReason | None", found.finish_reason)
-        text, token_ids = found.text, (*held, *found.token_ids)
+        text = found.text
+        token_ids = (*held, *found.token_ids)
         logprobs = found.logprobs or ()
         pieces = reader.feed(text, reason is not None, is_cut=reason == "length")
         if reader.is_over:
-            reason, why = "stop", None
+            reason = "stop"
+            why = None
         if reason is not None:
             # An answer that was cut off says so, calls or not: the last of them may be half of one.
             reason = "tool_calls" if reader.num_calls and reason == "stop" else reason
@@ -300,10 +306,14 @@ class TextCall(Call):
             self._emit(
                 GenerationEvent(index, text, content, reasoning, calls, token_ids, logprobs, *last)
             )
-            text, token_ids, logprobs = "", (), ()  # they are told with the first of the pieces
+            # they are told with the first of the pieces
+            text = ""
+            token_ids = ()
+            logprobs = ()
 
     def _count_finished(self) -> None:
-        params, seconds = self.request.params, time.monotonic() - self._arrival
+        params = self.request.params
+        seconds = time.monotonic() - self._arrival
         counts = [answer.num_tokens for answer in self._answers.values()]
         self._metrics.request_finished(
             seconds, self.usage.prompt_tokens, counts, params.n, params.max_tokens

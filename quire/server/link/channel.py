@@ -37,7 +37,8 @@ class Frames:
     def feed(self, data: bytes) -> list[bytes]:
         """Those that are complete."""
         self._held += data
-        found, start = [], 0
+        found = []
+        start = 0
         while len(self._held) >= start + _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._held, start)
             end = start + _LENGTH.size + length

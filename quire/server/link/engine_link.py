@@ -59,7 +59,8 @@ class EngineLink:
         """Starts the process and waits until it is ready; raises EngineError, or what it says is
         wrong.
         """
-        config, share = self._config, self._config.share
+        config = self._config
+        share = self._config.share
         try:
             self._child = Child(
                 config.engine_module, environment=share.environment, leads_group=True

@@ -196,7 +196,8 @@ class EngineLoop:
 
     def _take_adapters(self, requests: EngineRequests) -> None:
         """Tells those who asked for adapters to be read what came of it."""
-        waiting, self._loading = self._loading, []
+        waiting = self._loading
+        self._loading = []
         for command, future in waiting:
             if not future.done():
                 self._loading.append((command, future))
@@ -216,7 +217,8 @@ class EngineLoop:
         before it.
         """
         for command in self._asked:
-            request_id, scheduling = command.request_id, engine.core.scheduler.config
+            request_id = command.request_id
+            scheduling = engine.core.scheduler.config
             entries, before = engine.step_log.about(request_id)
             record = explain_request(entries, request_id, scheduling, before)
             seconds = requests.grammar_seconds(request_id)
@@ -299,7 +301,9 @@ def main(build: Callable[..., Engine] = build_engine) -> int:
 
 
 def _ready(name: str, engine: Engine) -> messages.Ready:
-    spec, plan, decoder = engine.spec, engine.plan, engine.decoder
+    spec = engine.spec
+    plan = engine.plan
+    decoder = engine.decoder
     scheduler = engine.core.scheduler.config
     identity = f"{quire.__version__} {name} {spec} {decoder.dtype} {decoder.kernels.name} {decoder.device.type}"
     return messages.Ready(

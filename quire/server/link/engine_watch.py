@@ -82,10 +82,12 @@ class EngineWatch:
     def _take_step(self) -> StepLogEntry:
         if self._next is None:
             return self._new.popleft()
-        entry, self._next = self._next, next(self._past, None)
+        entry = self._next
+        self._next = next(self._past, None)
         return entry
 
     def _frame(self, now: float) -> Watched:
-        self._last_frame, self._has_begun = now, True
+        self._last_frame = now
+        self._has_begun = True
         frame, is_key = self._view.take_frame(now, self._wall)
         return Watched(_encode(frame), is_key, frame["time"], self._is_behind)

@@ -69,7 +69,8 @@ class OwnFrames:
 
     async def filter(self, message: dict[str, Any]) -> dict[str, Any]:
         """One frame, as `quire.observe.live_view` makes it, with its queue."""
-        frame, key = message["frame"], message["frame"].get("key")
+        frame = message["frame"]
+        key = message["frame"].get("key")
         if key is not None:
             self._own.clear()
         for place, fields in ((key or {}, ("names", "requests")), (frame, ("requests", "ended"))):

@@ -111,14 +111,16 @@ class WatchHub:
         own = None if names is None else OwnFrames(names)
         self._num_watchers += 1
         self._begin()
-        number, quiet = self._first, 0
+        number = self._first
+        quiet = 0
         try:
             yield b": watching\n\n"
             while not self._is_closing():
                 number = max(number, self._first)
                 news = self._events[number - self._first :]
                 if news:
-                    number, quiet = number + len(news), 0
+                    number += len(news)
+                    quiet = 0
                     if own is not None:
                         news = [
                             named_event(_FRAME, await own.filter(_message_of(event)))

@@ -47,7 +47,8 @@ class ResponseFiles:
                 about = path.stat(follow_symlinks=False)
                 found.append((about.st_mtime_ns, about.st_size, path))
         found.sort(reverse=True)
-        kept, num_bytes = [], 0
+        kept = []
+        num_bytes = 0
         for _, size, path in found:
             num_bytes += size
             if num_bytes > most_bytes:

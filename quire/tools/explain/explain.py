@@ -325,9 +325,11 @@ class _Explanation:
         for segment in self.segments:
             parts[segment.part] += segment.end - segment.start
         end = self._end if life.finished is not None else self._cursor
-        drafted, accepted = self._drafted, self._accepted
+        drafted = self._drafted
+        accepted = self._accepted
         if life.finished is not None:
-            drafted, accepted = life.finished.drafted_tokens, life.finished.accepted_tokens
+            drafted = life.finished.drafted_tokens
+            accepted = life.finished.accepted_tokens
         return {
             "name": life.name,
             "arrival": life.arrival,

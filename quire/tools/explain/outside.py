@@ -20,13 +20,15 @@ def add_outside(explanation: dict[str, Any], record: RequestRecord) -> None:
     """The server's own part of each answer's time: `network` and `outside`, before the engine had
     it and after it; and `others`, while other answers to the same request went on.
     """
-    answers, timings = explanation["answers"], record.timings
+    answers = explanation["answers"]
+    timings = record.timings
     came = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(record.created))
     ends = [
         one["arrival"] + one["total_seconds"] - one["parts"].get("grammar", 0.0) for one in answers
     ]
     total = timings.get("answered") or timings.get("total")
-    reading, network = timings.get("reading") or 0.0, timings.get("network") or 0.0
+    reading = timings.get("reading") or 0.0
+    network = timings.get("network") or 0.0
     for answer, end in zip(answers, ends, strict=True):
         answer["came"] = came
         answer["is_running"] = answer["finish_reason"] is None and record.state in (

@@ -43,7 +43,8 @@ def explanation_text(explanation: Mapping[str, Any]) -> str:
 
 
 def _sentences(answer: Mapping[str, Any]) -> Iterator[str]:
-    total, first = answer["total_seconds"], answer["first_token_seconds"]
+    total = answer["total_seconds"]
+    first = answer["first_token_seconds"]
     output = answer["output_tokens"]
     tokens = (
         f"{answer['tokens_so_far']} answer tokens so far"
@@ -141,7 +142,8 @@ def _decodes(answer: Mapping[str, Any]) -> Iterator[str]:
     decodes = answer["decodes"]
     if decodes["steps"]:
         each = answer["parts"]["decode"] / decodes["steps"]
-        slowest, tokens = _time(decodes["slowest_seconds"]), decodes["slowest_tokens"]
+        slowest = _time(decodes["slowest_seconds"])
+        tokens = decodes["slowest_tokens"]
         yield (
             f"Its answer took {decodes['steps']} steps of {_time(each)} on average; the slowest, step "
             f"{decodes['slowest_step']}, took {slowest} for {tokens} token{'s' * (tokens != 1)} of all requests in it."
@@ -182,7 +184,8 @@ def explanation_svg(explanation: Mapping[str, Any], width: int = 960) -> str:
         top += 76
     shown = [part for part in TITLES if any(answer["parts"].get(part) for answer in answers)]
     for number, part in enumerate(shown):
-        x, y = 20 + number % 2 * (width - 40) / 2, top + number // 2 * 22
+        x = 20 + number % 2 * (width - 40) / 2
+        y = top + number // 2 * 22
         rows.append(
             f'<rect x="{x:.0f}" y="{y - 11}" width="12" height="12" fill="{_COLOURS[part]}"/>'
         )

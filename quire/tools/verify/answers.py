@@ -84,9 +84,11 @@ def differences(pairs: Sequence[Pair]) -> list[Difference]:
 
 
 def _differences(pair: Pair) -> Iterator[Difference]:
-    expected, got = pair.expected, pair.got
+    expected = pair.expected
+    got = pair.got
     for kind in dict.fromkeys((*expected.values, *got.values)):
-        ours, theirs = expected.values.get(kind, []), got.values.get(kind, [])
+        ours = expected.values.get(kind, [])
+        theirs = got.values.get(kind, [])
         for place in range(max(len(ours), len(theirs))):
             one = ours[place] if place < len(ours) else None
             other = theirs[place] if place < len(theirs) else None

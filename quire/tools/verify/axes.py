@@ -55,7 +55,8 @@ class ModelSubject:
     def draw(self, count: int, seed: int, is_first: bool) -> list[Case]:
         model = self._model
         longest = max(2, min(_LONGEST if is_first else 4 * _LONGEST, model.longest // 2))
-        tokenizer, vocab_size = model.first_engine.tokenizer, model.spec.vocab_size
+        tokenizer = model.first_engine.tokenizer
+        vocab_size = model.spec.vocab_size
         return draw_cases(count, seed, tokenizer, vocab_size, longest, self._structured)
 
     def reference(self, cases: Sequence[Case]) -> Answers:
@@ -225,7 +226,8 @@ def _drafted(model: Model, cases: Sequence[Case], alone: Answers) -> AxisCompari
         [(token + (place % 5 == 4)) % vocab_size for place, token in enumerate(answers[0].tokens)]
         for answers in alone
     ]
-    first, then = run_cases(engine, cases), run_cases(engine, cases, predictions=predictions)
+    first = run_cases(engine, cases)
+    then = run_cases(engine, cases, predictions=predictions)
     drafted = first.drafted_tokens + then.drafted_tokens
     accepted = first.accepted_tokens + then.accepted_tokens
     pairs = pairs_of(alone, first.answers) + pairs_of(alone, then.answers)

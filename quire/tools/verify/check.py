@@ -106,11 +106,13 @@ def verify(
     verdict = Verdict(list(results.values()), notes=list(subject.notes))
     for axis in subject.axes():
         if axis.missing is not None:
-            results[axis.name].state, results[axis.name].note = "not applicable", axis.missing
+            results[axis.name].state = "not applicable"
+            results[axis.name].note = axis.missing
     failed: tuple[str, list[Case], Difference] | None = None
     report("one request alone", 0.0)
     pace = _measure_pace(subject, seed)
-    sizes, axes = subject.sizes, [axis for axis in subject.axes() if axis.missing is None]
+    sizes = subject.sizes
+    axes = [axis for axis in subject.axes() if axis.missing is None]
     size = int(
         min(max(sizes.fewest, pace.fits(axes, seconds - spent(), more_passes=1)), sizes.first)
     )
@@ -121,7 +123,8 @@ def verify(
         alone = subject.reference(cases)
         pace.note(spent() - began, size)
         for number, axis in enumerate(axes):
-            result, start = results[axis.name], spent()
+            result = results[axis.name]
+            start = spent()
             if start > seconds:
                 break
             count = int(min(max(sizes.least, pace.fits(axes[number:], seconds - start)), size))

@@ -215,7 +215,8 @@ class Model:
         there are as many, else on the same device.
         """
         assert self._source is not None
-        kind, asked = self.device.kind, self._options.get("device", "auto")
+        kind = self.device.kind
+        asked = self._options.get("device", "auto")
         has_more = self.device.is_gpu and self.device.count() >= size
         where = kind if has_more and asked in ("auto", kind) else self._own_device
         options = {"tensor_parallel_size": size, "device": where}
@@ -289,13 +290,15 @@ def run_cases(
     them, and a request that takes all blocks goes first (`displace`); `predictions` are draft tokens at
     the answers, one for each.
     """
-    core, source = engine.core, random.Random(seed)
+    core = engine.core
+    source = random.Random(seed)
     run = CaseRun([[] for _ in cases])
     live: dict[str, tuple[Request, Answer]] = {}
     prompts: dict[str, dict[int, TokenLogprob]] = {}
     waiting = list(range(len(cases)) if order is None else order)[::-1]
     held = []  # compiled grammars, which must be there when their requests are admitted
-    steps, clock = 0, core.clock or time.monotonic
+    steps = 0
+    clock = core.clock or time.monotonic
     while waiting or core.has_work:
         steps += 1
         for _ in range(min(len(waiting), arrivals_per_step or len(waiting))):

@@ -54,7 +54,8 @@ def open_engine(
     with ModelBars(model) as bars:
         source = resolve(model, offline=offline, progress=bars("download"))
         if logged is not None:
-            config, device = logged.config, pick_device(options.get("device", "auto"))
+            config = logged.config
+            device = pick_device(options.get("device", "auto"))
             files = open_model(source.path)
             try:
                 dtype = choose_weights(files, EngineConfig(**options), device).dtype
@@ -86,7 +87,8 @@ def replay(
     """Sends the requests again, each when it came then (or all at once), and compares their tokens.
     `report` hears how many have been answered, or left out, and how many tokens there were.
     """
-    core, done = engine.core, Replayed(metrics)
+    core = engine.core
+    done = Replayed(metrics)
     started = time.monotonic()
     first = requests[0].admission.arrival if requests else 0.0
     waiting = list(enumerate(requests))[::-1]

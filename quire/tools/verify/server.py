@@ -74,7 +74,8 @@ class Server:
         source = random.Random(seed)
         cases = []
         for number in range(count):
-            start, length = source.randrange(len(_WORDS)), source.choice((2, 6, 15, 40, 60))
+            start = source.randrange(len(_WORDS))
+            length = source.choice((2, 6, 15, 40, 60))
             words = [_WORDS[(start + place) % len(_WORDS)] for place in range(length)]
             temperature = _TEMPERATURES[number % len(_TEMPERATURES)]
             params = SamplingParams(
@@ -182,7 +183,8 @@ class Server:
 
     async def _ask(self, case: Case, stream: bool) -> Answer | None:
         """None where the server is too busy to answer."""
-        body, path = self._dialect.body(case, stream), _ROUTES[self._dialect.route]
+        body = self._dialect.body(case, stream)
+        path = _ROUTES[self._dialect.route]
         try:
             if not stream:
                 return _read([await self._client.post_json(path, body)])
@@ -257,7 +259,8 @@ def _read(events: Sequence[Any]) -> Answer:
     tokens: list[str] = []
     logprobs: list[float] = []
     top: list[float] = []
-    text, end = "", None
+    text = ""
+    end = None
     for event in events:
         if isinstance(event, dict) and event.get("error"):
             return Answer(end=f"error: {event['error']}")

@@ -44,7 +44,8 @@ def shrink(
         except QuireError:  # requests that are too small for something are no smaller case of this
             return None
 
-    best, found = list(cases), seen
+    best = list(cases)
+    found = seen
     again = find(best)
     if again is None:
         return Smallest(best, seen, False, tries)
@@ -57,7 +58,9 @@ def shrink(
                 break
             difference = find(smaller)
             if difference is not None:
-                best, found, is_smaller = smaller, difference, True
+                best = smaller
+                found = difference
+                is_smaller = True
                 break
     return Smallest(best, found, True, tries)
 

@@ -65,7 +65,8 @@ def config_for(settings: Sequence[SchedulerConfig]) -> SchedulerConfig:
         max(getattr(one, name) for one in settings)
         for name in ("max_num_seqs", "max_batched_tokens", "max_model_len")
     )
-    base, longest = settings[0], min(longest, tokens + 2 * _LASTING)
+    base = settings[0]
+    longest = min(longest, tokens + 2 * _LASTING)
     # All rows with short answers, and prompts of two steps: one may be in flight.
     blocks = (
         base.blocks_for(longest) + rows * base.blocks_for(_LASTING) + 2 * base.blocks_for(tokens)
@@ -94,7 +95,10 @@ class Calibrator:
         engine.
         """
         self._maker = _StepMaker(core, heard, vocab_size)
-        self._heard, self._model, self._costs, self._entries = heard, model, logged.costs, entries
+        self._heard = heard
+        self._model = model
+        self._costs = logged.costs
+        self._entries = entries
         self._graph_tokens = logged.config.max_checked_tokens
         self._times = fit_step_times(entries, logged.costs, graph_tokens=self._graph_tokens)
         self._known: dict[StepMix, float] = {}
@@ -190,12 +194,16 @@ class _StepMaker:
     def __init__(self, core: EngineCore, heard: list[StepLogEntry], vocab_size: int) -> None:
         assert core.clock is not None
         self.now = core.clock
-        self._core, self._heard, self._vocab_size = core, heard, vocab_size
+        self._core = core
+        self._heard = heard
+        self._vocab_size = vocab_size
         self._chance = random.Random(0)
         self._count = 0
 
     def make(self, shape: StepMix) -> None:
-        core, heard, before = self._core, self._heard, len(self._heard)
+        core = self._core
+        heard = self._heard
+        before = len(self._heard)
         names = [self._add(1, _LASTING) for _ in range(shape.answers)]
         for _ in range(_STARTING):
             if not names or (len(heard) > before and heard[-1].step.num_decodes == len(names)):

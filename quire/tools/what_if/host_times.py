@@ -36,10 +36,8 @@ class HostTimes:
         self._graph_tokens = graph_tokens
         own = [one for one in (*timeline.steps, *timeline.empty_steps) if one.host > 0]
         steps = [*own, *(one for one in others if one.host > 0)]
-        inputs, times = (
-            np.array([self._features(one.step) for one in steps]),
-            np.array([one.host for one in steps]),
-        )
+        inputs = np.array([self._features(one.step) for one in steps])
+        times = np.array([one.host for one in steps])
         scale = np.maximum(inputs.max(0), 1e-12)
         self._weights: Array = _fit_weights(inputs / scale, times) / scale
         ratios = times / np.maximum(inputs @ self._weights, 1e-12)
@@ -53,7 +51,8 @@ class HostTimes:
             self._pauses.add(moment, pause)
         for moments in (*self._noise.values(), self._pauses):
             moments.sort()
-        self._turn, self.fetch = timeline.turn, timeline.fetch
+        self._turn = timeline.turn
+        self.fetch = timeline.fetch
         self.restart()
 
     def restart(self, seed: int = 0) -> None:
@@ -122,7 +121,8 @@ class _Moments:
 
     def sort(self) -> None:
         self._found.sort()
-        self._times, self.values = [one[0] for one in self._found], [one[1] for one in self._found]
+        self._times = [one[0] for one in self._found]
+        self.values = [one[1] for one in self._found]
 
     def draw(self, time: float, source: random.Random) -> float:
         """One of about that time."""

@@ -61,8 +61,10 @@ class Players:
         cores: int | None = None,
     ) -> None:
         """`expected`: how many plays there will be in all, about."""
-        self._requests, self._times = requests, times
-        self._expected, self._show = expected, show
+        self._requests = requests
+        self._times = times
+        self._expected = expected
+        self._show = show
         if cores is None:
             cores = min(num_cores(), granted_cores(Path("/")), expected)
         self._cores = cores

@@ -79,7 +79,8 @@ class SizeTable:
         buckets = self._of(size.kind)
         above = bisect_left(buckets, size.rows, key=lambda bucket: bucket.rows)
         if above == len(buckets) or len(buckets) == 1:
-            near, rise = buckets[-1], self._beyond(buckets)
+            near = buckets[-1]
+            rise = self._beyond(buckets)
         else:
             near, other = (
                 (buckets[0], buckets[1]) if not above else (buckets[above - 1], buckets[above])
@@ -145,7 +146,8 @@ def _bucket(group: Sequence[Sample], per_key: float) -> _Bucket:
 
 def _slope(buckets: Sequence[_Bucket]) -> float:
     """From the smallest to the largest."""
-    low, high = min(buckets), max(buckets)
+    low = min(buckets)
+    high = max(buckets)
     return max(0.0, (high.seconds - low.seconds) / max(high.rows - low.rows, 1e-9))
 
 

@@ -66,7 +66,8 @@ class SeenSteps:
         self._ends: dict[StepKind, tuple[int, int]] = {}
         self.most_tokens = self.most_requests = 1
         for shape in shapes:
-            kind, tokens = shape.kind(graph_tokens), shape.tokens
+            kind = shape.kind(graph_tokens)
+            tokens = shape.tokens
             low, high = self._ends.get(kind, (tokens, tokens))
             self._ends[kind] = min(low, tokens), max(high, tokens)
             self.most_tokens = max(self.most_tokens, tokens)

@@ -113,9 +113,13 @@ def _with_parts(
     pauses: list[tuple[float, float]] = []
     turns: list[float] = []
     fetches: list[float] = []
-    first_in_flight, last, done, is_sure = 0, float("-inf"), float("-inf"), True
+    first_in_flight = 0
+    last = float("-inf")
+    done = float("-inf")
+    is_sure = True
     for place, entry in enumerate(entries):
-        step, submitted = entry.step, entry.submitted
+        step = entry.step
+        submitted = entry.submitted
         # What the host did before this turn.
         while first_in_flight < place and entries[first_in_flight].committed <= step.now:
             first_in_flight += 1
@@ -125,9 +129,11 @@ def _with_parts(
             turns.append(step.now - launched)
         elif first_in_flight and not (first_in_flight == place and was_idle(step)):
             pauses.append((back, step.now - back))
-        before, last = last, entry.committed
+        before = last
+        last = entry.committed
         if entry.result is None or submitted is None:
-            done, is_sure = entry.committed, True
+            done = entry.committed
+            is_sure = True
             continue
         host = submitted - step.now
         if not step.scheduled:
@@ -153,12 +159,14 @@ def _with_parts(
             steps.append(
                 TimedStep(step, seconds, host, is_bound=not is_sure and done > could_begin)
             )
-            done, is_sure = entry.committed, True
+            done = entry.committed
+            is_sure = True
         else:
             fetches.append(waited)
             steps.append(TimedStep(step, seconds, host, is_bound=True))
             takes = None if is_split(step, graph_tokens) else usual.get(step.num_tokens)
-            done, is_sure = min(asked, begun + (takes or asked)), takes is not None
+            done = min(asked, begun + (takes or asked))
+            is_sure = takes is not None
     return Timeline(
         steps,
         True,

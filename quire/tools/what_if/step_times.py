@@ -68,9 +68,11 @@ class StepTimes:
         """
         self._inner: tuple[StepTimes, float] | None = None
         self._table = table
-        self._costs, self._graph_tokens = costs, graph_tokens
+        self._costs = costs
+        self._graph_tokens = graph_tokens
         self.seen = seen
-        self.pause, self.host = pause, host
+        self.pause = pause
+        self.host = host
         self.restart()
         self._quality = quality
 
@@ -106,7 +108,9 @@ class StepTimes:
 
     def draw(self, step: Step) -> HostAndDevice:
         """With the noise of one of the steps that are about as long."""
-        shape, fit, error = StepMix.of(step), self, 0.0
+        shape = StepMix.of(step)
+        fit = self
+        error = 0.0
         distance = self.seen.distance(shape) if step.scheduled else 0.0
         if distance:
             error = (1 + self.far_error) ** distance - 1
@@ -146,11 +150,14 @@ class StepTimes:
         sizes that the log does not have are as much longer (`far` 1) or shorter (-1) as they may be
         off.
         """
-        self._source, self._scale, self._far = random.Random(seed), scale, far
+        self._source = random.Random(seed)
+        self._scale = scale
+        self._far = far
         for one in (self,) if self._inner is None else (self, self._inner[0]):
             if one.host is not None:
                 one.host.restart(seed)
-        self.seconds, self.tokens = 0.0, 0
+        self.seconds = 0.0
+        self.tokens = 0
         """Of the steps drawn since."""
         self.outside: dict[StepMix, float] = {}
         """The seconds of those among them whose sizes are outside of what was measured."""

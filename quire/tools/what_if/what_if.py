@@ -56,7 +56,8 @@ class Setting:
 def parse_changes(text: str, base: Setting) -> Setting:
     """`max_num_seqs=128,policy=priority,rate=2` and so on, on top of what was recorded."""
     config: dict[str, Any] = {}
-    rate, depth = base.rate, base.depth
+    rate = base.rate
+    depth = base.depth
     for part in filter(None, (one.strip() for one in text.split(","))):
         name, is_given, value = part.partition("=")
         try:
@@ -96,10 +97,8 @@ def parse_changes(text: str, base: Setting) -> Setting:
     is_full = old.num_usable_blocks == old.max_num_seqs * old.blocks_for(old.max_model_len)
     if is_full and "num_blocks" not in config:
         # The cache had all that its rows could use, and would have more for more of them.
-        rows, length = (
-            config.get("max_num_seqs", old.max_num_seqs),
-            config.get("max_model_len", old.max_model_len),
-        )
+        rows = config.get("max_num_seqs", old.max_num_seqs)
+        length = config.get("max_model_len", old.max_model_len)
         config["num_blocks"] = 1 + rows * old.blocks_for(length)
     return Setting(replace(old, **config), depth, rate)
 
@@ -114,7 +113,10 @@ class _Clock:
 
 class _Pending:
     def __init__(self, clock: _Clock, ready: float, fetch: float, result: StepResult) -> None:
-        self._clock, self._ready, self._fetch, self._result = clock, ready, fetch, result
+        self._clock = clock
+        self._ready = ready
+        self._fetch = fetch
+        self._result = result
 
     def result(self) -> StepResult:
         self._clock.now = max(self._clock.now + self._fetch, self._ready)
@@ -127,12 +129,14 @@ class _TimedRunner:
     """
 
     def __init__(self, clock: _Clock, times: StepTimes) -> None:
-        self._clock, self._times = clock, times
+        self._clock = clock
+        self._times = times
         self._fetch = 0.0 if times.host is None else times.host.fetch
         self._free_at = 0.0
 
     def submit(self, step: Step) -> _Pending:
-        decided, takes = self._clock.now, self._times.draw(step)
+        decided = self._clock.now
+        takes = self._times.draw(step)
         self._clock.now = launched = decided + takes.host
         begin = decided if self._times.is_split(step) else launched
         self._free_at = max(max(self._free_at, begin) + takes.device, launched)
@@ -174,7 +178,8 @@ class Prediction:
         """Figures that depend on a step's last percent: field, index, and between what they lie."""
         for name in ("ttft", "per_token", "latency"):
             for index in range(2):
-                low, high = getattr(self.low, name)[index], getattr(self.high, name)[index]
+                low = getattr(self.low, name)[index]
+                high = getattr(self.high, name)[index]
                 if high - low > _UNCERTAIN * getattr(self.run, name)[index]:
                     yield name, index, low, high
 
@@ -225,7 +230,9 @@ def predict_all(settings: Sequence[Setting], play_all: PlayAll) -> list[Predicti
     predictions = []
     for first, count in zip(firsts, counts, strict=True):
         every = [first.run, *(one.run for one in islice(found, count))]
-        runs, low, high = every[: -len(_ENDS)], Summary.over(every, min), Summary.over(every, max)
+        runs = every[: -len(_ENDS)]
+        low = Summary.over(every, min)
+        high = Summary.over(every, max)
         predictions.append(Prediction(Summary.over(runs, median_low), low, high, *first[1:]))
     return predictions
 

@@ -68,7 +68,9 @@ class BlockTable:
     def add(self, member: int, names: Names) -> None:
         """It has these blocks."""
         self._tidy()
-        shards, bit, new = self._shards, self._bits[member], 0
+        shards = self._shards
+        bit = self._bits[member]
+        new = 0
         for name in names.tolist():
             shard = shards[name >> _SHARD_SHIFT]
             held = shard.get(name)
@@ -83,7 +85,9 @@ class BlockTable:
     def discard(self, member: int, names: Names) -> None:
         """It has these blocks no more."""
         self._tidy()
-        shards, bit, gone = self._shards, self._bits[member], 0
+        shards = self._shards
+        bit = self._bits[member]
+        gone = 0
         for name in names.tolist():
             shard = shards[name >> _SHARD_SHIFT]
             held = shard.get(name, 0)
@@ -105,7 +109,8 @@ class BlockTable:
         if not self._leaving:
             return
         place = self._next_shard
-        shard, left = self._shards[place], self._left_bits
+        shard = self._shards[place]
+        left = self._left_bits
         for name in [name for name, held in shard.items() if held & left]:
             self._set(shard, name, shard[name] & ~left)
         self._next_shard = (place + 1) % len(self._shards)
@@ -179,7 +184,8 @@ def _running_and(values: Sequence[int], first: Sequence[int]) -> list[int]:
         if first[place] >= split and place >= split:
             # All of the front is behind us: what came since becomes the front, this value included.
             front = list(accumulate(reversed(values[first[place] : place + 1]), and_))
-            split, back = place + 1, -1
+            split = place + 1
+            back = -1
         else:
             back &= value
             del front[split - first[place] :]

@@ -392,7 +392,8 @@ class ReplicaPool:
             relay.listener.fail(error)
 
     def _place(self, relay: Relay, message: messages.AddRequest) -> None:
-        num_tokens, num_answers = message.num_prompt_tokens, len(relay.outputs)
+        num_tokens = message.num_prompt_tokens
+        num_answers = len(relay.outputs)
         blocks = self._block_names(message)
         # Only an answer that has begun may be bound to some of them: looking at each takes long
         # where there are many.

@@ -87,8 +87,10 @@ class Relay:
             why = f"{self._num_lost} engines failed one after the other while they had this request"
             return ApiError(503, why, code=ENGINE_LOST, retry_after=5.0)
         self._is_computed = False
-        age, message = self.age, self.message
-        params, deadline = message.params, message.params.get("deadline")
+        age = self.age
+        message = self.message
+        params = message.params
+        deadline = message.params.get("deadline")
         if deadline is not None:
             if age >= deadline:
                 return ApiError(

@@ -198,7 +198,8 @@ class PrefixRouter:
         have these names; without candidates, of all that are open. Equals take turns.
         """
         depths = self._depths(names)
-        keys, less_free = self._keys, self._keys_less_free
+        keys = self._keys
+        less_free = self._keys_less_free
         if candidates is not None:
             keys = np.full(len(keys), _CLOSED, np.int64)
             less_free = keys.copy()
@@ -245,7 +246,8 @@ class PrefixRouter:
 
     def _first_lowest(self, keys: npt.NDArray[np.int64]) -> int:
         """The replica with the lowest key; of several, the one whose turn is next."""
-        later, earlier = keys[self._next :], keys[: self._next]
+        later = keys[self._next :]
+        earlier = keys[: self._next]
         best = self._next + int(later.argmin())
         if self._next:
             other = int(earlier.argmin())
@@ -305,7 +307,8 @@ class PrefixRouter:
         replica = assignment.replica
         self._waiting_tokens[replica] -= assignment.waiting_tokens
         assignment.waiting_tokens = 0
-        expected, bit = self._expected[replica], 1 << self._members[replica]
+        expected = self._expected[replica]
+        bit = 1 << self._members[replica]
         for name in assignment.expected:
             count = expected.pop(name)
             if count == 1:
@@ -366,7 +369,8 @@ class PrefixRouter:
         replica = assignment.replica
         self._waiting_tokens[replica] += assignment.waiting_tokens
         self._num_answers[replica] += assignment.num_answers
-        expected, expecting = self._expected[replica], self._expecting
+        expected = self._expected[replica]
+        expecting = self._expecting
         bit = 1 << self._members[replica]
         if expecting.keys().isdisjoint(assignment.expected):  # nobody computes the same, as mostly
             expected.update(dict.fromkeys(assignment.expected, 1))

@@ -29,7 +29,8 @@ def divide(config: ServerConfig, environment: Mapping[str, str] = os.environ) ->
             "device", "is cuda, but there is no GPU here that could be given to a replica"
         )
     on_own_gpus = bool(gpus) and engine.device in ("auto", "cuda")
-    count, size = config.replicas, engine.tensor_parallel_size
+    count = config.replicas
+    size = engine.tensor_parallel_size
     if on_own_gpus and count * size > len(gpus):
         each = "one GPU" if size == 1 else f"{size} GPUs (tensor_parallel_size)"
         raise InvalidRequestError(

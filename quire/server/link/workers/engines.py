@@ -101,7 +101,8 @@ class RemoteEngines:
                         )
                     )
             case messages.EngineState():
-                self.state, self.ready = cast(State, message.state), message.ready or self.ready
+                self.state = cast(State, message.state)
+                self.ready = message.ready or self.ready
             case messages.Answer():
                 self._tickets.answer(message.ticket, message.value)
             case messages.Ask(question=messages.Find(an_id, owner)):

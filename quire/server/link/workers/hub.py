@@ -76,7 +76,8 @@ class WorkerHub:
 
     async def start(self, service: GenerationService, client: Engines) -> None:
         """Starts the workers; returns when they accept connections."""
-        self._service, self._client = service, client
+        self._service = service
+        self._client = client
         service.other_processes = self
         numbers = [Numbers(self.folder / f"numbers-{worker}") for worker in self._workers()]
         service.metrics.show(numbers)
@@ -146,7 +147,8 @@ class WorkerHub:
 
     async def _supervise(self, worker: int) -> None:
         """Keeps a worker running until the server goes down."""
-        failed, pause = 0, _FIRST_PAUSE
+        failed = 0
+        pause = _FIRST_PAUSE
         while not self._draining.is_set():
             started = time.monotonic()
             try:
@@ -182,7 +184,8 @@ class WorkerHub:
 
     async def _run(self, worker: int) -> str:
         """From a worker's start to its end; how it ended."""
-        client, service = self._client, self._service
+        client = self._client
+        service = self._service
         assert client is not None
         assert client.ready is not None
         assert service is not None

@@ -97,7 +97,8 @@ class WorkerLink:
         """The worker is gone: nobody waits for its requests any more. How many answers they would
         have had.
         """
-        requests, self._requests = self._requests, {}
+        requests = self._requests
+        self._requests = {}
         self._channel.close()
         self._client.abort(tuple(requests))
         self._tickets.answer_all(None)
@@ -177,7 +178,8 @@ class WorkerLink:
     def _flush(self) -> None:
         if self._is_due:
             self._is_due = False
-            out, self._out = self._out, messages.Updates()
+            out = self._out
+            self._out = messages.Updates()
             self.send(out)
 
 

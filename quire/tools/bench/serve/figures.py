@@ -117,7 +117,8 @@ def rates_report(
 ) -> Report:
     """Requests within targets, by rate; the JSON has a run's figures for each."""
     columns = ("rate (req/s)", "within targets", "failed", "output tok/s", "P99 TTFT", "P99 ITL")
-    rows, figures = [], []
+    rows = []
+    figures = []
     for run in runs:
         one = summarize(run.results, run.duration, metrics)
         share = run.good_share(metrics)

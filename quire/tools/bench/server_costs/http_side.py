@@ -199,15 +199,14 @@ async def measure(
     loop = asyncio.get_running_loop()
     board.rate = rate
     await asyncio.sleep(0.5)
-    tokens, cpu, began = (
-        await loop.run_in_executor(None, tokens_counted, port),
-        cpu_seconds(processes),
-        time.monotonic(),
-    )
+    tokens = await loop.run_in_executor(None, tokens_counted, port)
+    cpu = cpu_seconds(processes)
+    began = time.monotonic()
     for one in streams:
         one.delays.clear()
     await asyncio.sleep(seconds)
-    cpu, elapsed = cpu_seconds(processes) - cpu, time.monotonic() - began
+    cpu = cpu_seconds(processes) - cpu
+    elapsed = time.monotonic() - began
     delays = [delay for one in streams for delay in one.delays]
     tokens = await loop.run_in_executor(None, tokens_counted, port) - tokens
     lost = [one.lost for one in streams if one.lost is not None]

@@ -73,7 +73,8 @@ def run(channel: BlockingChannel) -> None:
         )
     )
     names: dict[str, None] = {}
-    step, due = 0, time.monotonic()
+    step = 0
+    due = time.monotonic()
     while True:
         out = messages.Updates(num_free_blocks=1_000_000)
         rate = board.rate

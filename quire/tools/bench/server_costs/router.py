@@ -52,7 +52,8 @@ def show_cost(num_replicas: int = 8) -> None:
     print("".join(f"{name:>9}" for name in columns))
     source = random.Random(0)
     for length in (100, 500, 1000, 2000, 4000, 8000, 32_000):
-        router, namer = new_router(num_replicas, 10_000), BlockNamer(16)
+        router = new_router(num_replicas, 10_000)
+        namer = BlockNamer(16)
         for number in range(num_replicas):
             router.note_blocks(
                 number, pack_names([source.getrandbits(64) for _ in range(10_000)]), b""
@@ -107,12 +108,15 @@ def show_load(rate: int = 10_000, seconds: float = 3.0, num_replicas: int = 8) -
     way.
     """
     source = random.Random(0)
-    router, namer = new_router(num_replicas, 20_000), BlockNamer(16)
+    router = new_router(num_replicas, 20_000)
+    namer = BlockNamer(16)
     system = [source.randrange(30_000) for _ in range(256)]
     chats = [system + [source.randrange(30_000) for _ in range(64)] for _ in range(5000)]
     under_way: deque[Assignment] = deque()
     cached: list[deque[int]] = [deque() for _ in range(num_replicas)]
-    spent, prompt_tokens, cached_tokens = [], 0, 0
+    spent = []
+    prompt_tokens = 0
+    cached_tokens = 0
     every = range(num_replicas)
     for _ in range(int(rate * seconds)):
         chat = source.choice(chats)
@@ -125,14 +129,14 @@ def show_load(rate: int = 10_000, seconds: float = 3.0, num_replicas: int = 8) -
         assignment = router.place(names, len(chat), 1, every)
         under_way.append(assignment)
         spent.append(time.thread_time() - began)
-        replica, new = assignment.replica, names[assignment.num_cached // 16 :].tolist()
-        prompt_tokens, cached_tokens = (
-            prompt_tokens + len(chat),
-            cached_tokens + assignment.num_cached,
-        )
+        replica = assignment.replica
+        new = names[assignment.num_cached // 16 :].tolist()
+        prompt_tokens += len(chat)
+        cached_tokens += assignment.num_cached
         cached[replica].extend(new)
         old = [cached[replica].popleft() for _ in range(max(0, len(cached[replica]) - 20_000))]
-        stored, removed = pack_names(new), pack_names(old)
+        stored = pack_names(new)
+        removed = pack_names(old)
         began = time.thread_time()
         router.note_blocks(replica, stored, removed)
         router.computed(assignment)
@@ -140,8 +144,10 @@ def show_load(rate: int = 10_000, seconds: float = 3.0, num_replicas: int = 8) -
             router.close(under_way.popleft())
         spent[-1] += time.thread_time() - began
     spent.sort()
-    mean, last = statistics.mean(spent), spent[int(0.99 * len(spent))]
-    length, part = prompt_tokens // len(spent), cached_tokens / prompt_tokens
+    mean = statistics.mean(spent)
+    last = spent[int(0.99 * len(spent))]
+    length = prompt_tokens // len(spent)
+    part = cached_tokens / prompt_tokens
     print(
         f"{rate} requests/s over {num_replicas} replicas: prompts of {length} tokens in the mean, {part:.2f} cached"
     )
@@ -171,7 +177,8 @@ def show_many(num_blocks: int = 40_000, length: int = 1000) -> None:
     print(f"{'engines':>9}" + "".join(f"{name:>16}" for name in columns) + f"{'MiB':>9}")
     source = np.random.default_rng(0)
     for num_replicas in (1, 8, 100, 256, 1000):
-        router, namer = new_router(num_replicas, num_blocks), BlockNamer(16)
+        router = new_router(num_replicas, num_blocks)
+        namer = BlockNamer(16)
         for number in range(num_replicas):
             router.note_blocks(
                 number, source.integers(0, 2**64, num_blocks - 200, np.uint64).tobytes(), b""

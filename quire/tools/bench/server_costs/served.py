@@ -160,7 +160,8 @@ def compare(dtype: str, jobs: list[Job], repeats: int, folder: Path) -> None:
             f"{name}: {1000 * between_steps(log, len(jobs)):.2f} ms between two steps of all requests (median)"
         )
     ways = on_the_way(logs["served"], arrivals)
-    middle, late = percentile_of(ways, 50), percentile_of(ways, 99)
+    middle = percentile_of(ways, 50)
+    late = percentile_of(ways, 99)
     print(
         f"served: a token is at the client {1000 * middle:.2f} ms after its step (median; P99 {1000 * late:.2f} ms)"
     )
@@ -178,7 +179,8 @@ def report(rates: dict[str, list[float]], times: dict[str, list[float]], repeats
         print(
             f"{name:10} {statistics.median(rates[name]):10.1f} {1000 * statistics.median(times[name]):10.2f}"
         )
-    share, extra = statistics.median(shares), 1000 * statistics.median(added)
+    share = statistics.median(shares)
+    extra = 1000 * statistics.median(added)
     print(
         f"through the server: {share:.1%} of the throughput, {extra:+.2f} ms per token (medians of each round's own)"
     )

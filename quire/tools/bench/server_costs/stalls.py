@@ -42,7 +42,8 @@ def chat(content: Any) -> dict[str, Any]:
 
 def bodies() -> dict[str, tuple[str, Any]]:
     """By what they try."""
-    words, part = "word " * 750_000, {"type": "text", "text": "x"}
+    words = "word " * 750_000
+    part = {"type": "text", "text": "x"}
     completion = {"prompt": "x", "max_tokens": 2}
     message = {"role": "user", "content": "x"}
     return {
