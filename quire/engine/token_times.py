@@ -19,10 +19,13 @@ _FORGET = 0.95
 """Each step counts this much of the next one."""
 _TRUST = 0.02
 """Weight of what was fitted before: it decides where the last steps were all alike."""
-_OUTLIER = 3.0
-"""A step that took longer than this many times the expected time counts as this long: it was
-disturbed. If steps have become slower, they are believed after a few.
+_OUTLIER = 1.5
+"""A step that took so many times the expected time, or less than that part of it, counts as this
+long: it was disturbed. If steps have become slower, they are believed after some dozen.
 """
+_FIRST_OUTLIER = 3.0
+"""The same while little is known: of the first steps, and of those larger than any before."""
+_FEW_STEPS = 8.0
 AIM = 0.9
 """The part of the promised time that a step is planned to take."""
 _FIRST_PROMPT_TOKENS = 64
@@ -65,10 +68,12 @@ class TokenTimes:
             return  # nobody tells the time
         num_tokens = sum(map(_count, step.scheduled))
         num_pairs = pairs_of(step.scheduled)
-        self._most_tokens = max(self._most_tokens, num_tokens)
         expected = self.seconds(num_tokens, num_pairs)
+        is_known = self._sums[0][0] >= _FEW_STEPS and num_tokens <= self._most_tokens
+        self._most_tokens = max(self._most_tokens, num_tokens)
         if expected > 0:
-            seconds = min(seconds, _OUTLIER * expected)
+            outlier = _OUTLIER if is_known else _FIRST_OUTLIER
+            seconds = min(max(seconds, expected / outlier), outlier * expected)
         values = (1.0, float(num_tokens), num_pairs)
         for row, one in zip(self._sums, values, strict=True):
             for column, other in enumerate((*values, seconds)):
