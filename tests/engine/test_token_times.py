@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.token_times import LEAST_PROMPT_TOKENS, TokenTimes, pairs_of
+from quire.engine.token_times import LEAST_PROMPT_TOKENS, TokenTimes, work_of
 from quire.errors import InvalidRequestError
 from quire.observe.packed_entry import pack, unpack
 from quire.observe.step_lines import LineReader, LineWriter
@@ -67,7 +67,7 @@ def test_noise_and_steps_that_become_slower_are_learnt(seed: int) -> None:
         step = Step(number, now, scheduled=(*decodes, chunk))
         seconds = (2.0 if number >= 100 else 1.0) * usual_time(step)
         if number % 100 >= 50:
-            found = times.seconds(step.num_tokens, pairs_of(step.scheduled))
+            found = times.seconds(*work_of(step))
             sums = [sums[0] + found, sums[1] + seconds]
             wrong += abs(found / seconds - 1) > 0.15
         if number % 100 == 99:
@@ -86,7 +86,7 @@ def test_noise_and_steps_that_become_slower_are_learnt(seed: int) -> None:
         step = Step(number, now, scheduled=scheduled)
         now += (2.0 if number >= 100 else 1.0) * usual_time(step)
         exact.observe(step, now)
-    found = exact.seconds(step.num_tokens, pairs_of(step.scheduled))
+    found = exact.seconds(*work_of(step))
     assert found == pytest.approx(2 * usual_time(step), rel=0.1)
 
 

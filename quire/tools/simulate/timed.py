@@ -19,7 +19,7 @@ from quire.engine.config import SchedulerConfig
 from quire.engine.invariants import check_invariants
 from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
-from quire.engine.token_times import LEAST_PROMPT_TOKENS, pairs_of
+from quire.engine.token_times import LEAST_PROMPT_TOKENS, work_of
 from quire.sampling_params import SamplingParams
 from quire.step import Step, StepResult
 
@@ -171,7 +171,7 @@ class TimedSimulation:
         seconds = self._seconds(step, number)
         times = self.scheduler.step_times
         if times is not None and step.scheduled and self._must_be_right(number):
-            self.estimated += times.seconds(step.num_tokens, pairs_of(step.scheduled))
+            self.estimated += times.seconds(*work_of(step))
             self.true += seconds
         else:
             self.estimated = self.true = 0.0
@@ -215,7 +215,7 @@ class TimedSimulation:
 
     def _seconds(self, step: Step, number: int) -> float:
         slower = 2.0 if number >= self.scenario.slower_from else 1.0
-        return slower * self.scenario.times.of(step.num_tokens, pairs_of(step.scheduled))
+        return slower * self.scenario.times.of(*work_of(step))
 
     def _noise(self) -> float:
         rng = self._rng
