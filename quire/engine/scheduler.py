@@ -64,7 +64,7 @@ class Scheduler:
         are matched by object and not by name, since by then a name may belong to another request.
         """
         self._num_steps = 0
-        self._times = None if config.target_token_time is None else TokenTimes(config)
+        self.step_times = None if config.target_token_time is None else TokenTimes(config)
         self._held_up: Request | None = None
         """The request that was next in the last step, and for which there were too few blocks."""
 
@@ -120,8 +120,8 @@ class Scheduler:
         if table.shares is not None:
             self._even_out(table.shares)
         chunks = self._schedule_decodes(plan, held)
-        if self._times is not None and plan.num_decodes and (chunks or table.waiting):
-            plan.promise = self._times.promise(
+        if self.step_times is not None and plan.num_decodes and (chunks or table.waiting):
+            plan.promise = self.step_times.promise(
                 plan.scheduled, self._first_prompt(chunks), now, plan.budget
             )
             plan.limit(plan.promise.prompt_tokens)
@@ -169,8 +169,8 @@ class Scheduler:
             )
         _, requests = self.in_flight.popleft()
         self._results.take(step, requests, result, now)
-        if self._times is not None:
-            self._times.observe(step, now)
+        if self.step_times is not None:
+            self.step_times.observe(step, now)
         return self.take_updates()
 
     def fail(self, step: Step, message: str, now: float) -> list[Step]:

@@ -19,10 +19,15 @@ _FORGET = 0.95
 """Each step counts this much of the next one."""
 _TRUST = 0.02
 """Weight of what was fitted before: it decides where the last steps were all alike."""
-_OUTLIER = 3.0
-"""A step that took longer than this many times the expected time counts as this long: it was
-disturbed. If steps have become slower, they are believed after a few.
+_OUTLIER = 1.5
+"""A step that took so many times the expected time, or less than that part of it, counts as this
+long: it was disturbed. If steps have become slower, they are believed after some dozen.
 """
+_FIRST_OUTLIER = 3.0
+"""The same while little is known: of the first steps, and of those larger than any before."""
+_FEW_STEPS = 8.0
+_FIT_EVERY = 4
+"""Steps: the fit takes longer than everything else here."""
 AIM = 0.9
 """The part of the promised time that a step is planned to take."""
 _FIRST_PROMPT_TOKENS = 64
@@ -32,8 +37,8 @@ never seen are approached, not jumped at.
 LEAST_PROMPT_TOKENS = 16
 """Computed whatever was promised, so that prompts get on."""
 
-_position, _count = itemgetter(2), itemgetter(3)
-assert (ScheduledRequest._fields[2], ScheduledRequest._fields[3]) == ("start", "num_tokens")
+_position = itemgetter(2)
+assert ScheduledRequest._fields[2:4] == ("start", "num_tokens")
 
 
 class TokenTimes:
@@ -44,8 +49,11 @@ class TokenTimes:
         self._token_time = config.target_token_time
         self._first_token = config.target_first_token
         self._gives_way = config.gives_way
-        self._sums = [[0.0] * 4 for _ in range(3)]
-        """Of the last steps: 1, tokens and pairs times 1, tokens, pairs and seconds."""
+        self._sums = (0.0,) * 9
+        """Of the last steps: their number, tokens, pairs; tokens times tokens, tokens times pairs,
+        pairs times pairs; seconds, and these times tokens, times pairs.
+        """
+        self._num_steps = 0
         self._plane = (0.0, 0.0, 0.0)
         """Seconds of a step, of each token, of each pair."""
         self._last_commit = float("-inf")
@@ -63,27 +71,44 @@ class TokenTimes:
         self._last_commit = now
         if seconds <= 0 or not step.scheduled:
             return  # nobody tells the time
-        num_tokens = sum(map(_count, step.scheduled))
-        num_pairs = pairs_of(step.scheduled)
-        self._most_tokens = max(self._most_tokens, num_tokens)
+        num_tokens, num_pairs = work_of(step)
         expected = self.seconds(num_tokens, num_pairs)
+        count = self._sums[0]
+        is_known = count >= _FEW_STEPS and num_tokens <= self._most_tokens
         if expected > 0:
-            seconds = min(seconds, _OUTLIER * expected)
-        values = (1.0, float(num_tokens), num_pairs)
-        for row, one in zip(self._sums, values, strict=True):
-            for column, other in enumerate((*values, seconds)):
-                row[column] = _FORGET * row[column] + one * other
-        self._plane = self._fit()
+            outlier = _OUTLIER if is_known else _FIRST_OUTLIER
+            seconds = min(max(seconds, expected / outlier), outlier * expected)
+        if num_tokens > self._most_tokens:
+            self._most_tokens = num_tokens
+        tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total = self._sums[1:]
+        self._sums = (
+            _FORGET * count + 1.0,
+            _FORGET * tokens + num_tokens,
+            _FORGET * pairs + num_pairs,
+            _FORGET * tokens2 + num_tokens * num_tokens,
+            _FORGET * both + num_tokens * num_pairs,
+            _FORGET * pairs2 + num_pairs * num_pairs,
+            _FORGET * total + seconds,
+            _FORGET * tokens_total + num_tokens * seconds,
+            _FORGET * pairs_total + num_pairs * seconds,
+        )
+        self._num_steps += 1
+        if not is_known or self._num_steps % _FIT_EVERY == 0:
+            self._plane = self._fit()
 
     def _fit(self) -> tuple[float, float, float]:
         """The plane with the least squares, none of whose parts is negative."""
-        rows = [row.copy() for row in self._sums]
+        count, tokens, pairs, tokens2, both, pairs2, seconds, tokens_total, pairs_total = self._sums
+        rows = [
+            [count, tokens, pairs, seconds],
+            [tokens, tokens2, both, tokens_total],
+            [pairs, both, pairs2, pairs_total],
+        ]
         for index, before in enumerate(self._plane):
             trust = _TRUST * rows[index][index] if before else 1e-9 * rows[index][index] + 1e-300
             rows[index][index] += trust
             rows[index][3] += trust * before
         _, per_token, per_pair = _solved(rows)
-        count, tokens, pairs, seconds = self._sums[0]
         per_token, per_pair = max(per_token, 0.0), max(per_pair, 0.0)
         base = (seconds - per_token * tokens - per_pair * pairs) / count
         if base < 0:  # then all of it is the tokens'
@@ -98,7 +123,8 @@ class TokenTimes:
         waits for more of its tokens.
         """
         start = 0 if prompt is None else prompt.num_computed_tokens
-        beside = self.seconds(len(decodes), float(sum(map(_position, decodes))))
+        positions = float(sum(map(_position, decodes)))
+        beside = self.seconds(len(decodes), positions)
         left, (_, per_token, per_pair) = AIM * self._token_time - beside, self._plane
         each = per_token + per_pair * start
         count = 0.0 if left <= 0 else float(most)
@@ -115,11 +141,8 @@ class TokenTimes:
             gave_way = self._gives_way
             if gave_way == "token_time":
                 allowed = min(needed, most)
-        work = (
-            len(decodes) + allowed,
-            sum(map(_position, decodes)) + allowed * (start + allowed / 2),
-        )
-        return StepPromise(allowed, self.seconds(*work), gave_way)
+        seconds = self.seconds(len(decodes) + allowed, positions + allowed * (start + allowed / 2))
+        return StepPromise(allowed, seconds, gave_way)
 
     def _needed(self, prompt: Request | None, now: float) -> int:
         """Tokens of this prompt that each step has to compute for its first token to come in time;
@@ -133,9 +156,15 @@ class TokenTimes:
         return -(-tokens // steps)
 
 
-def pairs_of(scheduled: Sequence[ScheduledRequest]) -> float:
-    """Each query with every key that it reads, but for windows."""
-    return sum(one[3] * (one[2] + one[3] / 2) for one in scheduled)
+def work_of(step: Step) -> tuple[int, float]:
+    """A step's tokens and pairs: each query with every key that it reads, but for windows."""
+    scheduled, num_decodes = step.scheduled, step.num_decodes
+    num_tokens = num_decodes
+    num_pairs = 0.5 * num_decodes + sum(map(_position, scheduled[:num_decodes]))
+    for _, _, start, count, *_ in scheduled[num_decodes:]:
+        num_tokens += count
+        num_pairs += count * (start + count / 2)
+    return num_tokens, num_pairs
 
 
 def _solved(rows: list[list[float]]) -> list[float]:

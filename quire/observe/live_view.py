@@ -60,11 +60,15 @@ class Column(NamedTuple):
     """out of so many that they had."""
     preempted: int
     failed: int
+    planned_seconds: float
+    """Where token times are promised: what it was expected to take at most; else 0."""
+    late: int
+    """Whether a target gave way."""
 
 
 _ADDED = (
     *("steps", "prompt_tokens", "decodes", "accepted", "refused", "sampled"),
-    *("cached_tokens", "admitted_tokens", "preempted", "failed"),
+    *("cached_tokens", "admitted_tokens", "preempted", "failed", "late"),
 )
 """Fields that several steps have the sum of."""
 
@@ -390,6 +394,8 @@ def _column(
         admitted_tokens=sum(len(one.token_ids) for one in step.admitted),
         preempted=len(step.preempted),
         failed=int(entry.error is not None),
+        planned_seconds=0.0 if step.promise is None else round(step.promise.seconds, 6),
+        late=int(step.promise is not None and step.promise.gave_way is not None),
     )
 
 
@@ -405,4 +411,6 @@ def _sum(columns: Sequence[Column]) -> Column:
     if len(columns) == 1:
         return columns[0]
     added = {name: sum(getattr(one, name) for one in columns) for name in _ADDED}
-    return columns[-1]._replace(seconds=round(sum(one.seconds for one in columns), 6), **added)
+    for name in ("seconds", "planned_seconds"):
+        added[name] = round(sum(getattr(one, name) for one in columns), 6)
+    return columns[-1]._replace(**added)

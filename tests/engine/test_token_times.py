@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.token_times import LEAST_PROMPT_TOKENS, TokenTimes, pairs_of
+from quire.engine.token_times import LEAST_PROMPT_TOKENS, TokenTimes, work_of
 from quire.errors import InvalidRequestError
 from quire.observe.packed_entry import pack, unpack
 from quire.observe.step_lines import LineReader, LineWriter
@@ -50,30 +50,35 @@ def test_tokens_come_in_time_and_answers_are_the_same() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_noise_and_steps_that_become_slower_are_learnt(seed: int) -> None:
-    """Times vary by a factor of 5 in one of ten steps; from the middle on all take twice as long."""
+    """Times vary by a factor of 5 in one of ten steps; from the middle on all take twice as long.
+    From the 50th step on after each change the estimates are within 15%: of fifty steps together
+    always, of a single one nearly always.
+    """
     rng = random.Random(seed)
     times = TokenTimes(config(target_token_time=TARGET))
-    now, slower = 0.0, 1.0
+    now, wrong = 0.0, 0
+    sums = [0.0, 0.0]
     for number in range(200):
-        slower = 2.0 if number >= 100 else 1.0
         decodes = [
             ScheduledRequest(f"r{row}", row, rng.randint(10, 900), 1, True, ())
             for row in range(rng.randint(1, 64))
         ]
         chunk = ScheduledRequest("p", 64, rng.randint(0, 500), rng.randint(1, 256), False, ())
         step = Step(number, now, scheduled=(*decodes, chunk))
-        seconds = slower * usual_time(step)
-        now += seconds * (
-            5 ** rng.uniform(-0.5, 1) if rng.random() < 0.1 else rng.uniform(0.9, 1.1)
-        )
+        seconds = (2.0 if number >= 100 else 1.0) * usual_time(step)
+        if number % 100 >= 50:
+            found = times.seconds(*work_of(step))
+            sums = [sums[0] + found, sums[1] + seconds]
+            wrong += abs(found / seconds - 1) > 0.15
+        if number % 100 == 99:
+            assert sums[0] == pytest.approx(sums[1], rel=0.1)
+            sums = [0.0, 0.0]
+        now += seconds * (5 ** rng.uniform(-1, 1) if rng.random() < 0.1 else rng.uniform(0.9, 1.1))
         times.observe(step, now)
-        if number in (99, 149, 199):
-            expected = slower * usual_time(step)
-            found = times.seconds(step.num_tokens, pairs_of(step.scheduled))
-            assert found == pytest.approx(expected, rel=0.35 if number == 149 else 0.3)
+    assert wrong <= 10
     exact = TokenTimes(config(target_token_time=TARGET))
     now = 0.0
-    for number in range(150):  # without noise it is exact
+    for number in range(150):
         scheduled = (
             ScheduledRequest("d", 0, rng.randint(10, 900), 1, True, ()),
             ScheduledRequest("p", 1, rng.randint(0, 500), rng.randint(1, 256), False, ()),
@@ -81,8 +86,8 @@ def test_noise_and_steps_that_become_slower_are_learnt(seed: int) -> None:
         step = Step(number, now, scheduled=scheduled)
         now += (2.0 if number >= 100 else 1.0) * usual_time(step)
         exact.observe(step, now)
-    found = exact.seconds(step.num_tokens, pairs_of(step.scheduled))
-    assert found == pytest.approx(2 * usual_time(step), rel=0.15)
+    found = exact.seconds(*work_of(step))
+    assert found == pytest.approx(2 * usual_time(step), rel=0.1)
 
 
 def test_the_first_prompt_gets_half_and_short_ones_pass_it() -> None:

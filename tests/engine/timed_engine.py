@@ -11,7 +11,7 @@ from quire.engine.core import EngineCore
 from quire.engine.invariants import check_invariants
 from quire.engine.request import Request, make_requests
 from quire.engine.scheduler import Scheduler
-from quire.engine.token_times import pairs_of
+from quire.engine.token_times import work_of
 from quire.sampling_params import SamplingParams
 from quire.step import Step, StepLogEntry, StepResult
 from quire.tools.simulate.fake_model import solo_run
@@ -23,7 +23,7 @@ StepTime = Callable[[Step], float]
 
 def usual_time(step: Step) -> float:
     """10 ms and what tokens and the keys they read add."""
-    return 0.01 + 0.0002 * step.num_tokens + 2e-8 * pairs_of(step.scheduled)
+    return 0.01 + 0.0002 * step.num_tokens + 2e-8 * work_of(step)[1]
 
 
 class TimedEngine:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,6 +19,7 @@ from quire.step import RequestMetrics, StepLogEntry
 from quire.tools.explain.explain import PARTS, explain_request, request_names
 from quire.tools.explain.text import explanation_svg, explanation_text
 from quire.tools.simulate.fake_runner import FakeRunner
+from tests.engine.timed_engine import TimedEngine
 from tests.long_runs import short_or_long
 
 CONFIG = SchedulerConfig(
@@ -268,3 +270,42 @@ def test_a_request_that_never_ran_waited_all_the_time() -> None:
     (answer,) = explanation["answers"]
     assert answer["parts"]["queue"] == pytest.approx(answer["total_seconds"])
     assert answer["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize("target", [None, 0.02])
+def test_it_says_whose_prompts_tokens_came_later_for(target: float | None) -> None:
+    """A step takes 10 ms and 0.1 ms a token, but for what is cheaper still: the keys it reads."""
+    engine = TimedEngine(lambda step: 0.01 + 1e-4 * step.num_tokens, target_token_time=target)
+    engine.at(0.0, "answered", [1, 2, 3], max_tokens=100, ignore_eos=True)
+    engine.at(0.5, "long", list(range(50)) * 12, max_tokens=1)
+    engine.at(0.5, "short", [4, 5, 6, 7], max_tokens=1)
+    engine.run()
+    told = explain_request(engine.entries, "answered")
+    assert told is not None
+    (answer,) = told["answers"]
+    later = answer["later_for"]
+    assert list(later) == ["long", "short"]
+    # the pipe holds two steps, so the clock of one begins within the one before
+    assert later["long"]["seconds"] == pytest.approx(600e-4, rel=0.3)
+    assert later["short"]["seconds"] < 0.1 * later["long"]["seconds"]
+    assert later["short"]["steps"] == 1
+    assert (later["long"]["steps"] > 3) == (target is not None)
+    text = explanation_text(told)
+    assert re.search(
+        r"came \d+\.\d ms later in all for the prompts of long \(\d+\.\d ms\), short", text
+    )
+    alone = explain_request(engine.entries, "long")
+    assert alone is not None
+    assert alone["answers"][0]["later_for"] == {}
+    assert "later in all" not in explanation_text(alone)
+
+
+def test_it_says_which_target_was_not_kept() -> None:
+    engine = TimedEngine(target_token_time=0.001)
+    engine.at(0.0, "answered", [1, 2, 3], max_tokens=30, ignore_eos=True)
+    engine.at(0.1, "other", list(range(40)), max_tokens=1)
+    engine.run()
+    told = explain_request(engine.entries, "answered")
+    assert told is not None
+    assert set(told["answers"][0]["gave_way"]) == {"first_token"}
+    assert "of its steps target_first_token could not be kept." in explanation_text(told)

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +25,15 @@ from quire.server.link import watch_hub
 from quire.server.link.engine_watch import EngineWatch
 from quire.server.link.messages import Watched
 from quire.server.link.watch_hub import WatchHub, WatchHubs
-from quire.step import AdmittedRequest, Finished, ScheduledRequest, Step, StepLogEntry, StepResult
+from quire.step import (
+    AdmittedRequest,
+    Finished,
+    ScheduledRequest,
+    Step,
+    StepLogEntry,
+    StepPromise,
+    StepResult,
+)
 from quire.tools.simulate.scenario import make_scenario
 from quire.tools.simulate.simulation import Simulation
 
@@ -177,6 +187,25 @@ def test_draft_tokens_and_failures_are_counted() -> None:
     first, second = (Column(*one) for one in view.take_frame()[0]["steps"])
     assert (first.decodes, first.accepted, first.refused, first.sampled) == (1, 2, 1, 3)
     assert (second.failed, second.sampled) == (1, 0)
+
+
+def test_promises_of_time_are_told() -> None:
+    view = LiveView(CONFIG, is_complete=True)
+    promises = [StepPromise(16, 0.02), StepPromise(32, 0.03, "first_token"), None]
+    for number, promise in enumerate(promises):
+        step = Step(number, float(number), num_running=1, promise=promise)
+        view.observe(StepLogEntry(step, StepResult(number, {}), None, number + 0.1))
+    steps = [Column(*one) for one in view.take_frame()[0]["steps"]]
+    assert [(one.planned_seconds, one.late) for one in steps] == [(0.02, 0), (0.03, 1), (0.0, 0)]
+
+
+def test_the_page_reads_columns_by_the_numbers_that_they_have() -> None:
+    """By name where the page's is a part of ours."""
+    source = (files("quire.server.web") / "timeline.js").read_text()
+    text = source[source.index("STEP = {") : source.index("};", source.index("STEP = {"))]
+    places = {name: int(place) for name, place in re.findall(r"(\w+): (\d+)", text)}
+    assert sorted(places.values()) == list(range(len(Column._fields)))
+    assert all(name in Column._fields[place] for name, place in places.items())
 
 
 def test_frames_are_few_and_none_is_owed_for_long() -> None:

@@ -92,11 +92,13 @@ export function describeStep(step) {
   const what = count === 1 ? `Step ${step[STEP.id]}` : `Steps ${step[STEP.id] - count + 1} to ${step[STEP.id]}`;
   const parts = [
     `${duration(step[STEP.seconds])}${count === 1 ? "" : " in all"}`,
+    ...(step[STEP.planned] && count === 1 ? [`planned for ${duration(step[STEP.planned])}`] : []),
     `${plural(step[STEP.prompt], "prompt token")}`,
     `${plural(step[STEP.decodes], "decode")}`,
   ];
   const drafts = step[STEP.accepted] + step[STEP.refused];
   if (drafts) parts.push(`${step[STEP.accepted]} of ${drafts} draft tokens accepted`);
+  if (step[STEP.late]) parts.push(count === 1 ? "a target gave way" : `targets gave way in ${step[STEP.late]}`);
   if (step[STEP.preempted]) parts.push(`${step[STEP.preempted]} preempted`);
   if (step[STEP.failed]) parts.push("failed");
   return `${what}: ${parts.join(", ")}; ${step[STEP.running]} running, ${step[STEP.waiting]} waiting, ${step[STEP.free]} blocks free`;

@@ -8,7 +8,7 @@ export const ownerOf = (code) => Math.floor(code / 8);
 // Of a step (`Column` in quire/observe/live_view.py).
 export const STEP = {
   id: 0, time: 1, seconds: 2, steps: 3, prompt: 4, decodes: 5, accepted: 6, refused: 7, sampled: 8, running: 9, waiting: 10,
-  free: 11, cached: 12, admitted: 13, preempted: 14, failed: 15,
+  free: 11, cached: 12, admitted: 13, preempted: 14, failed: 15, planned: 16, late: 17,
 };
 // Of a request (`LiveRequest.describe`) and of one that ended.
 export const REQUEST = { index: 0, name: 1, arrival: 2, prompt: 3, cached: 4, preemptions: 5, running: 6, computed: 7, output: 8, blocks: 9 };

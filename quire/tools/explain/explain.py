@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, NamedTuple
 
 from quire.engine import SchedulerConfig
@@ -163,6 +164,11 @@ class _Explanation:
         ) = 0
         self._decodes: dict[str, Any] = {"steps": 0, "tokens": 0}
         self._decodes |= {"slowest_seconds": 0.0, "slowest_step": None, "slowest_tokens": 0}
+        self._plain_seconds: list[float] = []
+        """Of its tokens' steps that computed nobody's prompt."""
+        self._beside_prompts: list[tuple[float, dict[str, int]]] = []
+        """Of its other tokens' steps: seconds, and whose prompts, with tokens."""
+        self._gave_way: Counter[str] = Counter()
         self._drafted = self._accepted = 0
         self._computed_before = 0
         self._num_blocks = self._most_blocks = 0
@@ -316,6 +322,17 @@ class _Explanation:
             decodes.update(
                 slowest_seconds=seconds, slowest_step=step.step_id, slowest_tokens=step.num_tokens
             )
+        if step.promise is not None and step.promise.gave_way is not None:
+            self._gave_way[step.promise.gave_way] += 1
+        prompts = {
+            one.request_id: one.num_tokens
+            for one in step.scheduled[step.num_decodes :]
+            if not one.draft_tokens and one.request_id != self._life.name
+        }
+        if prompts:
+            self._beside_prompts.append((seconds, prompts))
+        else:
+            self._plain_seconds.append(seconds)
 
     # What came of it
 
@@ -350,6 +367,8 @@ class _Explanation:
             "preemptions": [self._describe_preemption(step, one) for step, one in life.preemptions],
             "chunks": self._chunks,
             "decodes": self._decodes,
+            "later_for": self._later_for(),
+            "gave_way": dict(self._gave_way),
             "steps": self._num_steps,
             "cache": self._describe_cache(),
             "computed_tokens": self._num_computed,
@@ -364,6 +383,20 @@ class _Explanation:
             "finish_reason": None if life.finished is None else life.finished.reason,
             "segments": [segment._asdict() for segment in _joined(self.segments)],
         }
+
+    def _later_for(self) -> dict[str, dict[str, Any]]:
+        """Whose prompts its tokens came later for, and by how much: what steps took beyond its
+        usual one that computed no prompt, divided by tokens. Nothing, if there was no such step.
+        """
+        steps: Counter[str] = Counter()
+        later: defaultdict[str, float] = defaultdict(float)
+        usual = median(self._plain_seconds) if self._plain_seconds else float("inf")
+        for seconds, prompts in self._beside_prompts:
+            for name, count in prompts.items() if seconds > usual else ():
+                steps[name] += 1
+                later[name] += (seconds - usual) * count / sum(prompts.values())
+        most = sorted(later, key=lambda name: (-later[name], name))[:_MOST_COMPANIONS]
+        return {name: {"steps": steps[name], "seconds": later[name]} for name in most}
 
     def _describe_cache(self) -> dict[str, int | None]:
         """What it took of the cache, blocks that it gave up on its way included."""

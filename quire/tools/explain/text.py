@@ -73,6 +73,7 @@ def _sentences(answer: Mapping[str, Any]) -> Iterator[str]:
     for preemption in answer["preemptions"]:
         yield _preemption(preemption)
     yield from _decodes(answer)
+    yield from _later(answer)
     yield from _cache(answer["cache"])
     if answer["drafted_tokens"]:
         yield f"Of {answer['drafted_tokens']} drafted tokens {answer['accepted_tokens']} were right."
@@ -148,6 +149,19 @@ def _decodes(answer: Mapping[str, Any]) -> Iterator[str]:
             f"Its answer took {decodes['steps']} steps of {_time(each)} on average; the slowest, step "
             f"{decodes['slowest_step']}, took {slowest} for {tokens} token{'s' * (tokens != 1)} of all requests in it."
         )
+
+
+def _later(answer: Mapping[str, Any]) -> Iterator[str]:
+    """Whose prompts its tokens waited for, the most first, and targets that were not kept."""
+    later = list(answer["later_for"].items())
+    if later:
+        total = sum(one["seconds"] for _, one in later)
+        whose = ", ".join(f"{name} ({_time(one['seconds'])})" for name, one in later[:5])
+        more = f" and of {len(later) - 5} more" if len(later) > 5 else ""
+        several = "s" * (len(later) > 1)
+        yield f"Its tokens came {_time(total)} later in all for the prompt{several} of {whose}{more}."
+    for target, steps in answer["gave_way"].items():
+        yield f"In {steps} of its steps target_{target} could not be kept."
 
 
 def _cache(cache: Mapping[str, Any]) -> Iterator[str]:

@@ -3,6 +3,7 @@ minute.
 
     python -m quire.tools.simulate --seeds 100000
     python -m quire.tools.simulate --seed 4711      # replays one, step by step
+    python -m quire.tools.simulate --timed          # promises of time and shares (timed.py)
 
 Every finished request, drafted or not, must equal its solo run, every cut one a beginning of it;
 nothing may leak, the invariants hold after every step, and nobody waits forever. What a seed does
@@ -16,8 +17,9 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from quire.engine.block_manager import BlockManager
 from quire.engine.core import EngineCore
@@ -40,6 +42,7 @@ from quire.tools.simulate.scenario import (
     make_follower,
     make_scenario,
 )
+from quire.tools.simulate.timed import TimedError, run_timed_seed
 
 MAX_FOLLOWERS = 12
 MAX_DRAFT_TOKENS = 6
@@ -351,25 +354,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to play")
     parser.add_argument("--start", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="play this one alone and show every step")
+    parser.add_argument(
+        "--timed", action="store_true", help="token times and shares, on a device that takes time"
+    )
     options = parser.parse_args(arguments)
+    play: Callable[[int], int] = run_timed_seed if options.timed else run_seed
     if options.seed is not None:
-        return _play([options.seed], verbose=True)
+        return _play([options.seed], play if options.timed else partial(run_seed, verbose=True))
     logger = logging.getLogger("quire")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # thousands of failures are meant to happen
     try:
-        return _play(range(options.start, options.start + options.seeds), verbose=False)
+        return _play(range(options.start, options.start + options.seeds), play)
     finally:
         logger.setLevel(level)
 
 
-def _play(seeds: Sequence[int], verbose: bool) -> int:
+def _play(seeds: Sequence[int], play: Callable[[int], int]) -> int:
     began = shown = time.monotonic()
     steps = 0
     for count, seed in enumerate(seeds, start=1):
         try:
-            steps += run_seed(seed, verbose=verbose)
-        except SimulationError as error:
+            steps += play(seed)
+        except (SimulationError, TimedError) as error:
             print(error, file=sys.stderr)
             return 1
         if time.monotonic() - shown > 5 or count == len(seeds):

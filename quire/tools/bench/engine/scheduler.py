@@ -3,6 +3,7 @@
     python -m quire.tools.bench.engine.scheduler  # 256 running decodes
     python -m quire.tools.bench.engine.scheduler --requests 1024 --host-blocks 4096
     python -m quire.tools.bench.engine.scheduler --steps 4000 --usual-collector  # without ours
+    python -m quire.tools.bench.engine.scheduler --targets  # with a target of token times and without, in turn
 
 Prints the median and the 99th percentile in milliseconds, over steps in which every request
 decodes, and the pauses that garbage collection made.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -96,6 +98,59 @@ def measure(
     return times
 
 
+class DecodingScheduler:
+    """All rows decode and one more request waits, so that each step is promised where there is a
+    target; steps take 10 ms and a little by a clock of their own.
+    """
+
+    def __init__(self, num_requests: int, prompt_len: int, target: float | None) -> None:
+        max_len = 16 * (prompt_len + 2000)
+        config = SchedulerConfig(
+            num_blocks=num_requests * max_len // 16,
+            max_num_seqs=num_requests,
+            max_batched_tokens=max(8192, num_requests),
+            max_model_len=max_len,
+            target_token_time=target,
+        )
+        self._scheduler = Scheduler(config)
+        self._now = 0.0
+        params = SamplingParams(max_tokens=None, ignore_eos=True)
+        for i in range(num_requests + 1):
+            prompt = [(i * 31 + position) % 50_000 for position in range(prompt_len + i % 16)]
+            for request in make_requests(f"request-{i}", prompt, params, seed=i):
+                self._scheduler.add(request, 0.0)
+
+    def step(self) -> tuple[float, bool]:
+        """Seconds of Python, and whether all rows decoded."""
+        began = time.perf_counter()
+        step = self._scheduler.schedule(self._now)
+        scheduled = time.perf_counter()
+        result = fake_result(step)
+        self._now += 0.01 + 1e-5 * (step.step_id % 7)
+        before_commit = time.perf_counter()
+        self._scheduler.commit(step, result, self._now)
+        seconds = scheduled - began + time.perf_counter() - before_commit
+        return seconds, step.num_decodes == self._scheduler.config.max_num_seqs
+
+
+def compare_targets(num_requests: int, prompt_len: int, num_steps: int) -> tuple[float, float]:
+    """Median seconds of a step without a target, and that of a step with one by the step without
+    beside it: the two take turns, so that whatever else the machine does hits both.
+    """
+    plain = DecodingScheduler(num_requests, prompt_len, None)
+    promised = DecodingScheduler(num_requests, prompt_len, 0.02)
+    without: list[float] = []
+    ratios: list[float] = []
+    while len(ratios) < num_steps:
+        first, second = (plain, promised) if len(ratios) % 2 else (promised, plain)
+        (one, one_decodes), (other, other_decodes) = first.step(), second.step()
+        if one_decodes and other_decodes:
+            own, beside = (other, one) if first is plain else (one, other)
+            without.append(beside)
+            ratios.append(own / beside)
+    return statistics.median(without), statistics.median(ratios)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=256)
@@ -105,7 +160,21 @@ def main() -> None:
     parser.add_argument(
         "--usual-collector", action="store_true", help="put no full collections off"
     )
+    parser.add_argument(
+        "--targets", action="store_true", help="what a target of token times adds to a step"
+    )
     options = parser.parse_args()
+    if options.targets:
+        with full_collections_put_off():
+            seconds, ratio = compare_targets(options.requests, options.prompt, options.steps)
+        print(
+            f"{options.requests} running decodes and one that waits, {options.steps} steps each, in turn"
+        )
+        print(
+            f"without a target {1e3 * seconds:.3f} ms a step; with one {ratio:.3f} of it (medians)"
+        )
+        print(f"load at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+        return
     print(f"{options.requests} running decodes, {options.steps} steps, milliseconds per step")
     print(f"{'':>8} {'':>10} {'median':>8} {'p99':>8}")
     for depth in (1, 2):

@@ -1,0 +1,355 @@
+"""Promises of time and shares, played by a clock: a device whose steps take a known time and a
+noisy one, tenants that always have something waiting, others that come in bursts, one that floods.
+
+What must hold is written in docs/promises.md: shares as the weights, the estimate of step times
+near the truth, prompts that get on, short ones that pass long ones. Answers are not looked at here
+(the other seeds do that), so a step costs little.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+from quire.engine.config import SchedulerConfig
+from quire.engine.invariants import check_invariants
+from quire.engine.request import make_requests
+from quire.engine.scheduler import Scheduler
+from quire.engine.token_times import LEAST_PROMPT_TOKENS, work_of
+from quire.sampling_params import SamplingParams
+from quire.step import Step, StepResult
+
+NUM_STEPS = 420
+WINDOW = 200
+"""Steps in a row over which shares are compared with weights."""
+SHARE_ERROR = 0.1
+ESTIMATE_ERROR = 0.15
+LEARN_STEPS = 50
+"""After the first step, and after all steps have become slower, until the estimate must be right."""
+_CHECKED_TOGETHER = 50
+"""Steps whose estimates are added up: single ones have their noise."""
+
+
+class TimedError(AssertionError):
+    """A promise was broken."""
+
+
+class StepTimes(NamedTuple):
+    """Seconds that a step really takes, but for noise."""
+
+    base: float
+    per_token: float
+    per_pair: float
+
+    def of(self, num_tokens: int, num_pairs: float) -> float:
+        return self.base + self.per_token * num_tokens + self.per_pair * num_pairs
+
+
+@dataclass(frozen=True, slots=True)
+class TimedScenario:
+    """What is drawn from a seed."""
+
+    config: SchedulerConfig
+    times: StepTimes
+    slower_from: int
+    """From this step on all take twice as long."""
+    disturbed: float
+    """Of the steps: a part that takes up to five times as long, or as short."""
+    busy: tuple[str, ...]
+    """Tenants that always have requests waiting."""
+    flood: str | None
+    """One more tenant, which sends very many at once."""
+    flood_from: int
+    bursts: bool
+    """One more tenant, which sends a few at a time."""
+    prompt_tokens: int
+    """At most, but for long prompts."""
+    answer_tokens: int
+    long_prompts: float
+    """Of the requests: a part whose prompts are ten times as long."""
+
+
+def make_timed_scenario(seed: int) -> TimedScenario:
+    """Targets and shares always, the rest now and then."""
+    rng = random.Random(seed)
+    rows = rng.choice([4, 6, 8, 12])
+    times = StepTimes(
+        rng.uniform(0.001, 0.02), rng.uniform(2e-5, 5e-4), rng.choice([0, 1e-8, 5e-8])
+    )
+    decodes = times.of(rows, rows * 100.0)
+    has_targets = rng.random() < 0.85
+    busy = ("a", "b", "c")[: rng.choice([2, 2, 3])]
+    first_token = rng.random() < 0.5
+    config = SchedulerConfig(
+        num_blocks=1 + rows * 40,
+        max_num_seqs=rows,
+        max_batched_tokens=rows + rng.choice([16, 48, 256]),
+        max_model_len=512,
+        block_size=16,
+        policy="fair",
+        tenant_weights=tuple(
+            (one, rng.choice([1.0, 2.0, 3.0])) for one in busy if rng.random() < 0.6
+        ),
+        target_token_time=decodes * rng.choice([0.5, 1.2, 2.0, 4.0]) if has_targets else None,
+        target_first_token=decodes * rng.choice([10, 100]) if has_targets and first_token else None,
+        gives_way=rng.choice(["first_token", "token_time"]) if has_targets else "first_token",
+    )
+    return TimedScenario(
+        config=config,
+        times=times,
+        slower_from=rng.choice([NUM_STEPS, 150, 250]),
+        disturbed=rng.choice([0.0, 0.05, 0.1]),
+        busy=busy,
+        flood=rng.choice([None, "flood"]),
+        flood_from=rng.randint(0, NUM_STEPS // 2),
+        bursts=rng.random() < 0.5,
+        prompt_tokens=rng.choice([4, 12, 20]),
+        answer_tokens=rng.choice([4, 8, 12]),
+        long_prompts=rng.choice([0.0, 0.0, 0.1]),
+    )
+
+
+@dataclass(slots=True)
+class TimedSimulation:
+    """One scenario being played; steps are two at a time, as on a GPU."""
+
+    seed: int
+    scenario: TimedScenario = field(init=False)
+    scheduler: Scheduler = field(init=False)
+    now: float = 0.0
+    tenants: dict[str, str] = field(default_factory=dict)
+    served: deque[Counter[str]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    """Tokens of each tenant in the last steps."""
+    busy_since: dict[str, int] = field(default_factory=dict)
+    """Since which step a tenant has had requests waiting in every step."""
+    without_row: Counter[str] = field(default_factory=Counter)
+    """For how many steps in a row a tenant has waited without having any."""
+    estimated: float = 0.0
+    """Seconds of the last steps, by what was known before each; and what they took."""
+    true: float = 0.0
+    num_passed: int = 0
+    """Steps in which a prompt was computed beside an earlier and longer one that went on."""
+    _rng: random.Random = field(init=False)
+    _number: int = 0
+
+    def __post_init__(self) -> None:
+        self.scenario = make_timed_scenario(self.seed)
+        self.scheduler = Scheduler(self.scenario.config)
+        self._rng = random.Random(self.seed + 1)
+
+    def run(self) -> int:
+        """Plays the busy time, then lets all come to their end; returns the number of steps."""
+        scheduler = self.scheduler
+        in_flight: deque[Step] = deque()
+        number = 0
+        while number < NUM_STEPS or scheduler.has_work:
+            self._require(number < 20 * NUM_STEPS, "somebody waits for ever")
+            if number < NUM_STEPS:
+                self._send(number)
+            prompts = _unfinished_prompts(scheduler)
+            step = scheduler.schedule(self.now)
+            if step.scheduled:
+                self._check_prompts(number, prompts, step)
+                self._check_shares(number, step)
+                self._check_rows()
+            if not step.is_empty:
+                in_flight.append(step)
+            if in_flight and (len(in_flight) == 2 or step.is_empty):
+                self._commit(number, in_flight.popleft())
+            if number % 40 == 0:
+                check_invariants(scheduler)
+            number += 1
+        self._require(not scheduler.table.requests, "somebody was forgotten")
+        return number
+
+    def _commit(self, number: int, step: Step) -> None:
+        """Its results are there: the estimate of its time, made before, is compared with it."""
+        seconds = self._seconds(step, number)
+        times = self.scheduler.step_times
+        if times is not None and step.scheduled and self._must_be_right(number):
+            self.estimated += times.seconds(*work_of(step))
+            self.true += seconds
+        else:
+            self.estimated = self.true = 0.0
+        if number % _CHECKED_TOGETHER == _CHECKED_TOGETHER - 1 and self.true:
+            self._require(
+                abs(self.estimated / self.true - 1) <= ESTIMATE_ERROR,
+                f"step {number}: steps were estimated at {self.estimated:.3f} s, took {self.true:.3f} s",
+            )
+            self.estimated = self.true = 0.0
+        self.now = max(self.now, step.now) + seconds * self._noise()
+        self.scheduler.commit(step, _tokens_of(step), self.now)
+
+    def _send(self, number: int) -> None:
+        """Before each step: the busy ones always have three requests more than there are rows."""
+        scenario, rng = self.scenario, self._rng
+        shares = self.scheduler.table.shares
+        assert shares is not None
+        for tenant in scenario.busy:
+            for _ in range(
+                shares.rows[tenant] + 3 + scenario.config.max_num_seqs - shares.num_live[tenant]
+            ):
+                self._add(tenant)
+        if scenario.flood is not None and number == scenario.flood_from:
+            for _ in range(120):
+                self._add(scenario.flood)
+        if scenario.bursts and rng.random() < 0.03:
+            for _ in range(rng.randint(1, 5)):
+                self._add("sometimes")
+
+    def _add(self, tenant: str) -> None:
+        scenario, rng = self.scenario, self._rng
+        length = rng.randint(1, scenario.prompt_tokens)
+        if rng.random() < scenario.long_prompts:
+            length *= 10
+        self._number += 1
+        name = f"{tenant}{self._number}"
+        params = _params(tenant, rng.randint(2, scenario.answer_tokens))
+        (request,) = make_requests(name, [self._number, *[1] * (length - 1)], params, seed=0)
+        self.tenants[name] = tenant
+        self.scheduler.add(request, self.now)
+
+    def _seconds(self, step: Step, number: int) -> float:
+        slower = 2.0 if number >= self.scenario.slower_from else 1.0
+        return slower * self.scenario.times.of(*work_of(step))
+
+    def _noise(self) -> float:
+        rng = self._rng
+        if rng.random() < self.scenario.disturbed:
+            return float(5 ** rng.uniform(-1, 1))
+        return rng.uniform(0.95, 1.05)
+
+    def _must_be_right(self, number: int) -> bool:
+        change = self.scenario.slower_from
+        return number >= LEARN_STEPS and not change - 1 <= number < change + LEARN_STEPS
+
+    def _check_shares(self, number: int, step: Step) -> None:
+        """Over `WINDOW` steps in which tenants had requests waiting all the time, each had its
+        share of the tokens that these had together.
+        """
+        waiting = self._waiting
+        for tenant in list(self.busy_since):
+            if tenant not in waiting:
+                del self.busy_since[tenant]
+        for tenant in waiting:
+            self.busy_since.setdefault(tenant, number)
+        counts: Counter[str] = Counter()
+        for entry in step.scheduled:
+            counts[self.tenants[entry.request_id]] += entry.num_tokens
+        self.served.append(counts)
+        if len(self.served) < WINDOW or number % 20 or number >= NUM_STEPS:
+            return
+        tenants = [one for one, since in self.busy_since.items() if since <= number - WINDOW]
+        weights = dict(self.scenario.config.tenant_weights)
+        total = sum((counts for counts in self.served), Counter[str]())
+        together = sum(total[one] for one in tenants)
+        all_weights = sum(weights.get(one, 1.0) for one in tenants)
+        for tenant in tenants:
+            expected = weights.get(tenant, 1.0) / all_weights * together
+            self._require(
+                abs(total[tenant] - expected) <= SHARE_ERROR * expected + self._granule,
+                f"step {number}: tenant {tenant} had {total[tenant]} tokens in {WINDOW} steps, its share "
+                f"is {expected:.0f} of {together}",
+            )
+
+    @property
+    def _waiting(self) -> set[str]:
+        """Tenants with more requests than run."""
+        shares = self.scheduler.table.shares
+        assert shares is not None
+        return {one for one, count in shares.num_live.items() if count > shares.rows[one]}
+
+    @property
+    def _granule(self) -> float:
+        """What one request may have too much or too little: tenants take turns by whole ones."""
+        return float(self._longest_prompt + self.scenario.answer_tokens)
+
+    @property
+    def _longest_prompt(self) -> int:
+        return self.scenario.prompt_tokens * (10 if self.scenario.long_prompts else 1)
+
+    def _check_rows(self) -> None:
+        shares = self.scheduler.table.shares
+        assert shares is not None
+        without = [one for one in self._waiting if not shares.rows[one]]
+        self.without_row = Counter({one: self.without_row[one] + 1 for one in without})
+        scenario = self.scenario
+        one_request = self._longest_prompt / 8 + scenario.answer_tokens + 2
+        most = len(shares.num_live) * one_request
+        for tenant, steps in self.without_row.items():
+            self._require(
+                steps <= most,
+                f"tenant {tenant} had no row for {steps} steps; {most:.0f} are allowed",
+            )
+
+    def _check_prompts(self, number: int, prompts: Sequence[tuple[str, int]], step: Step) -> None:
+        """The first prompt gets half of what a step may compute, at least 8 tokens, and the
+        shortest of the others gets what it needs of the rest.
+        """
+        promise = step.promise
+        computed = {one.request_id: one for one in step.scheduled[step.num_decodes :]}
+        preempted = {notice.request_id for notice in step.preempted}
+        chunks = [one for one in prompts if one[0] not in preempted]
+        if promise is None or not chunks:
+            return
+        (first, left), others = chunks[0], chunks[1:]
+        least = min(LEAST_PROMPT_TOKENS, self.scenario.config.max_batched_tokens - step.num_decodes)
+        half = (promise.prompt_tokens + 1) // 2
+        self._require(promise.prompt_tokens >= least, f"step {number} promises {promise}")
+        got = computed[first].num_tokens if first in computed else 0
+        self._require(
+            got >= min(left, half), f"step {number}: {first} got {got} of {left}, {promise}"
+        )
+        table = self.scheduler.table
+        self._require(
+            got <= half or not (table.free_rows and table.waiting),
+            f"step {number}: {first} got {got} of {left}, though others wait behind it, {promise}",
+        )
+        if others:
+            name, left = min(others, key=lambda one: one[1])
+            got = computed[name].num_tokens if name in computed else 0
+            rest = promise.prompt_tokens - half
+            self._require(
+                got >= min(left, rest),
+                f"step {number}: {name} got {got} of {left} behind {first}, {promise}",
+            )
+            self.num_passed += got > 0 and first in computed and not computed[first].samples
+
+    def _require(self, condition: bool, message: str) -> None:
+        if not condition:
+            raise TimedError(message)
+
+
+@cache
+def _params(tenant: str, max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, tenant=tenant)
+
+
+def _unfinished_prompts(scheduler: Scheduler) -> list[tuple[str, int]]:
+    """Running requests that have more than a token to compute, and how many."""
+    found = []
+    for request in scheduler.table.running:
+        left = request.num_tokens - request.num_computed_tokens
+        if left > 1:
+            found.append((request.request_id, left))
+    return found
+
+
+def _tokens_of(step: Step) -> StepResult:
+    return StepResult(step.step_id, {one.request_id: (1,) for one in step.scheduled if one.samples})
+
+
+def run_timed_seed(seed: int) -> int:
+    """Plays one seed; raises TimedError with the command that replays it if a promise was broken."""
+    simulation = TimedSimulation(seed)
+    try:
+        return simulation.run()
+    except Exception as error:
+        replay = f"python -m quire.tools.simulate --timed --seed {seed}"
+        raise TimedError(
+            f"timed seed {seed}: {type(error).__name__}: {error}\n{simulation.scenario}\nreplay: {replay}"
+        ) from error

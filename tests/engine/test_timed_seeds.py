@@ -1,0 +1,76 @@
+"""Promises of time and shares on a device that takes time, by seeds; and proof that they would
+notice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.engine import token_times
+from quire.engine.fair_shares import FairShares
+from quire.engine.scheduler import Scheduler
+from quire.engine.step_plan import StepPlan
+from quire.tools.simulate.simulation import main
+from quire.tools.simulate.timed import TimedError, TimedSimulation, run_timed_seed
+from tests.long_runs import short_or_long
+
+SEEDS_PER_TEST = 2
+SEED_OF_LONG_PROMPTS, SEED_OF_WEIGHTS, SEED_OF_SLOWER_STEPS = 41, 42, 40
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("start", range(0, short_or_long(60, 2000, quick=2), SEEDS_PER_TEST))
+def test_promises_are_kept_with_every_seed(start: int) -> None:
+    for seed in range(start, start + SEEDS_PER_TEST):
+        run_timed_seed(seed)
+
+
+def test_short_prompts_do_pass_long_ones() -> None:
+    simulation = TimedSimulation(SEED_OF_LONG_PROMPTS)
+    simulation.run()
+    assert simulation.num_passed > 5
+
+
+def test_a_broken_promise_names_its_seed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    charge = FairShares.charge
+
+    def whatever_its_weight(self: FairShares, tenant: str, num_tokens: int) -> None:
+        charge(self, tenant, int(num_tokens * self.weight(tenant)))
+
+    monkeypatch.setattr(FairShares, "charge", whatever_its_weight)
+    assert main(["--timed", "--start", str(SEED_OF_WEIGHTS), "--seeds", "1"]) == 1
+    message = capsys.readouterr().err
+    assert "its share is" in message
+    assert f"replay: python -m quire.tools.simulate --timed --seed {SEED_OF_WEIGHTS}" in message
+
+
+def test_estimates_that_never_change_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_times, "_FORGET", 0.9999)
+    with pytest.raises(TimedError, match="steps were estimated at"):
+        run_timed_seed(SEED_OF_SLOWER_STEPS)
+
+
+def test_a_first_prompt_that_gets_what_others_leave_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def last(self: Scheduler, chunks: list[Any], plan: StepPlan) -> None:
+        self._schedule_waiting(plan)
+        self._schedule_chunks(reversed(chunks), plan)
+
+    monkeypatch.setattr(Scheduler, "_schedule_in_time", last)
+    with pytest.raises(TimedError, match=r"got \d+ of \d+, StepPromise"):
+        run_timed_seed(SEED_OF_LONG_PROMPTS)
+
+
+def test_long_prompts_that_hold_short_ones_up_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_order(self: Scheduler, chunks: list[Any], plan: StepPlan) -> None:
+        self._schedule_chunks(chunks, plan)
+        self._schedule_waiting(plan)
+
+    monkeypatch.setattr(Scheduler, "_schedule_in_time", in_order)
+    with pytest.raises(TimedError, match="behind"):
+        run_timed_seed(SEED_OF_LONG_PROMPTS)
