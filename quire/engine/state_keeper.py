@@ -20,6 +20,11 @@ from quire.engine.request import Request, RequestState
 from quire.errors import QuireError
 from quire.step import BlockCopy
 
+_CUE = 16
+"""The last tokens of a prompt, at most, that only ask for the answer, such as the begin of an
+assistant's turn and of its reasoning. A chat's next prompt may have others in their place.
+"""
+
 
 class StateKeeper:
     """Decides which states are kept, and lists them in the prefix cache."""
@@ -124,7 +129,10 @@ class StateKeeper:
     def _is_worth_keeping(self, request: Request, chunk: int) -> bool:
         """Whether others may want to start from the state at the begin of a chunk."""
         start = chunk * self.spec.chunk
-        at_prompts_end = chunk == request.num_prompt_tokens // self.spec.chunk
+        end = request.num_prompt_tokens
+        before_cue = (end - _CUE) // self.spec.chunk
+        # a step that passes both keeps both, so they need no cut
+        at_prompts_end = chunk in (end // self.spec.chunk, before_cue)
         is_chosen = at_prompts_end or start % self.spec.interval == 0 or start in request.state_ends
         return self._config.prefix_caching and chunk > 0 and is_chosen
 
