@@ -17,12 +17,16 @@ import torch
 from torch import Tensor
 
 from quire.checkpoints.adapter_files import AdapterFiles, open_adapter
+from quire.checkpoints.files import is_gguf
+from quire.checkpoints.gguf_adapter import open_gguf_adapter
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import PLAIN
 from quire.kernels.low_rank import LowRank, LowRankPart, PackedExperts, PackedLowRank
+from quire.models.adapter_module import AdapterModule, read_finite
 from quire.models.decoder import Decoder
 from quire.models.expert_adapters import by_expert, fitting, stacks_of, unwrapped
 from quire.models.families import family_named
+from quire.models.gguf_adapters import gguf_modules
 from quire.models.linear import Linear
 from quire.models.load import read_piece
 from quire.models.names import huggingface_pieces
@@ -66,19 +70,6 @@ class Adapter:
         return sum(one.nbytes for one in self.products.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Module:
-    """An adapter's tensors for one module of the model, in float32."""
-
-    name: str
-    pieces: Sequence[Piece]
-    """Where in the decoder its weight lies."""
-    a: Tensor
-    b: Tensor
-    magnitude: Tensor | None
-    scale: float
-
-
 class AdapterLoader:
     """Reads adapters for one decoder."""
 
@@ -98,12 +89,17 @@ class AdapterLoader:
         self._parameters = dict(whole.parameters())
         self._parameters.setdefault("head", Parameter((whole.vocab_size, whole.hidden_size)))
         self._places = _places(whole)
+        self._whole = whole
         self._stacks = stacks_of(whole, _embedding_names(whole))
 
     def load(self, folder: Path) -> Adapter:
-        """Reads a folder that PEFT wrote. What is wrong with it is an error that names the file and
-        the tensor.
+        """Reads a folder that PEFT wrote, or a GGUF file. What is wrong with it is an error that names
+        the file and the tensor.
         """
+        if is_gguf(folder):
+            checkpoint, digest = open_gguf_adapter(folder)
+            modules = list(gguf_modules(checkpoint, str(folder), self._whole, self._decoder))
+            return self._made(digest, modules, None)
         files = open_adapter(folder)
         copies = [name for name in files.checkpoint.tensors if name.endswith(_COPIES)]
         base = None
@@ -118,13 +114,22 @@ class AdapterLoader:
                 assert base is not None
                 self._check_copy(files, name, base)
             modules = list(self._modules(files, frozenset(copies)))
-            found: dict[_Place, list[tuple[_Module, list[LowRankPart]]]] = {}
-            for module in modules:
-                for place, parts in self._parts(module, base).items():
-                    found.setdefault(place, []).append((module, parts))
+            return self._made(files.digest, modules, base, files.settings.is_dora)
         finally:
             if base is not None:
                 base.checkpoint.close()
+
+    def _made(
+        self,
+        digest: str,
+        modules: Sequence[AdapterModule],
+        base: ModelFiles | None,
+        is_dora: bool = False,
+    ) -> Adapter:
+        found: dict[_Place, list[tuple[AdapterModule, list[LowRankPart]]]] = {}
+        for module in modules:
+            for place, parts in self._parts(module, base).items():
+                found.setdefault(place, []).append((module, parts))
         products: dict[str, PackedLowRank | PackedExperts] = {}
         experts: dict[str, dict[int, PackedLowRank]] = {}
         for (parameter, expert), own in found.items():
@@ -135,7 +140,7 @@ class AdapterLoader:
                 experts.setdefault(linear, {})[expert] = packed
         products |= {linear: PackedExperts(own) for linear, own in experts.items()}
         rank = max(module.a.shape[0] for module in modules)
-        return Adapter(files.digest, products, rank, files.settings.is_dora)
+        return Adapter(digest, products, rank, is_dora)
 
     def _check_copy(self, files: AdapterFiles, name: str, base: ModelFiles) -> None:
         """Where the head is adapted, PEFT saves head and embedding, too. They must be the model's
@@ -157,7 +162,7 @@ class AdapterLoader:
                 "adapter with save_embedding_layers=False"
             )
 
-    def _modules(self, files: AdapterFiles, copies: frozenset[str]) -> Iterator[_Module]:
+    def _modules(self, files: AdapterFiles, copies: frozenset[str]) -> Iterator[AdapterModule]:
         """The adapter's tensors by module, every one checked."""
         settings, tensors = files.settings, files.checkpoint.tensors
         by_module: dict[str, dict[str, str]] = {}
@@ -205,8 +210,8 @@ class AdapterLoader:
                         f"{file}: the tensor {name} has shape {list(tensors[name].shape)}; by this model and the "
                         f"adapter's settings it is {list(shapes[kind])}: is it for another model?"
                     )
-                read[kind] = _read(files, name)
-            yield _Module(
+                read[kind] = read_finite(files.checkpoint, name)
+            yield AdapterModule(
                 module,
                 self._places[module],
                 read["lora_A"],
@@ -217,7 +222,7 @@ class AdapterLoader:
 
     def _stacked(
         self, files: AdapterFiles, module: str, own: Mapping[str, str]
-    ) -> Iterator[_Module]:
+    ) -> Iterator[AdapterModule]:
         """An adapter of all experts of a layer, as one of each."""
         tensors, settings = files.checkpoint.tensors, files.settings
         info = tensors[own["lora_A"]]
@@ -242,9 +247,13 @@ class AdapterLoader:
                 f"{list(b)}; this model has {sizes} (experts, outputs, inputs), {problem}"
             )
         name, scale = fits[0].stack.name, settings.scale_of(fits[0].stack.name)
-        pairs = by_expert(fits[0], _read(files, own["lora_A"]), _read(files, own["lora_B"]))
+        pairs = by_expert(
+            fits[0],
+            read_finite(files.checkpoint, own["lora_A"]),
+            read_finite(files.checkpoint, own["lora_B"]),
+        )
         for piece, own_a, own_b in pairs:
-            yield _Module(name, (piece,), own_a, own_b, None, scale)
+            yield AdapterModule(name, (piece,), own_a, own_b, None, scale)
 
     def _module_shape(self, module: str, tensor: str, is_dora: bool, file: Path) -> tuple[int, int]:
         """Of the module's weight in the model's files."""
@@ -260,7 +269,9 @@ class AdapterLoader:
             )
         return piece.shape(parameter)[0], parameter.shape[-1]
 
-    def _parts(self, module: _Module, base: ModelFiles | None) -> dict[_Place, list[LowRankPart]]:
+    def _parts(
+        self, module: AdapterModule, base: ModelFiles | None
+    ) -> dict[_Place, list[LowRankPart]]:
         """What a module's adapter adds, by product, with rows in the decoder's order. Their
         `first_rank` counts within the module's own A.
         """
@@ -306,7 +317,9 @@ class AdapterLoader:
             return torch.zeros_like(factor)
         return bias[first : first + len(factor)].float().cpu() * (1 - factor)
 
-    def _packed(self, name: str, own: list[tuple[_Module, list[LowRankPart]]]) -> PackedLowRank:
+    def _packed(
+        self, name: str, own: list[tuple[AdapterModule, list[LowRankPart]]]
+    ) -> PackedLowRank:
         """One pair of matrices for a product, of all modules that are packed in it."""
         dtype = torch.float32 if self._parameters[name].keep_float32 else self._decoder.dtype
         device, parts, first_rank = self._decoder.device, [], 0
@@ -344,15 +357,6 @@ def _places(spec: ModelSpec) -> dict[str, list[Piece]]:
 def _embedding_names(spec: ModelSpec) -> list[str]:
     family = family_named(spec.family)
     return [f"{prefix}.{family.embedding}.weight" for prefix in family.prefixes]
-
-
-def _read(files: AdapterFiles, name: str) -> Tensor:
-    tensor = files.checkpoint.read(name)
-    if not bool(tensor.isfinite().all()):
-        raise ModelFormatError(
-            f"{files.checkpoint.tensors[name].file}: the tensor {name} has numbers that are infinite or NaN"
-        )
-    return tensor
 
 
 def _linear_of(piece: Piece) -> str:
