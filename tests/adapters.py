@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quire.kernels.ops import MoeSpec
 from quire.models.decoder import Decoder
 from quire.models.spec import MlpSpec
 
@@ -38,7 +39,9 @@ def save_adapter(folder: Path, tensors: Mapping[str, Tensor], **settings: Any) -
 def random_adapter(
     folder: Path, decoder: Decoder, seed: int, rank: int = 4, size: float = 0.3
 ) -> Path:
-    """One for attention's projections and dense MLPs of a decoder in Hugging Face's names."""
+    """One for attention's projections, dense MLPs and every other expert of a decoder in Hugging
+    Face's names.
+    """
     source = torch.Generator().manual_seed(seed)
     spec, tensors = decoder.spec, {}
 
@@ -62,4 +65,9 @@ def random_adapter(
                 add(f"{number}.mlp.gate_proj", inner, spec.hidden_size)
             add(f"{number}.mlp.{up}", inner, spec.hidden_size)
             add(f"{number}.mlp.{down}", spec.hidden_size, inner)
+        elif isinstance(layer.mlp, MoeSpec):
+            inner = layer.mlp.intermediate_size
+            for expert in range(0, layer.mlp.num_experts, 2):
+                add(f"{number}.mlp.experts.{expert}.gate_proj", inner, spec.hidden_size)
+                add(f"{number}.mlp.experts.{expert}.down_proj", spec.hidden_size, inner)
     return save_adapter(folder, tensors, r=rank, lora_alpha=2 * rank)

@@ -288,7 +288,6 @@ BAD_SETTINGS: Mapping[str, tuple[dict[str, Any], str]] = {
     "true": ({"r": True}, "r should be"),
     "alpha": ({"lora_alpha": "8"}, "lora_alpha should be"),
     "saved modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
-    "experts": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters is"),
     "bias": ({"bias": "all"}, "bias is"),
     "turned": ({"fan_in_fan_out": True}, "fan_in_fan_out is"),
     "changed base": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is"),

@@ -36,7 +36,6 @@ _REFUSED: Mapping[str, tuple[object, ...]] = {
     "lora_bias": (None, False),
     "modules_to_save": (None, []),
     "layer_replication": (None, []),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None, [], {}),
     "alora_invocation_tokens": (None, []),
     "use_qalora": (None, False),
@@ -51,7 +50,13 @@ _KNOWN = frozenset(
         *("peft_type", "task_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern"),
         *("use_rslora", "use_dora", "base_model_name_or_path", "init_lora_weights"),
         # where it was put and how it was trained: the tensors say the rest
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *(
+            "target_modules",
+            "target_parameters",
+            "exclude_modules",
+            "layers_to_transform",
+            "layers_pattern",
+        ),
         *("auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout"),
         *("megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
         *("qalora_group_size", "runtime_config"),
@@ -75,6 +80,8 @@ class AdapterSettings:
     """rsLoRA: alpha is divided by the root of the rank."""
     is_dora: bool
     base_model: str
+    peft_version: tuple[int, int] | None = None
+    """Versions lay A and B of stacked experts out differently."""
 
     def rank_of(self, module: str) -> int:
         return int(_by_pattern(self.rank_pattern, module, self.rank))
@@ -155,7 +162,13 @@ def read_adapter_settings(values: Mapping[str, Any], file: str) -> AdapterSettin
         rank_stabilized=fields.boolean("use_rslora", False),
         is_dora=fields.boolean("use_dora", False),
         base_model=str(fields.raw("base_model_name_or_path") or ""),
+        peft_version=_version(fields.raw("peft_version")),
     )
+
+
+def _version(value: object) -> tuple[int, int] | None:
+    match = re.match(r"(\d{1,6})\.(\d{1,6})", value) if isinstance(value, str) else None
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def _patterns(
@@ -207,6 +220,7 @@ def _digest(settings: AdapterSettings, weights: Path, checkpoint: Checkpoint) ->
         sorted(settings.alpha_pattern.items()),
         settings.rank_stabilized,
         settings.is_dora,
+        settings.peft_version,
     ]
     content.update(json.dumps(described).encode())
     with open_checked(weights, checkpoint.stamp_of(weights)) as file:

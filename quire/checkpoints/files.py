@@ -28,6 +28,11 @@ FileStamp = tuple[int, int, int]
 """Inode, size and time of change: tells whether a file is still the one that was checked."""
 
 
+def is_gguf(path: Path) -> bool:
+    """By its name."""
+    return path.suffix.lower() == ".gguf"
+
+
 def quote(value: object, limit: int = 100) -> str:
     """Something from a file, fit for a message: text quoted, control characters escaped, cut at
     `limit`.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.checkpoints.files import is_gguf
 from quire.errors import InvalidRequestError
 
 CONFIG_FILE = "adapter_config.json"
@@ -16,7 +17,7 @@ _NAME = re.compile(r"[\w][\w.:@+-]{0,199}")
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """Which adapter a request has: a name, and the folder that PEFT wrote it to. `lora_int_id` is
+    """Which adapter a request has: a name, and the folder that PEFT wrote it to, or a GGUF file. `lora_int_id` is
     vLLM's number for it; Quire knows adapters by their content and needs none.
     """
 
@@ -59,12 +60,19 @@ def check_name(name: object) -> str:
     return name
 
 
+def is_adapter(path: Path) -> bool:
+    """Whether something lies there that may be one: a folder of PEFT's, or a GGUF file."""
+    return os.path.isfile(path if is_gguf(path) else path / CONFIG_FILE)
+
+
 def parse_lora(given: str, option: str = "--lora") -> LoRARequest:
-    """`name=path`, as a command takes it; the folder must be there."""
+    """`name=path`, as a command takes it; the folder or file must be there."""
     name, separator, path = given.partition("=")
     if not separator or not path:
         raise InvalidRequestError(option, f"must be name=path, not {given[:100]!r}")
     folder = Path(path).expanduser().absolute()
-    if not os.path.isfile(folder / CONFIG_FILE):
-        raise InvalidRequestError(option, f"{path[:200]} is no adapter: it has no {CONFIG_FILE}")
+    if not is_adapter(folder):
+        raise InvalidRequestError(
+            option, f"{path[:200]} is no adapter: it has no {CONFIG_FILE}, and is no .gguf file"
+        )
     return LoRARequest(check_name(name), lora_path=str(folder))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from quire.checkpoints.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from quire.checkpoints.files import is_gguf
 from quire.config import format_bytes
 from quire.errors import CapacityError, InvalidRequestError, ModelFormatError, QuireError
 from quire.frontend.adapter_names import check_name
@@ -121,7 +122,9 @@ class AdapterRegistry:
         """
         check_name(name)
         if not isinstance(path, Path | str) or not str(path):
-            raise InvalidRequestError("lora_path", f"must be an adapter's folder, not {path!r}")
+            raise InvalidRequestError(
+                "lora_path", f"must be an adapter's folder or .gguf file, not {path!r}"
+            )
         if name not in self._paths and len(self._paths) >= MAX_NAMES:
             raise CapacityError(f"there are {MAX_NAMES} adapters' names already: unload some")
         loaded = self._read(name, Path(path), read)
@@ -160,7 +163,7 @@ class AdapterRegistry:
     def _check_size(self, name: str, stamps: Stamps) -> None:
         if self._refusal is not None:
             raise InvalidRequestError("lora_request", self._refusal)
-        size = stamps[1][0]
+        size = max(stamp[0] for stamp in stamps)
         if size > 2 * self._budget:  # float32 in files may be bfloat16 in memory, not less
             raise self._too_large(name, size)
 
@@ -223,12 +226,14 @@ class AdapterRegistry:
 
 def _stamps(folder: Path) -> Stamps:
     found = []
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
+    files = (folder,) if is_gguf(folder) else (folder / CONFIG_FILE, folder / WEIGHTS_FILE)
+    for file in files:
         try:
-            status = os.stat(folder / name)
+            status = os.stat(file)
         except OSError as error:
             raise ModelFormatError(
-                f"{folder}: {name} can't be read ({error.strerror}): an adapter is a folder that PEFT wrote"
+                f"{folder}: {file.name} can't be read ({error.strerror}): an adapter is a folder that PEFT wrote, or "
+                "a .gguf file"
             ) from None
         found.append((status.st_size, status.st_mtime_ns, status.st_ino))
     return tuple(found)

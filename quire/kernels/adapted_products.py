@@ -7,7 +7,7 @@ from abc import abstractmethod
 from torch import Tensor
 
 from quire.kernels.low_rank import LowRank, LowRankTable, PackedLowRank, PlainTable
-from quire.kernels.ops import Activation
+from quire.kernels.ops import Activation, MoeSpec
 from quire.kernels.tiled_linear import tiled_linear
 from quire.kernels.weights import Weight
 
@@ -21,6 +21,14 @@ class AdaptedProducts:
     def linear(
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor: ...
+
+    @abstractmethod
+    def linear_gated(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
+    ) -> Tensor: ...
+
+    @abstractmethod
+    def activate(self, x: Tensor, activation: Activation) -> Tensor: ...
 
     @abstractmethod
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor: ...
@@ -54,6 +62,35 @@ class AdaptedProducts:
         table: LowRankTable,
     ) -> Tensor:
         return self.gate(self.adapted_linear(x, weight, bias, slots, table), activation)
+
+    def linear_of(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        slots: Tensor,
+        table: LowRankTable | None,
+    ) -> Tensor:
+        """`linear`, adapted where there is a table."""
+        if table is None:
+            return self.linear(x, weight, bias)
+        return self.adapted_linear(x, weight, bias, slots, table)
+
+    def activated_of(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        spec: MoeSpec,
+        slots: Tensor,
+        table: LowRankTable | None,
+    ) -> Tensor:
+        """What an expert's down product takes; adapted where there is a table."""
+        if not spec.gated:
+            return self.activate(self.linear_of(x, weight, bias, slots, table), spec.activation)
+        if table is None:
+            return self.linear_gated(x, weight, bias, spec.activation)
+        return self.adapted_linear_gated(x, weight, bias, spec.activation, slots, table)
 
     def add_low_rank_(self, out: Tensor, x: Tensor, slots: Tensor, table: LowRankTable) -> None:
         """Adds to out [rows, outputs] what the rows' adapters make of x [rows, in]."""

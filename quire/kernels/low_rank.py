@@ -8,6 +8,7 @@ what was put there after they were recorded.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -73,3 +74,57 @@ class PlainTable:
     def put(self, slot: int, packed: PackedLowRank | None) -> None:
         assert packed is None or isinstance(packed, LowRank)
         self.slots[slot] = packed
+
+
+class PackedExperts:
+    """What an adapter adds to a stacked product: something packed for each expert it changes."""
+
+    def __init__(self, experts: Mapping[int, PackedLowRank]) -> None:
+        self.experts = experts
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.experts.values())
+
+
+class ExpertTables:
+    """What the adapters in all slots add to a stacked product: a table for each expert that one of
+    them changed.
+    """
+
+    def __init__(self, num_experts: int, make: Callable[[], LowRankTable]) -> None:
+        self._make = make
+        self._tables: list[LowRankTable | None] = [None] * num_experts
+        self._changed: dict[int, tuple[int, ...]] = {}
+        """By slot, the experts that the adapter there changes."""
+
+    def __bool__(self) -> bool:
+        """Whether some adapter adds anything."""
+        return bool(self._changed)
+
+    def __getitem__(self, expert: int) -> LowRankTable | None:
+        """The expert's table; None: nothing was ever added to it."""
+        return self._tables[expert]
+
+    def put(self, slot: int, packed: PackedExperts | None) -> None:
+        for expert in self._changed.pop(slot, ()):
+            table = self._tables[expert]
+            assert table is not None
+            table.put(slot, None)
+        if packed is None:
+            return
+        self._changed[slot] = tuple(packed.experts)
+        for expert, one in packed.experts.items():
+            table = self._tables[expert]
+            if table is None:
+                table = self._tables[expert] = self._make()
+            table.put(slot, one)
+
+
+class ExpertAdapters(NamedTuple):
+    """What adapters add to the experts of a layer, in one step."""
+
+    slots: Tensor
+    """int32 [rows]: the slot of each row's adapter, -1 where it has none."""
+    gate_up: ExpertTables
+    down: ExpertTables

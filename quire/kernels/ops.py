@@ -29,7 +29,7 @@ from torch import Tensor, dtype, float32, int8
 from quire.errors import InvalidRequestError
 from quire.kernels.formats import Format
 from quire.kernels.layer_state import CacheMemory, LayerState, StoredPart
-from quire.kernels.low_rank import LowRank, LowRankTable, PackedLowRank
+from quire.kernels.low_rank import ExpertAdapters, LowRank, LowRankTable, PackedLowRank
 from quire.kernels.recurrent import (
     ConvolutionCache,
     ConvolutionSpec,
@@ -723,11 +723,13 @@ class Kernels(Protocol):
         experts: ExpertWeights,
         spec: MoeSpec,
         transform_activated: TransformActivated | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> Tensor:
         """Probabilities of router_logits [rows, experts] in float32, the top_k (lowest index first
         among equals), weights renormalised if `spec` says so, experts added in ascending order.
         `transform_activated` is applied to the activated gate and up products [pairs of row and expert,
-        intermediate], before the down products.
+        intermediate], before the down products. `adapters` add to each expert's products what they
+        add to any (`adapted_linear`).
         """
 
     def gumbel_argmax(

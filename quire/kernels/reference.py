@@ -20,6 +20,7 @@ from quire.kernels.filters import filter_rows_
 from quire.kernels.formats import Format
 from quire.kernels.latent import latent_to_cache_, linear_heads
 from quire.kernels.logprobs import gather_logprobs
+from quire.kernels.low_rank import ExpertAdapters
 from quire.kernels.noise import gumbel_noise
 from quire.kernels.ops import (
     HAS_NAN,
@@ -304,6 +305,7 @@ class ReferenceKernels(AdaptedProducts):
         experts: ExpertWeights,
         spec: MoeSpec,
         transform_activated: TransformActivated | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> Tensor:
         weights, chosen = route(router_logits, spec, experts.choice_bias)
         # One sort groups the rows by expert; stable, so an expert's rows stay in their order.
@@ -317,25 +319,29 @@ class ReferenceKernels(AdaptedProducts):
         used = [expert for expert, count in enumerate(counts) if count]
         sizes = [counts[expert] for expert in used]
         parts, scales = rows.split_with_sizes(sizes), weights.split_with_sizes(sizes)
+        slots = (adapters.slots[rows] if adapters else rows).split_with_sizes(sizes)
         hidden = []
-        for expert, part, scale in zip(used, parts, scales, strict=True):
+        for i, (expert, part, scale) in enumerate(zip(used, parts, scales, strict=True)):
             added = _row(experts.gate_up_bias, expert)
             own, weight = x[part], experts.gate_up.experts[expert]
             if spec.scales_inputs:
                 own = (own.float() * scale).to(x.dtype)
-            hidden.append(
-                self.linear_gated(own, weight, added, spec.activation)
-                if spec.gated
-                else self.activate(self.linear(own, weight, added), spec.activation)
-            )
+            table = None if adapters is None else adapters.gate_up[expert]
+            hidden.append(self.activated_of(own, weight, added, spec, slots[i], table))
         if transform_activated is not None:
             hidden = list(transform_activated(torch.cat(hidden)).split_with_sizes(sizes))
         output = torch.zeros(
             x.shape[0], experts.down.shape[1], dtype=torch.float32, device=x.device
         )
-        for expert, part, scale, own in zip(used, parts, scales, hidden, strict=True):
-            product = self.linear(
-                own, experts.down.experts[expert], _row(experts.down_bias, expert)
+        for i, (expert, part, scale, own) in enumerate(
+            zip(used, parts, scales, hidden, strict=True)
+        ):
+            product = self.linear_of(
+                own,
+                experts.down.experts[expert],
+                _row(experts.down_bias, expert),
+                slots[i],
+                None if adapters is None else adapters.down[expert],
             )
             output[part] += product.float() if spec.scales_inputs else product.float() * scale
         return output.to(x.dtype)

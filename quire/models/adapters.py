@@ -9,7 +9,7 @@ answer almost like the base model, and nobody would notice.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +17,17 @@ import torch
 from torch import Tensor
 
 from quire.checkpoints.adapter_files import AdapterFiles, open_adapter
+from quire.checkpoints.files import is_gguf
+from quire.checkpoints.gguf_adapter import open_gguf_adapter
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import PLAIN
-from quire.kernels.low_rank import LowRank, LowRankPart, PackedLowRank
+from quire.kernels.low_rank import LowRank, LowRankPart, PackedExperts, PackedLowRank
+from quire.models.adapter_module import AdapterModule, read_finite
 from quire.models.decoder import Decoder
+from quire.models.expert_adapters import by_expert, fitting, stacks_of, unwrapped
 from quire.models.families import family_named
+from quire.models.gguf_adapters import gguf_modules
+from quire.models.linear import Linear
 from quire.models.load import read_piece
 from quire.models.names import huggingface_pieces
 from quire.models.pieces import Piece
@@ -40,6 +46,8 @@ _COPIES = (
 )
 """How the names end of tensors that PEFT saves beside an adapter of the head."""
 
+_Place = tuple[str, int | None]
+"""A parameter and, of a stack, an expert."""
 Segments = Callable[[str, Parameter], tuple[slice, ...]]
 """The rows of a parameter that this process has: of all, or a rank's."""
 
@@ -50,7 +58,7 @@ class Adapter:
 
     digest: str
     """Of its content: the same content under two names is one adapter."""
-    products: Mapping[str, PackedLowRank]
+    products: Mapping[str, PackedLowRank | PackedExperts]
     """By the names of `Decoder.linears`."""
     rank: int
     """The largest."""
@@ -60,17 +68,6 @@ class Adapter:
     @property
     def nbytes(self) -> int:
         return sum(one.nbytes for one in self.products.values())
-
-
-@dataclass(frozen=True, slots=True)
-class _Module:
-    """An adapter's tensors for one module of the model, in float32."""
-
-    name: str
-    a: Tensor
-    b: Tensor
-    magnitude: Tensor | None
-    scale: float
 
 
 class AdapterLoader:
@@ -92,11 +89,17 @@ class AdapterLoader:
         self._parameters = dict(whole.parameters())
         self._parameters.setdefault("head", Parameter((whole.vocab_size, whole.hidden_size)))
         self._places = _places(whole)
+        self._whole = whole
+        self._stacks = stacks_of(whole, _embedding_names(whole))
 
     def load(self, folder: Path) -> Adapter:
-        """Reads a folder that PEFT wrote. What is wrong with it is an error that names the file and
-        the tensor.
+        """Reads a folder that PEFT wrote, or a GGUF file. What is wrong with it is an error that names
+        the file and the tensor.
         """
+        if is_gguf(folder):
+            checkpoint, digest = open_gguf_adapter(folder)
+            modules = list(gguf_modules(checkpoint, str(folder), self._whole, self._decoder))
+            return self._made(digest, modules, None)
         files = open_adapter(folder)
         copies = [name for name in files.checkpoint.tensors if name.endswith(_COPIES)]
         base = None
@@ -111,16 +114,33 @@ class AdapterLoader:
                 assert base is not None
                 self._check_copy(files, name, base)
             modules = list(self._modules(files, frozenset(copies)))
-            found: dict[str, list[tuple[_Module, list[LowRankPart]]]] = {}
-            for module in modules:
-                for linear, parts in self._parts(module, base).items():
-                    found.setdefault(linear, []).append((module, parts))
+            return self._made(files.digest, modules, base, files.settings.is_dora)
         finally:
             if base is not None:
                 base.checkpoint.close()
-        products = {linear: self._packed(linear, own) for linear, own in found.items()}
+
+    def _made(
+        self,
+        digest: str,
+        modules: Sequence[AdapterModule],
+        base: ModelFiles | None,
+        is_dora: bool = False,
+    ) -> Adapter:
+        found: dict[_Place, list[tuple[AdapterModule, list[LowRankPart]]]] = {}
+        for module in modules:
+            for place, parts in self._parts(module, base).items():
+                found.setdefault(place, []).append((module, parts))
+        products: dict[str, PackedLowRank | PackedExperts] = {}
+        experts: dict[str, dict[int, PackedLowRank]] = {}
+        for (parameter, expert), own in found.items():
+            packed, linear = self._packed(parameter, own), _linear_name(parameter)
+            if expert is None:
+                products[linear] = packed
+            else:
+                experts.setdefault(linear, {})[expert] = packed
+        products |= {linear: PackedExperts(own) for linear, own in experts.items()}
         rank = max(module.a.shape[0] for module in modules)
-        return Adapter(files.digest, products, rank, files.settings.is_dora)
+        return Adapter(digest, products, rank, is_dora)
 
     def _check_copy(self, files: AdapterFiles, name: str, base: ModelFiles) -> None:
         """Where the head is adapted, PEFT saves head and embedding, too. They must be the model's
@@ -142,7 +162,7 @@ class AdapterLoader:
                 "adapter with save_embedding_layers=False"
             )
 
-    def _modules(self, files: AdapterFiles, copies: frozenset[str]) -> Iterator[_Module]:
+    def _modules(self, files: AdapterFiles, copies: frozenset[str]) -> Iterator[AdapterModule]:
         """The adapter's tensors by module, every one checked."""
         settings, tensors = files.settings, files.checkpoint.tensors
         by_module: dict[str, dict[str, str]] = {}
@@ -151,7 +171,8 @@ class AdapterLoader:
                 continue
             match = _TENSOR.fullmatch(name)
             module = "" if match is None else match["module"].removeprefix(_PREFIX)
-            if match is None or module not in self._places:
+            is_known = module in self._places or unwrapped(module) in self._stacks
+            if match is None or not is_known:
                 raise ModelFormatError(
                     f"{info.file}: the tensor {name} has no place in this model: adapters change "
                     f"products, such as {next(iter(self._places), 'none')}"
@@ -172,7 +193,10 @@ class AdapterLoader:
                 raise ModelFormatError(
                     f"{file}: the tensor {own[kind]} has no use: use_dora is false"
                 )
-            total, inner = self._module_shape(module, some, file)
+            if module not in self._places:
+                yield from self._stacked(files, module, own)
+                continue
+            total, inner = self._module_shape(module, some, settings.is_dora, file)
             rank = settings.rank_of(module)
             shapes = {
                 "lora_A": (rank, inner),
@@ -186,26 +210,58 @@ class AdapterLoader:
                         f"{file}: the tensor {name} has shape {list(tensors[name].shape)}; by this model and the "
                         f"adapter's settings it is {list(shapes[kind])}: is it for another model?"
                     )
-                read[kind] = files.checkpoint.read(name)
-                if not bool(read[kind].isfinite().all()):
-                    raise ModelFormatError(
-                        f"{file}: the tensor {name} has numbers that are infinite or NaN"
-                    )
-            yield _Module(
+                read[kind] = read_finite(files.checkpoint, name)
+            yield AdapterModule(
                 module,
+                self._places[module],
                 read["lora_A"],
                 read["lora_B"],
                 read.get("lora_magnitude_vector"),
                 settings.scale_of(module),
             )
 
-    def _module_shape(self, module: str, tensor: str, file: Path) -> tuple[int, int]:
+    def _stacked(
+        self, files: AdapterFiles, module: str, own: Mapping[str, str]
+    ) -> Iterator[AdapterModule]:
+        """An adapter of all experts of a layer, as one of each."""
+        tensors, settings = files.checkpoint.tensors, files.settings
+        info = tensors[own["lora_A"]]
+        if settings.is_dora:
+            raise UnsupportedModelError(
+                f"{info.file}: the tensor {info.name} changes experts, for which there is no DoRA"
+            )
+        a, b = info.shape, tensors[own["lora_B"]].shape
+        stacks = self._stacks[unwrapped(module)]
+        fits = fitting(stacks, settings, a, b)
+        if len(fits) != 1:
+            sizes = ", ".join(
+                f"{one.name} [{one.num_experts}, {one.outputs}, {one.inputs}]" for one in stacks
+            )
+            problem = (
+                "which fits several parameters: save the adapter with PEFT 0.19 or later"
+                if fits
+                else "which by the adapter's rank fits none of them: is it for another model?"
+            )
+            raise ModelFormatError(
+                f"{info.file}: the tensors {own['lora_A']} and {own['lora_B']} have shapes {list(a)} and "
+                f"{list(b)}; this model has {sizes} (experts, outputs, inputs), {problem}"
+            )
+        name, scale = fits[0].stack.name, settings.scale_of(fits[0].stack.name)
+        pairs = by_expert(
+            fits[0],
+            read_finite(files.checkpoint, own["lora_A"]),
+            read_finite(files.checkpoint, own["lora_B"]),
+        )
+        for piece, own_a, own_b in pairs:
+            yield AdapterModule(name, (piece,), own_a, own_b, None, scale)
+
+    def _module_shape(self, module: str, tensor: str, is_dora: bool, file: Path) -> tuple[int, int]:
         """Of the module's weight in the model's files."""
         piece = self._places[module][0]
         parameter = self._parameters[piece.parameter]
-        if len(parameter.shape) > 2:
+        if len(parameter.shape) > 2 and is_dora:
             raise UnsupportedModelError(
-                f"{file}: the tensor {tensor} changes an expert; Quire adapts attention, MLPs, routers, shared experts"
+                f"{file}: the tensor {tensor} changes an expert, for which there is no DoRA"
             )
         if _linear_of(piece) not in self._decoder.linears or piece.is_turned or piece.has_middle:
             raise UnsupportedModelError(
@@ -213,12 +269,14 @@ class AdapterLoader:
             )
         return piece.shape(parameter)[0], parameter.shape[-1]
 
-    def _parts(self, module: _Module, base: ModelFiles | None) -> dict[str, list[LowRankPart]]:
+    def _parts(
+        self, module: AdapterModule, base: ModelFiles | None
+    ) -> dict[_Place, list[LowRankPart]]:
         """What a module's adapter adds, by product, with rows in the decoder's order. Their
         `first_rank` counts within the module's own A.
         """
-        found: dict[str, list[LowRankPart]] = {}
-        for piece in self._places[module.name]:
+        found: dict[_Place, list[LowRankPart]] = {}
+        for piece in module.pieces:
             parameter, linear = self._parameters[piece.parameter], _linear_of(piece)
             rows = (
                 slice(0, parameter.shape[-2])
@@ -248,19 +306,21 @@ class AdapterLoader:
                         part = part._replace(
                             factor=factor[own], offset=self._offset(linear, at, factor[own])
                         )
-                    found.setdefault(linear, []).append(part)
+                    found.setdefault((piece.parameter, piece.expert), []).append(part)
                 local += segment.stop - segment.start
         return found
 
     def _offset(self, linear: str, first: int, factor: Tensor) -> Tensor:
-        bias = self._decoder.linears[linear].bias
+        product = self._decoder.linears[linear]
+        bias = product.bias if isinstance(product, Linear) else None
         if bias is None:
             return torch.zeros_like(factor)
         return bias[first : first + len(factor)].float().cpu() * (1 - factor)
 
-    def _packed(self, linear: str, own: list[tuple[_Module, list[LowRankPart]]]) -> PackedLowRank:
+    def _packed(
+        self, name: str, own: list[tuple[AdapterModule, list[LowRankPart]]]
+    ) -> PackedLowRank:
         """One pair of matrices for a product, of all modules that are packed in it."""
-        name = linear if linear == "head" else f"{linear}.weight"
         dtype = torch.float32 if self._parameters[name].keep_float32 else self._decoder.dtype
         device, parts, first_rank = self._decoder.device, [], 0
         for module, made in own:
@@ -279,13 +339,13 @@ class AdapterLoader:
 
 def _places(spec: ModelSpec) -> dict[str, list[Piece]]:
     """By the name of a module whose weight is a matrix: where in the decoder that weight lies."""
-    family = family_named(spec.family)
     parameters = spec.parameters()
     found: dict[str, list[Piece]] = {}
-    for prefix in family.prefixes:
-        for piece in huggingface_pieces(spec, {f"{prefix}.{family.embedding}.weight"}):
+    for embedding in _embedding_names(spec):
+        for piece in huggingface_pieces(spec, {embedding}):
             parameter = parameters[piece.parameter]
-            is_matrix = len(parameter.shape) > 1 and not parameter.is_vector
+            is_stack = len(parameter.shape) > 2 and piece.expert is None
+            is_matrix = len(parameter.shape) > 1 and not parameter.is_vector and not is_stack
             if piece.name.endswith(".weight") and is_matrix and piece.parameter != "embedding":
                 own = found.setdefault(piece.name.removesuffix(".weight"), [])
                 if piece not in own:
@@ -294,8 +354,17 @@ def _places(spec: ModelSpec) -> dict[str, list[Piece]]:
     return found
 
 
+def _embedding_names(spec: ModelSpec) -> list[str]:
+    family = family_named(spec.family)
+    return [f"{prefix}.{family.embedding}.weight" for prefix in family.prefixes]
+
+
 def _linear_of(piece: Piece) -> str:
-    return piece.parameter.removesuffix(".weight")
+    return _linear_name(piece.parameter)
+
+
+def _linear_name(parameter: str) -> str:
+    return parameter.removesuffix(".weight")
 
 
 def _ordered(piece: Piece, tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from quire.kernels.ops import (
 )
 from quire.kernels.tensor_memory import TensorMemory
 from quire.kernels.weights import Weight
-from quire.models.linear import Embedding, Experts, Linear, Rows
+from quire.models.linear import Embedding, Experts, ExpertsLinear, Linear, Rows
 from quire.models.mixers import Batch, Mixers, make_mixer
 from quire.models.parameters import Parameters, SleepLevel, WeightSource
 from quire.models.rope import cos_sin_table
@@ -110,6 +110,8 @@ class MoeMlp:
             parameters.optional_vector(f"{name}.expert_scales"),
         )
         self.experts = Experts(weights, spec)
+        parameters.linears[f"{name}.gate_up" if spec.gated else f"{name}.up"] = self.experts.gate_up
+        parameters.linears[f"{name}.down"] = self.experts.down
         self.router = parameters.linear(f"{name}.router")
         self.shared: Mlp | None = None
         self.shared_gate: Linear | None = None
@@ -414,7 +416,7 @@ class Decoder:
         return replace(batch, per_layer=self.inputs(batch, token_ids, x))
 
     @property
-    def linears(self) -> Mapping[str, Linear]:
+    def linears(self) -> Mapping[str, Linear | ExpertsLinear]:
         """Its products by name."""
         return self._parameters.linears
 

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from quire.kernels.low_rank import LowRankTable
+from quire.kernels.low_rank import (
+    ExpertAdapters,
+    ExpertTables,
+    LowRankTable,
+    PackedExperts,
+    PackedLowRank,
+)
 from quire.kernels.ops import Activation, ExpertWeights, Kernels, MoeSpec
 from quire.kernels.weights import Weight
 
@@ -41,6 +47,16 @@ class Linear:
     @property
     def bias(self) -> Tensor | None:
         return self._bias
+
+    def take_adapters(self, kernels: Kernels, num_slots: int) -> None:
+        """From here on rows may have adapters."""
+        self.adapters = kernels.low_rank_table(num_slots)
+
+    def put_adapter(self, slot: int, packed: PackedLowRank | PackedExperts | None) -> None:
+        """Puts an adapter's part into a slot; None: it has none, or has left."""
+        assert self.adapters is not None
+        assert not isinstance(packed, PackedExperts)
+        self.adapters.put(slot, packed)
 
     def __call__(self, rows: Rows, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [rows, in] times the weight transposed, plus bias; into `out` if there is one."""
@@ -74,18 +90,48 @@ class HeadLinear:
         return rows.kernels.linear_heads(x, self._weight)
 
 
+class ExpertsLinear:
+    """One of the experts' two products, as adapters see it."""
+
+    __slots__ = ("_num_experts", "adapters")
+
+    def __init__(self, num_experts: int) -> None:
+        self._num_experts = num_experts
+        self.adapters: ExpertTables | None = None
+        """What adapters add; None: the engine takes none."""
+
+    def take_adapters(self, kernels: Kernels, num_slots: int) -> None:
+        self.adapters = ExpertTables(self._num_experts, lambda: kernels.low_rank_table(num_slots))
+
+    def put_adapter(self, slot: int, packed: PackedLowRank | PackedExperts | None) -> None:
+        assert self.adapters is not None
+        assert packed is None or isinstance(packed, PackedExperts)
+        self.adapters.put(slot, packed)
+
+
 class Experts:
     """Products with stacked weights, of which each row takes those of its own experts."""
 
-    __slots__ = ("_weights", "spec")
+    __slots__ = ("_weights", "down", "gate_up", "spec")
 
     def __init__(self, weights: ExpertWeights, spec: MoeSpec) -> None:
         self._weights = weights
         self.spec = spec
+        self.gate_up = ExpertsLinear(spec.num_experts)
+        self.down = ExpertsLinear(spec.num_experts)
 
     def __call__(self, rows: Rows, x: Tensor, router_logits: Tensor) -> Tensor:
         """The sum of each row's experts, chosen and weighed by its router logits."""
-        return rows.kernels.moe(x, router_logits, self._weights, self.spec)
+        gate_up, down = self.gate_up.adapters, self.down.adapters
+        adapters = None
+        if (
+            rows.adapters is not None
+            and gate_up is not None
+            and down is not None
+            and (gate_up or down)
+        ):
+            adapters = ExpertAdapters(rows.adapters, gate_up, down)
+        return rows.kernels.moe(x, router_logits, self._weights, self.spec, adapters=adapters)
 
 
 class Embedding:

@@ -61,6 +61,7 @@ _LINEARS = {
 """For each of a layer's products: by what name its tensor goes, then the names of the tensors that
 are stacked in it where the files don't pack them.
 """
+_STACKED = ("experts_gate_up", "experts_up", "experts_down")
 _BARE = (
     "sinks",
     "choice_bias",
@@ -192,6 +193,21 @@ def huggingface_pieces(spec: ModelSpec, present: Collection[str]) -> Iterator[Pi
         present,
         family.stacked_names,
     )
+
+
+def stacked_expert_names(spec: ModelSpec) -> list[set[str]]:
+    """What stacked experts may be called: the names of each way to write the family's files."""
+    family = family_named(spec.family)
+    ways = ({**_HUGGINGFACE, **family.names}, family.stacked_names)
+    layers = [
+        f"{_under(prefix, family.layers)}.{number}"
+        for prefix in family.prefixes
+        for _, number in _stored_numbers(spec)
+    ]
+    return [
+        {f"{layer}.{own[key]}" for layer in layers for key in _STACKED if own.get(key)}
+        for own in ways
+    ]
 
 
 def _head_names(family: Family) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import UnsupportedModelError
-from quire.kernels.low_rank import LowRankTable
+from quire.kernels.low_rank import ExpertAdapters, LowRankTable
 from quire.kernels.ops import (
     Activation,
     ExpertWeights,
@@ -261,7 +261,9 @@ class ParallelKernels:
         experts: ExpertWeights,
         spec: MoeSpec,
         transform_activated: TransformActivated | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> Tensor:
+        """The tables have what adapters add to this rank's own outputs."""
         gate_up, down = experts.gate_up, experts.down
         assert isinstance(gate_up, DividedWeight)
         assert isinstance(down, DividedWeight)
@@ -270,9 +272,8 @@ class ParallelKernels:
             whole = self._gather(hidden, gate_up.widths)
             return whole if transform_activated is None else transform_activated(whole)
 
-        own = self._own.moe(
-            x, router_logits, experts._replace(gate_up=gate_up.own, down=down.own), spec, gathered
-        )
+        divided = experts._replace(gate_up=gate_up.own, down=down.own)
+        own = self._own.moe(x, router_logits, divided, spec, gathered, adapters)
         return self._gather(own, down.widths)
 
     def decode_lists(

@@ -36,7 +36,7 @@ class AdapterSlots:
         self.loader = loader
         self._linears = decoder.linears
         for linear in self._linears.values():
-            linear.adapters = decoder.kernels.low_rank_table(num_slots)
+            linear.take_adapters(decoder.kernels, num_slots)
         self._adapters: dict[str, Adapter] = {}
         self._slots: OrderedDict[str, int] = OrderedDict()
         """By digest, the least recently needed first."""
@@ -111,14 +111,12 @@ class AdapterSlots:
             self._vacate(next(other for other in self._slots if other not in used))
         slot = self._slots[digest] = self._free.pop()
         for name, linear in self._linears.items():
-            assert linear.adapters is not None
-            linear.adapters.put(slot, adapter.products.get(name))
+            linear.put_adapter(slot, adapter.products.get(name))
         self.num_swaps += 1
         return slot
 
     def _vacate(self, digest: str) -> None:
         slot = self._slots.pop(digest)
         for linear in self._linears.values():
-            assert linear.adapters is not None
-            linear.adapters.put(slot, None)
+            linear.put_adapter(slot, None)
         self._free.append(slot)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from quire.errors import InvalidRequestError
-from quire.frontend.adapter_names import CONFIG_FILE, check_name, parse_lora
+from quire.frontend.adapter_names import check_name, is_adapter, parse_lora
 from quire.server.link.messages import AdapterFolder
 
 _MOST_LISTED = 1000
@@ -46,7 +46,9 @@ class ServedAdapters:
         found = dict.fromkeys(self._known)
         if self._folder is not None:
             try:
-                entries = sorted(entry.name for entry in os.scandir(self._folder))
+                entries = sorted(
+                    {entry.name.removesuffix(".gguf") for entry in os.scandir(self._folder)}
+                )
             except OSError:
                 entries = []
             present = (name for name in entries if self._in_folder(name) is not None)
@@ -55,15 +57,19 @@ class ServedAdapters:
         return list(found)
 
     def _in_folder(self, name: str) -> AdapterFolder | None:
-        """A plain folder of that name directly in ours: no link, and nothing that leads out of it."""
+        """A plain folder of that name directly in ours, or a GGUF file `name.gguf`: no link, and
+        nothing that leads out of it.
+        """
         if self._folder is None:
             return None
         try:
-            path = self._folder / check_name(name)
-            is_there = (path / CONFIG_FILE).is_file() and not path.is_symlink()
+            check_name(name)
+            for path in (self._folder / name, self._folder / f"{name}.gguf"):
+                if is_adapter(path) and not path.is_symlink():
+                    return AdapterFolder(name, str(path))
         except (InvalidRequestError, OSError, ValueError):
-            return None
-        return AdapterFolder(name, str(path)) if is_there else None
+            pass
+        return None
 
 
 def parse_adapters(given: Iterable[str]) -> tuple[tuple[str, str], ...]:

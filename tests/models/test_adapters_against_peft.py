@@ -36,12 +36,16 @@ from tests.random_models import Bench
 
 CPU = torch.device("cpu")
 NOT_WITH_PEFT = {
-    "dots1": "PEFT adapts its experts whatever it is asked for",
     "gpt2": "PEFT writes fan_in_fan_out, which is refused by name",
 }
 FAMILY_NAMES = [
     family.name for family in FAMILIES if family.name not in {*RECURRENT, *NOT_WITH_PEFT}
 ]
+
+
+def _is_stack(name: str, parameter: torch.Tensor) -> bool:
+    """Whether it is the weights of experts."""
+    return parameter.dim() == 3 and name.rpartition(".")[0].endswith(("experts", "_linear"))
 
 
 def with_adapter(model: Any, rng: Random, folder: Path, **further: Any) -> Any:
@@ -53,9 +57,11 @@ def with_adapter(model: Any, rng: Random, folder: Path, **further: Any) -> Any:
     linears = (name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear))
     # What expands latents is no product of a row: it is refused by name.
     targets = {name for name in linears if not name.endswith(".kv_b_proj")}
-    if any(name.endswith(".experts") for name, _ in model.named_modules()):
-        # PEFT takes a name such as "gate_proj" for the experts, too.
+    stacks = sorted(name for name, one in model.named_parameters() if _is_stack(name, one))
+    if stacks:
+        # PEFT takes a name such as "gate_proj" for the experts, too, and then changes the ranks.
         targets = {name for name in targets if "attn" in name or name == "lm_head"}
+        further = {**further, "target_parameters": stacks}
     if rng.random() < 0.5:
         targets.discard("lm_head")
     config = peft.LoraConfig(
@@ -64,9 +70,13 @@ def with_adapter(model: Any, rng: Random, folder: Path, **further: Any) -> Any:
         target_modules=sorted(targets),
         init_lora_weights=False,
         use_rslora=rng.random() < 0.3,
-        use_dora=rng.random() < 0.4,
-        rank_pattern={"self_attn.q_proj": 5, r"layers\.0\.self_attn\.o_proj": 2},
-        alpha_pattern={"k_proj": 3},
+        use_dora=rng.random() < 0.4 and not stacks,
+        rank_pattern={
+            "self_attn.q_proj": 5,
+            r"layers\.0\.self_attn\.o_proj": 2,
+            "experts.down_proj": 6,
+        },
+        alpha_pattern={"k_proj": 3, r".*experts\.gate_up_proj": 5},
         task_type="CAUSAL_LM",
         **further,
     )
@@ -74,7 +84,7 @@ def with_adapter(model: Any, rng: Random, folder: Path, **further: Any) -> Any:
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_A" in name or "lora_B" in name:
-                parameter.normal_(std=0.2)
+                parameter.normal_(std=0.1 if "experts" in name else 0.2)
             elif "magnitude" in name:
                 parameter.mul_(torch.rand_like(parameter) + 0.5)
     adapted.save_pretrained(folder)
@@ -100,8 +110,8 @@ def adapted_logits(decoder: Decoder, tokens: list[int], num_rows: int | None = N
 def put_adapter(decoder: Decoder, files: ModelFiles, folder: Path, model: Path) -> None:
     adapter = AdapterLoader(decoder, files.spec, open_base=lambda: open_model(model)).load(folder)
     for name, linear in decoder.linears.items():
-        linear.adapters = decoder.kernels.low_rank_table(1)
-        linear.adapters.put(0, adapter.products.get(name))
+        linear.take_adapters(decoder.kernels, 1)
+        linear.put_adapter(0, adapter.products.get(name))
 
 
 def check_family(family: str, seed: int, folder: Path) -> None:

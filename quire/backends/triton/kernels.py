@@ -47,6 +47,7 @@ from quire.backends.triton.packed_size import packed_bytes
 from quire.backends.triton.small_batches import are_exact
 from quire.kernels.formats import Format
 from quire.kernels.latent import LatentSpec
+from quire.kernels.low_rank import ExpertAdapters
 from quire.kernels.ops import (
     Activation,
     AttentionSpec,
@@ -184,11 +185,13 @@ class TritonKernels(ReferenceKernels):
         experts: ExpertWeights,
         spec: MoeSpec,
         transform_activated: TransformActivated | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> Tensor:
         # Experts without gates, and other ways to weigh them, have no kernel of their own yet.
         has_own = spec.gated and not spec.expert_scales and not spec.scales_inputs
-        compute = experts_kernels.moe if has_own else super().moe
-        return compute(x, router_logits, experts, spec, transform_activated)
+        if has_own and adapters is None:
+            return experts_kernels.moe(x, router_logits, experts, spec, transform_activated)
+        return super().moe(x, router_logits, experts, spec, transform_activated, adapters)
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         return (
