@@ -71,13 +71,12 @@ def _convolve_kernel(
             position = tl.load(positions + row)
             # How many of the inputs before it are in the step: its run begins so much earlier.
             before = 0
-            for d in tl.static_range(1, TAPS):
-                is_next = in_step(tables, positions, rows, row - d, table, position - d)
-                before += tl.where(is_next & (before == d - 1), 1, 0)
+            for back in tl.static_range(1, TAPS):
+                is_next = in_step(tables, positions, rows, row - back, table, position - back)
+                before += tl.where(is_next & (before == back - 1), 1, 0)
             first = (position - before) // CHUNK * CHUNK if TAIL else 0
             total = tl.zeros((BLOCK,), tl.float32)
-            for tap in tl.static_range(TAPS):
-                d: tl.constexpr = TAPS - 1 - tap
+            for d in tl.static_range(TAPS - 1, -1, -1):  # how long ago
                 at = position - d
                 new = d <= before
                 value = tl.load(x + (row - d) * x_stride + channel, mask=within & new, other=0.0)
@@ -91,7 +90,7 @@ def _convolve_kernel(
                     if TAIL:
                         carried = (at < first) & (first > 0) & (d > before)
                         if carried:
-                            place = head_of_state(
+                            last_inputs = head_of_state(
                                 tail_places,
                                 at - first + TAPS - 1,
                                 state_tables,
@@ -100,9 +99,10 @@ def _convolve_kernel(
                                 table,
                                 first,
                                 NUMBER,
+                                NUMBER.primitive_bitwidth // 8,
                             )
-                            value = tl.load(place + channel, mask=within, other=0.0)
-                factor = tl.load(weight + channel * TAPS + tap, mask=within, other=0.0)
+                            value = tl.load(last_inputs + channel, mask=within, other=0.0)
+                factor = tl.load(weight + channel * TAPS + (TAPS - 1 - d), mask=within, other=0.0)
                 total = tl.fma(value.to(tl.float32), factor.to(tl.float32), total)
                 if d == 0:
                     start, offset = records_at(

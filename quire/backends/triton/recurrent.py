@@ -6,7 +6,7 @@ are not computed are zeros. So a token has the same sums in the same order, by t
 whether it comes alone or with a prompt. Of a tile's tokens:
 
     what the state says of their keys and queries   S in pieces of 32 rows, in order
-    minus what the changes of earlier tiles say     64 tokens at once, those not there as zeros
+    minus what the changes of earlier tiles say     tile by tile, in order
     minus what the changes of its own tile say      token by token, in order
     the outputs                                     likewise, the own tile by one product
 
@@ -121,15 +121,6 @@ def _recur_kernel(
         new = in_step(tables, positions, rows, row + (chunk + order - position), table, chunk + order)
         new = new & (chunk + order >= position)
         count = tl.max(tl.where(new, order + 1, 0))
-        there = order < count
-        starts_of, offsets = records_at(
-            block_tables, table_stride, table, chunk + order, there, decay_stride, BLOCK_SIZE
-        )
-        decay = tl.load(decays + starts_of + head * BLOCK_SIZE + offsets, mask=there, other=0.0)
-        starts_of, offsets = records_at(
-            block_tables, table_stride, table, chunk + order, there, change_stride, BLOCK_SIZE
-        )
-        change_places = changes + starts_of + (head * BLOCK_SIZE + offsets) * VALUE_DIM
         state = head_of_state(
             state_places,
             head,
@@ -139,8 +130,8 @@ def _recur_kernel(
             table,
             chunk,
             tl.float32,
+            ALIGNMENT,
         )
-        state = tl.multiple_of(state, ALIGNMENT)
         has_state = chunk > 0
         for tile in range((position - chunk) // TILE, (count + TILE - 1) // TILE):
             at = chunk + tile * TILE + in_tile
@@ -151,47 +142,25 @@ def _recur_kernel(
             )
             key = keys + key_starts + (key_head * BLOCK_SIZE + key_offsets) * KEY_DIM
             query = queries + (source * KEY_HEADS + key_head) * KEY_DIM
-            said = tl.zeros((TILE, COLUMNS), tl.float32)
-            asked = tl.zeros((TILE, COLUMNS), tl.float32)
-            for piece in tl.static_range(PIECES):
-                k = piece * PIECE + tl.arange(0, PIECE)
-                some = tl.load(
-                    state + k[:, None] * VALUE_DIM + column[None, :],
-                    mask=((k < KEY_DIM) & has_state)[:, None] & within[None, :],
-                    other=0.0,
-                )
-                mask = own[:, None] & (k < KEY_DIM)[None, :]
-                q = tl.load(query[:, None] + k[None, :], mask=mask, other=0.0)
-                asked = product(q, some, asked)
-                if DELTA:
-                    left = tl.load(key[:, None] + k[None, :], mask=mask, other=0.0)
-                    said = product(left, some, said)
+            exists = at < chunk + count
             now_starts, now_offsets = records_at(
-                block_tables, table_stride, table, at, at < chunk + count, decay_stride, BLOCK_SIZE
+                block_tables, table_stride, table, at, exists, decay_stride, BLOCK_SIZE
             )
-            now = tl.load(
-                decays + now_starts + head * BLOCK_SIZE + now_offsets,
-                mask=at < chunk + count,
-                other=0.0,
+            starts_in, offsets_in = records_at(
+                block_tables, table_stride, table, at, exists, change_stride, BLOCK_SIZE
             )
-            from_begin = tl.exp(now)[:, None]
-            # the changes of earlier tiles
-            score = scores + (source[:, None] * KEY_HEADS + key_head) * 2 * CHUNK
-            earlier = (order < tile * TILE)[None, :] & own[:, None]
-            change = tl.load(
-                change_places[:, None] + column[None, :],
-                mask=(order < tile * TILE)[:, None] & within[None, :],
-                other=0.0,
-            )
-            weights = tl.load(score + order[None, :], mask=earlier, other=0.0)
-            asked = asked * from_begin
-            asked = product(_faded(weights, now, decay, earlier), change, asked)
-            if DELTA:
-                weights = tl.load(score + CHUNK + order[None, :], mask=earlier, other=0.0)
-                said = said * from_begin
-                said = product(_faded(weights, now, decay, earlier), change, said)
-            # its own tile
+            place = changes + starts_in + (head * BLOCK_SIZE + offsets_in) * VALUE_DIM
+            mine = place[:, None] + column[None, :]
+            score = scores + (source[:, None] * KEY_HEADS + key_head) * 2 * CHUNK + in_tile[None, :]
             gate = gates + source * gates_stride + head
+            value_place = mixed + source * mixed_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+            mask = own[:, None] & within[None, :]
+            now = tl.load(
+                decays + now_starts + head * BLOCK_SIZE + now_offsets, mask=exists, other=0.0
+            )
+            known = tl.load(mine, mask=(at < position)[:, None] & within[None, :], other=0.0)
+            value = tl.load(value_place[:, None] + column[None, :], mask=mask, other=0.0)
+            value = value.to(tl.float32)
             if DELTA:
                 beta = tl.load(gate + VALUE_HEADS, mask=own, other=0.0).to(tl.float32)
                 beta = beta_scale / (1.0 + tl.exp(-beta))
@@ -199,30 +168,52 @@ def _recur_kernel(
                 beta = softplus(tl.load(gate, mask=own, other=0.0).to(tl.float32) + bias)
                 beta = tl.where(beta < least_step, least_step, beta)
                 beta = tl.where(beta > largest_step, largest_step, beta)
-            value_place = mixed + source * mixed_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
-            mask = own[:, None] & within[None, :]
-            value = tl.load(value_place[:, None] + column[None, :], mask=mask, other=0.0)
-            value = value.to(tl.float32)
-            starts_in, offsets_in = records_at(
-                block_tables,
-                table_stride,
-                table,
-                at,
-                at < chunk + count,
-                change_stride,
-                BLOCK_SIZE,
-            )
-            place = changes + starts_in + (head * BLOCK_SIZE + offsets_in) * VALUE_DIM
-            mine = place[:, None] + column[None, :]
-            known = tl.load(mine, mask=(at < position)[:, None] & within[None, :], other=0.0)
+            # what the state says
+            said = tl.zeros((TILE, COLUMNS), tl.float32)
+            asked = tl.zeros((TILE, COLUMNS), tl.float32)
+            for piece in tl.range(PIECES, num_stages=PIECES + 1):  # all asked for at once
+                k = piece * PIECE + tl.arange(0, PIECE)
+                some = tl.load(
+                    state + k[:, None] * VALUE_DIM + column[None, :],
+                    mask=((k < KEY_DIM) & has_state)[:, None] & within[None, :],
+                    other=0.0,
+                )
+                inside = own[:, None] & (k < KEY_DIM)[None, :]
+                left = tl.load(query[:, None] + k[None, :], mask=inside, other=0.0)
+                asked = product(left, some, asked)
+                if DELTA:
+                    left = tl.load(key[:, None] + k[None, :], mask=inside, other=0.0)
+                    said = product(left, some, said)
+            from_begin = tl.exp(now)[:, None]
+            asked = asked * from_begin
+            said = said * from_begin
+            # the changes of earlier tiles
+            for before in range(tile):
+                then = chunk + before * TILE + in_tile
+                starts_of, offsets = records_at(
+                    block_tables, table_stride, table, then, then >= 0, change_stride, BLOCK_SIZE
+                )
+                place = changes + starts_of + (head * BLOCK_SIZE + offsets) * VALUE_DIM
+                change = tl.load(
+                    place[:, None] + column[None, :], mask=within[None, :], other=0.0
+                )
+                starts_of, offsets = records_at(
+                    block_tables, table_stride, table, then, then >= 0, decay_stride, BLOCK_SIZE
+                )
+                decay = tl.load(decays + starts_of + head * BLOCK_SIZE + offsets)
+                visible = own[:, None] & (in_tile >= 0)[None, :]
+                weights = tl.load(score + before * TILE, mask=visible, other=0.0)
+                asked = product(_faded(weights, now, decay, visible), change, asked)
+                if DELTA:
+                    weights = tl.load(score + CHUNK + before * TILE, mask=visible, other=0.0)
+                    said = product(_faded(weights, now, decay, visible), change, said)
+            # its own tile
             change = tl.where(own[:, None], beta[:, None] * (value - said), known)
-            diagonal = score + tile * TILE + in_tile[None, :]
-            visible = (in_tile[:, None] >= in_tile[None, :]) & own[:, None]
             if DELTA:
-                strictly = (in_tile[:, None] > in_tile[None, :]) & own[:, None]
-                weights = tl.load(diagonal + CHUNK, mask=strictly, other=0.0)
-                weights = -beta[:, None] * _faded(weights, now, now, strictly)
-                for j in tl.static_range(TILE):
+                visible = (in_tile[:, None] > in_tile[None, :]) & own[:, None]
+                weights = tl.load(score + CHUNK + tile * TILE, mask=visible, other=0.0)
+                weights = -beta[:, None] * _faded(weights, now, now, visible)
+                for j in range(count - tile * TILE - 1 if tile == (count - 1) // TILE else TILE - 1):
                     of_one = tl.sum(tl.where(in_tile[:, None] == j, change, 0.0), 0)
                     factor = tl.sum(tl.where(in_tile[None, :] == j, weights, 0.0), 1)
                     added = tl.fma(
@@ -232,7 +223,8 @@ def _recur_kernel(
                     )
                     change = tl.where((in_tile > j)[:, None] & own[:, None], added, change)
             tl.store(mine, change, mask=mask)
-            weights = tl.load(diagonal, mask=visible, other=0.0)
+            visible = (in_tile[:, None] >= in_tile[None, :]) & own[:, None]
+            weights = tl.load(score + tile * TILE, mask=visible, other=0.0)
             asked = product(_faded(weights, now, now, visible), change, asked)
             if SKIP:
                 asked = tl.fma(value, tl.load(skip + head) + tl.zeros_like(value), asked)
@@ -240,16 +232,10 @@ def _recur_kernel(
             tl.store(target, asked.to(NUMBER), mask=mask)
             _barrier(INTERPRETED)
         if count == CHUNK:
-            key_starts, key_offsets = records_at(
-                block_tables, table_stride, table, chunk + order, there, key_stride, BLOCK_SIZE
+            last_place, last_offset = records_at(
+                block_tables, table_stride, table, chunk + CHUNK - 1, True, decay_stride, BLOCK_SIZE
             )
-            key = keys + key_starts + (key_head * BLOCK_SIZE + key_offsets) * KEY_DIM
-            last = tl.max(tl.where(order == CHUNK - 1, decay, float("-inf")))
-            fading = tl.exp(last - decay)
-            change = tl.load(
-                change_places[:, None] + column[None, :], mask=within[None, :], other=0.0
-            )
-            change = change * fading[:, None]
+            last = tl.load(decays + last_place + head * BLOCK_SIZE + last_offset)
             next_state = head_of_state(
                 state_places,
                 head,
@@ -259,18 +245,38 @@ def _recur_kernel(
                 table,
                 chunk + CHUNK,
                 tl.float32,
+                ALIGNMENT,
             )
-            next_state = tl.multiple_of(next_state, ALIGNMENT)
-            for piece in tl.static_range(PIECES):
+            for piece in range(PIECES):
                 k = piece * PIECE + tl.arange(0, PIECE)
                 inside = (k < KEY_DIM)[:, None] & within[None, :]
                 place = k[:, None] * VALUE_DIM + column[None, :]
-                left = tl.load(
-                    key[:, None] + k[None, :], mask=(k < KEY_DIM)[None, :], other=0.0
-                )
-                some = tl.load(state + place, mask=inside & has_state, other=0.0)
-                some = product(tl.trans(left), change, some * tl.exp(last))
-                tl.store(next_state + place, some, mask=inside)
+                total = tl.load(state + place, mask=inside & has_state, other=0.0) * tl.exp(last)
+                for tile in range(CHUNK // TILE):
+                    at = chunk + tile * TILE + in_tile
+                    starts_of, offsets = records_at(
+                        block_tables, table_stride, table, at, at >= 0, key_stride, BLOCK_SIZE
+                    )
+                    key = keys + starts_of + (key_head * BLOCK_SIZE + offsets) * KEY_DIM
+                    left = tl.load(
+                        key[:, None] + k[None, :],
+                        mask=(at >= 0)[:, None] & (k < KEY_DIM)[None, :],
+                        other=0.0,
+                    )
+                    starts_of, offsets = records_at(
+                        block_tables, table_stride, table, at, at >= 0, change_stride, BLOCK_SIZE
+                    )
+                    mine = changes + starts_of + (head * BLOCK_SIZE + offsets) * VALUE_DIM
+                    change = tl.load(
+                        mine[:, None] + column[None, :], mask=within[None, :], other=0.0
+                    )
+                    starts_of, offsets = records_at(
+                        block_tables, table_stride, table, at, at >= 0, decay_stride, BLOCK_SIZE
+                    )
+                    decay = tl.load(decays + starts_of + head * BLOCK_SIZE + offsets)
+                    change = change * tl.exp(last - decay)[:, None]
+                    total = product(tl.trans(left), change, total)
+                tl.store(next_state + place, total, mask=inside)
             _barrier(INTERPRETED)
         row += chunk + CHUNK - position
         position = chunk + CHUNK

@@ -47,9 +47,17 @@ def softplus(x):
 
 
 @triton.jit
+def added_squares(some, total):
+    """Adds the squares of each row to a column of the total, whose rows are all the same. Ones are
+    on the left, so that there are few enough for `mma`, as in all of these products.
+    """
+    ones = tl.full((16, some.shape[1]), 1.0, tl.float32)
+    return product(ones, tl.trans(some * some), total)
+
+
+@triton.jit
 def inverse_norm(squares):
-    """Of products of squares with ones, whose columns are all the same."""
-    return tl.rsqrt(tl.max(squares, 1) + _EPSILON)
+    return tl.rsqrt(tl.max(squares, 0) + _EPSILON)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -208,43 +216,42 @@ def _scores_of_tile(
     key = mixed + target * mixed_stride + (KEY_HEADS + head) * KEY_DIM
     other_key = mixed + source * mixed_stride + (KEY_HEADS + head) * KEY_DIM
     column = tl.arange(0, PIECE)
+    own_start, own_offset = records_at(
+        block_tables, table_stride, table, own, is_own, key_stride, BLOCK_SIZE
+    )
+    own_record = keys + own_start + (head * BLOCK_SIZE + own_offset) * KEY_DIM
     if DELTA:
-        ones = tl.full((PIECE, 16), 1.0, tl.float32)
-        query_squares = tl.zeros((TILE, 16), tl.float32)
-        key_squares = tl.zeros((TILE, 16), tl.float32)
-        other_squares = tl.zeros((CHUNK, 16), tl.float32)
-        for piece in tl.static_range(PIECES):
+        query_squares = tl.zeros((16, TILE), tl.float32)
+        key_squares = tl.zeros((16, TILE), tl.float32)
+        other_squares = tl.zeros((16, CHUNK), tl.float32)
+        for piece in tl.range(PIECES, num_stages=PIECES + 1):  # all asked for at once
             k = piece * PIECE + column
             mask = is_own[:, None] & (k < KEY_DIM)[None, :]
             some = tl.load(query[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
-            query_squares = product(some * some, ones, query_squares)
+            query_squares = added_squares(some, query_squares)
             some = tl.load(key[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
-            key_squares = product(some * some, ones, key_squares)
+            key_squares = added_squares(some, key_squares)
             mask = new[:, None] & (k < KEY_DIM)[None, :]
             some = tl.load(other_key[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
-            other_squares = product(some * some, ones, other_squares)
+            other_squares = added_squares(some, other_squares)
         query_scale = inverse_norm(query_squares)[:, None]
         key_scale = inverse_norm(key_squares)[:, None]
         other_scale = inverse_norm(other_squares)[:, None]
     of_queries = tl.zeros((TILE, CHUNK), tl.float32)
     of_keys = tl.zeros((TILE, CHUNK), tl.float32)
-    own_start, own_offset = records_at(
-        block_tables, table_stride, table, own, is_own, key_stride, BLOCK_SIZE
-    )
-    own_record = keys + own_start + (head * BLOCK_SIZE + own_offset) * KEY_DIM
-    for piece in tl.static_range(PIECES):
+    for piece in tl.range(PIECES, num_stages=PIECES + 1):
         k = piece * PIECE + column
         mask = is_own[:, None] & (k < KEY_DIM)[None, :]
         q = tl.load(query[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
         own_key = tl.load(key[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
         other_mask = new[:, None] & (k < KEY_DIM)[None, :]
         other = tl.load(other_key[:, None] + k[None, :], mask=other_mask, other=0.0).to(tl.float32)
+        old_mask = known[:, None] & (k < KEY_DIM)[None, :]
+        old = tl.load(record[:, None] + k[None, :], mask=old_mask, other=0.0)
         if DELTA:
             q = q * query_scale * (KEY_DIM**-0.5)
             own_key = own_key * key_scale
             other = other * other_scale
-        old_mask = known[:, None] & (k < KEY_DIM)[None, :]
-        old = tl.load(record[:, None] + k[None, :], mask=old_mask, other=0.0)
         others = tl.trans(tl.where(new[:, None], other, old))
         of_queries = product(q, others, of_queries)
         if DELTA:
@@ -372,6 +379,7 @@ def _keep_last_inputs(
                 table,
                 end,
                 inputs.dtype.element_ty,
+                inputs.dtype.element_ty.primitive_bitwidth // 8,
             )
             for block in range(share, (CHANNELS + _COPIED - 1) // _COPIED, SHARES):
                 channel = block * _COPIED + tl.arange(0, _COPIED)

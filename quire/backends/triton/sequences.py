@@ -64,13 +64,22 @@ def records_at(block_tables, table_stride, table, position, exists, block_stride
 
 @triton.jit
 def head_of_state(
-    places, head, state_tables, state_stride, state_width, table, begin, NUMBER: tl.constexpr
+    places,
+    head,
+    state_tables,
+    state_stride,
+    state_width,
+    table,
+    begin,
+    NUMBER: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
     """A pointer to one head of the state at a chunk's begin. `places` has for each head which of
-    the blocks of a state it is in, its address in block 0, and the bytes from block to block.
+    the blocks of a state it is in, its address in block 0, and the bytes from block to block;
+    ALIGNMENT divides all of these.
     """
     which = tl.load(places + 3 * head)
     row = state_tables + (begin // CHUNK % 2) * state_stride + table.to(tl.int64) * state_width
     block = tl.load(row + which).to(tl.int64)
     address = tl.load(places + 3 * head + 1) + block * tl.load(places + 3 * head + 2)
-    return address.to(tl.pointer_type(NUMBER))
+    return tl.multiple_of(address.to(tl.pointer_type(NUMBER)), ALIGNMENT)

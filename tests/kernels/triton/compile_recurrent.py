@@ -64,7 +64,7 @@ def recurrent_kernels() -> dict[str, dict[str, int]]:
         shared |= {"SKIP": not shape["DELTA"], "HEADS_PAD": 64}
         shared |= {"BIAS": False, "SILU": True, "TAIL": True, "BLOCK": 512}
         cases = {"scores": (scores_kernel, {"ROWS": 1}), "convolution": (_convolve_kernel, {"ROWS": 1})}
-        for columns in (32, 64):
+        for columns in (16, 32, 64):
             for single in (True, False) if IS_LONG else (True,):
                 more = {"COLUMNS": columns, "SINGLE": single}
                 cases[f"recurrence {columns} {single}"] = _recur_kernel, more
