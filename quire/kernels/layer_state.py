@@ -89,13 +89,19 @@ class CarriedPart:
         its address in the first of all blocks, and the bytes from block to block. Memory that
         sleeps has the same addresses when it wakes.
         """
-        return torch.tensor(
-            [
-                (number, memory[0, head].data_ptr(), memory.stride(0) * memory.itemsize)
-                for number, memory in self.runs
-                for head in range(memory.shape[1])
-            ]
-        )
+        return torch.tensor(self._places(), device=self.runs[0][1].device)
+
+    @cached_property
+    def alignment(self) -> int:
+        """What divides the addresses of all heads in all blocks, 16 at most."""
+        return math.gcd(16, *(part for _, *parts in self._places() for part in parts))
+
+    def _places(self) -> list[tuple[int, int, int]]:
+        return [
+            (number, memory[0, head].data_ptr(), memory.stride(0) * memory.itemsize)
+            for number, memory in self.runs
+            for head in range(memory.shape[1])
+        ]
 
     def read(self, blocks: Tensor) -> Tensor:
         """[heads, *shape] of the state in these blocks."""

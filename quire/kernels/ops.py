@@ -69,6 +69,12 @@ class PagedBatch:
     """The longest of `context_lens` (a bound for grids; results don't depend on it)."""
     state_tables: Tensor | None = None
     """int32 [2, tables, blocks of a state], where layers have states: of even chunks, of odd ones."""
+    token_rows: Tensor | None = None
+    """int32 [rows]: the row of `block_tables` of each row of the step, negative where it is padding;
+    None outside an engine: it follows from the lists above. In a graph those are not set, this is.
+    """
+    positions: Tensor | None = None
+    """int32 [rows]: where in its sequence each row stands; set where `token_rows` is."""
     work: Mapping[str, Tensor] | None = None
     """The lists that the backend's `attention_work` made of the batch, on the device; None:
     `attention` makes them.

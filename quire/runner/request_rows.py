@@ -114,6 +114,8 @@ class RequestRows:
                 block_tables=tables,
                 slot_mapping=slots,
                 state_tables=self.state_tables,
+                token_rows=token_rows,
+                positions=positions,
                 work=_lists_for(work, heads),
                 **sequences,
             )

@@ -63,7 +63,8 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+    numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return numbers.to(torch.get_default_device()) * scale
 
 
 @dataclass
@@ -98,9 +99,11 @@ class Layer:
         per_sequence = -(-max(self.lengths) // BLOCK)
         num_blocks = 1 + len(self.lengths) * per_sequence
         order = 1 + torch.randperm(
-            num_blocks - 1, generator=torch.Generator().manual_seed(self.seed)
+            num_blocks - 1, generator=torch.Generator().manual_seed(self.seed), device="cpu"
         )
-        self.tables = order.view(len(self.lengths), per_sequence).int()
+        self.tables = (
+            order.view(len(self.lengths), per_sequence).int().to(torch.get_default_device())
+        )
         self.states = (
             1 + torch.arange(2 * len(self.lengths) * 2).view(2, len(self.lengths), 2).int()
         )

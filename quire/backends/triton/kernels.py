@@ -18,12 +18,15 @@ from torch import Tensor
 
 from quire.backends.triton import attention as paged_attention
 from quire.backends.triton import (
+    convolution,
     cublas,
     filters,
+    gated_norm,
     heads,
     inputs,
     logprobs,
     quantized,
+    recurrent,
     repeats,
     rowwise,
     sampling,
@@ -45,6 +48,7 @@ from quire.backends.triton.linear import (
 )
 from quire.backends.triton.packed_size import packed_bytes
 from quire.backends.triton.small_batches import are_exact
+from quire.backends.triton.untried import uses_untried
 from quire.kernels.formats import Format
 from quire.kernels.latent import LatentSpec
 from quire.kernels.low_rank import ExpertAdapters
@@ -59,6 +63,7 @@ from quire.kernels.ops import (
     PagedBatch,
     TransformActivated,
 )
+from quire.kernels.recurrent import ConvolutionSpec, RecurrentSpec
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Weight
 from quire.process.compile_together import compile_together
@@ -124,9 +129,18 @@ class TritonKernels(ReferenceKernels):
         self._is_exact: dict[tuple[torch.Size, torch.dtype, bool], bool] = {}
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._num_multiprocessors = num_multiprocessors(device)
+        self._has_recurrent = uses_untried("recurrent")
+        if self._has_recurrent:
+            self.convolve_ = convolution.convolve_
+            self.recur_ = recurrent.recur_
+            self.gated_norm = gated_norm.gated_norm
 
     def computes(self, format: Format) -> bool:
         return self._dtype != torch.float32 and quantized.computes(format)
+
+    def captures(self, mixer: object) -> bool:
+        is_own = self._has_recurrent and isinstance(mixer, (ConvolutionSpec, RecurrentSpec))
+        return is_own or super().captures(mixer)
 
     def pack(self, weight: Weight) -> Weight:
         if len(weight.shape) > 1 and any(self.computes(part.format) for part in weight.parts):
