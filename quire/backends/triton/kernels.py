@@ -22,11 +22,13 @@ from quire.backends.triton import (
     filters,
     heads,
     inputs,
+    latent,
     logprobs,
     quantized,
     repeats,
     rowwise,
     sampling,
+    untried,
 )
 from quire.backends.triton import moe as experts_kernels
 from quire.backends.triton.attention_work import (
@@ -35,6 +37,8 @@ from quire.backends.triton.attention_work import (
     decode_lists,
     shorten_attention_work_,
 )
+from quire.backends.triton.latent_attention import latent_attention
+from quire.backends.triton.latent_work import latent_decode_lists, latent_work
 from quire.backends.triton.launch import HAS_GLUON, num_multiprocessors
 from quire.backends.triton.linear import (
     SMALLEST_BATCH,
@@ -46,7 +50,7 @@ from quire.backends.triton.linear import (
 from quire.backends.triton.packed_size import packed_bytes
 from quire.backends.triton.small_batches import are_exact
 from quire.kernels.formats import Format
-from quire.kernels.latent import LatentSpec
+from quire.kernels.latent import LatentHeads, LatentSpec
 from quire.kernels.ops import (
     Activation,
     AttentionSpec,
@@ -106,6 +110,8 @@ class TritonKernels(ReferenceKernels):
     gate = staticmethod(rowwise.gate)
     soft_cap_ = staticmethod(rowwise.soft_cap_)
     qkv_to_cache_ = staticmethod(heads.qkv_to_cache_)
+    linear_heads = staticmethod(latent.linear_heads)
+    latent_to_cache_ = staticmethod(latent.latent_to_cache_)
     sigmoid_mul = staticmethod(rowwise.sigmoid_mul)
     gather_inputs = staticmethod(inputs.gather_inputs)
     shorten_attention_work_ = staticmethod(shorten_attention_work_)
@@ -146,6 +152,10 @@ class TritonKernels(ReferenceKernels):
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         if x.dtype == torch.float32 or weight.format is None:
+            if weight.is_dense and len(weight.shape) == 2 and untried.is_on("latent"):
+                # the definition takes 32 rows at a time: too many launches for a router's prompts
+                result = linear(x, weight.tensor.to(x.dtype), bias)
+                return result if out is None else out.copy_(result)
             return super().linear(x, weight, bias, out)
         if not weight.is_dense:
             return self._quantized.linear(x, weight, bias, out, silu_mul=False)
@@ -198,10 +208,9 @@ class TritonKernels(ReferenceKernels):
         )
 
     def has_kernels_for(self, mixer: object) -> bool:
-        # Its attention knows neither values that lie in the keys, with heads as large as theirs, nor
-        # chunks.
-        is_latent = isinstance(mixer, LatentSpec)
-        return not is_latent and not (isinstance(mixer, AttentionSpec) and mixer.chunk is not None)
+        if isinstance(mixer, LatentSpec):
+            return untried.is_on("latent")
+        return not (isinstance(mixer, AttentionSpec) and mixer.chunk is not None)
 
     def attention_work(
         self,
@@ -210,13 +219,14 @@ class TritonKernels(ReferenceKernels):
         table_rows: Int32Array,
         shape: HeadShape,
     ) -> dict[str, Int32Array]:
-        return attention_work(
-            query_lens, context_lens, table_rows, shape, self._num_multiprocessors
-        )
+        divide = latent_work if isinstance(shape, LatentHeads) else attention_work
+        return divide(query_lens, context_lens, table_rows, shape, self._num_multiprocessors)
 
     def decode_lists(
         self, fewest: int, most: int, max_context_len: int, shape: HeadShape
     ) -> dict[str, int]:
+        if isinstance(shape, LatentHeads):
+            return latent_decode_lists(most, max_context_len, shape)
         return decode_lists(fewest, most, max_context_len, shape, self._num_multiprocessors)
 
     def attention(
@@ -238,6 +248,16 @@ class TritonKernels(ReferenceKernels):
             work = {
                 name: torch.from_numpy(values).to(query.device) for name, values in lists.items()
             }
+        if isinstance(spec, LatentSpec):
+            return latent_attention(
+                query,
+                cache,
+                batch.block_tables,
+                work["decode"],
+                spec,
+                batch.max_context_len,
+                self._num_multiprocessors,
+            )
         out = torch.empty_like(query)
         for name, some in work.items():
             self._attend(name, some, query, out, cache, batch, spec, sinks)
