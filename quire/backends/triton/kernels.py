@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.backends.triton import attention as paged_attention
 from quire.backends.triton import (
+    adapters,
     cublas,
     filters,
     heads,
@@ -30,6 +30,7 @@ from quire.backends.triton import (
     sampling,
     untried,
 )
+from quire.backends.triton import attention as paged_attention
 from quire.backends.triton import moe as experts_kernels
 from quire.backends.triton.attention_work import (
     SPLIT,
@@ -37,6 +38,7 @@ from quire.backends.triton.attention_work import (
     decode_lists,
     shorten_attention_work_,
 )
+from quire.backends.triton.grouping import Tiles
 from quire.backends.triton.latent_attention import latent_attention
 from quire.backends.triton.latent_work import latent_decode_lists, latent_work
 from quire.backends.triton.launch import HAS_GLUON, num_multiprocessors
@@ -51,6 +53,7 @@ from quire.backends.triton.packed_size import packed_bytes
 from quire.backends.triton.small_batches import are_exact
 from quire.kernels.formats import Format
 from quire.kernels.latent import LatentHeads, LatentSpec
+from quire.kernels.low_rank import LowRank, LowRankTable, PackedLowRank
 from quire.kernels.ops import (
     Activation,
     AttentionSpec,
@@ -103,7 +106,6 @@ class TritonKernels(ReferenceKernels):
 
     name = "triton"
     keys_at_once = SPLIT
-    takes_adapters = False  # the definition waits for the device, and graphs have none of it
     rms_norm = staticmethod(rowwise.rms_norm)
     add_rms_norm = staticmethod(rowwise.add_rms_norm)
     layer_norm = staticmethod(rowwise.layer_norm)
@@ -127,7 +129,10 @@ class TritonKernels(ReferenceKernels):
         self._dtype = dtype
         self._quantized = quantized.QuantizedProducts(self.linear)
         self._is_exact: dict[tuple[torch.Size, torch.dtype, bool], bool] = {}
+        self.takes_adapters = untried.is_on("adapters")
+        self._row_tiles = adapters.RowTiles()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = device
         self._num_multiprocessors = num_multiprocessors(device)
 
     def computes(self, format: Format) -> bool:
@@ -181,6 +186,39 @@ class TritonKernels(ReferenceKernels):
         if activation is Activation.SILU and self._quantized.fuses(x.shape[0], weight):
             return self._quantized.linear(x, weight, bias, None, silu_mul=True)
         return self.gate(self.linear(x, weight, bias), activation)
+
+    def pack_low_rank(self, low_rank: LowRank) -> PackedLowRank:
+        return adapters.TritonLowRank(low_rank)
+
+    def low_rank_table(self, num_slots: int) -> LowRankTable:
+        return adapters.TritonTable(num_slots, self._device)
+
+    def adapted_linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        slots: Tensor,
+        table: LowRankTable,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        tiles, table = self._adapted(x, slots, table)
+        sums = adapters.shrink(x, tiles, table)
+        out = self.linear(x, weight, bias, out)
+        adapters.expand_(out, sums, tiles, table)
+        return out
+
+    def add_low_rank_(self, out: Tensor, x: Tensor, slots: Tensor, table: LowRankTable) -> None:
+        tiles, table = self._adapted(x, slots, table)
+        adapters.expand_(out, adapters.shrink(x, tiles, table), tiles, table)
+
+    def _adapted(
+        self, x: Tensor, slots: Tensor, table: LowRankTable
+    ) -> tuple[Tiles, adapters.TritonTable]:
+        assert isinstance(table, adapters.TritonTable)
+        if table.dtype not in (None, x.dtype):
+            raise ValueError(f"adapters are in {table.dtype}, x is in {x.dtype}")
+        return self._row_tiles.of(slots, len(table.slots)), table
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         if activation in rowwise.NUMBERS:
