@@ -102,9 +102,16 @@ class LatentSpec(AttentionSpec):
         return self.flops(1) * (length * (length + 1) // 2)
 
 
-def latent_heads(num_heads: int, rank: int, rope_dim: int) -> HeadShape:
+@dataclass(frozen=True, slots=True)
+class LatentHeads(HeadShape):
+    """Heads of the absorbed form: kernels that divide attention differently for them know it by
+    this type.
+    """
+
+
+def latent_heads(num_heads: int, rank: int, rope_dim: int) -> LatentHeads:
     """Those of the absorbed form."""
-    return HeadShape(num_heads, 1, rank + rope_dim)
+    return LatentHeads(num_heads, 1, rank + rope_dim)
 
 
 class _Kernels(Protocol):

@@ -16,21 +16,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.backends.triton import attention as paged_attention
 from quire.backends.triton import (
+    adapters,
     convolution,
     cublas,
     filters,
     gated_norm,
     heads,
     inputs,
+    latent,
     logprobs,
     quantized,
     recurrent,
     repeats,
     rowwise,
     sampling,
+    untried,
 )
+from quire.backends.triton import attention as paged_attention
 from quire.backends.triton import moe as experts_kernels
 from quire.backends.triton.attention_work import (
     SPLIT,
@@ -38,6 +41,9 @@ from quire.backends.triton.attention_work import (
     decode_lists,
     shorten_attention_work_,
 )
+from quire.backends.triton.grouping import Tiles
+from quire.backends.triton.latent_attention import latent_attention
+from quire.backends.triton.latent_work import latent_decode_lists, latent_work
 from quire.backends.triton.launch import HAS_GLUON, num_multiprocessors
 from quire.backends.triton.linear import (
     SMALLEST_BATCH,
@@ -48,10 +54,9 @@ from quire.backends.triton.linear import (
 )
 from quire.backends.triton.packed_size import packed_bytes
 from quire.backends.triton.small_batches import are_exact
-from quire.backends.triton.untried import uses_untried
 from quire.kernels.formats import Format
-from quire.kernels.latent import LatentSpec
-from quire.kernels.low_rank import ExpertAdapters
+from quire.kernels.latent import LatentHeads, LatentSpec
+from quire.kernels.low_rank import ExpertAdapters, LowRank, LowRankTable, PackedLowRank
 from quire.kernels.ops import (
     Activation,
     AttentionSpec,
@@ -105,13 +110,14 @@ class TritonKernels(ReferenceKernels):
 
     name = "triton"
     keys_at_once = SPLIT
-    takes_adapters = False  # the definition waits for the device, and graphs have none of it
     rms_norm = staticmethod(rowwise.rms_norm)
     add_rms_norm = staticmethod(rowwise.add_rms_norm)
     layer_norm = staticmethod(rowwise.layer_norm)
     gate = staticmethod(rowwise.gate)
     soft_cap_ = staticmethod(rowwise.soft_cap_)
     qkv_to_cache_ = staticmethod(heads.qkv_to_cache_)
+    linear_heads = staticmethod(latent.linear_heads)
+    latent_to_cache_ = staticmethod(latent.latent_to_cache_)
     sigmoid_mul = staticmethod(rowwise.sigmoid_mul)
     gather_inputs = staticmethod(inputs.gather_inputs)
     shorten_attention_work_ = staticmethod(shorten_attention_work_)
@@ -127,9 +133,12 @@ class TritonKernels(ReferenceKernels):
         self._dtype = dtype
         self._quantized = quantized.QuantizedProducts(self.linear)
         self._is_exact: dict[tuple[torch.Size, torch.dtype, bool], bool] = {}
+        self.takes_adapters = untried.is_on("adapters")
+        self._row_tiles = adapters.RowTiles()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = device
         self._num_multiprocessors = num_multiprocessors(device)
-        self._has_recurrent = uses_untried("recurrent")
+        self._has_recurrent = untried.is_on("recurrent")
         if self._has_recurrent:
             self.convolve_ = convolution.convolve_
             self.recur_ = recurrent.recur_
@@ -161,6 +170,10 @@ class TritonKernels(ReferenceKernels):
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         if x.dtype == torch.float32 or weight.format is None:
+            if weight.is_dense and len(weight.shape) == 2 and untried.is_on("latent"):
+                # the definition takes 32 rows at a time: too many launches for a router's prompts
+                result = linear(x, weight.tensor.to(x.dtype), bias)
+                return result if out is None else out.copy_(result)
             return super().linear(x, weight, bias, out)
         if not weight.is_dense:
             return self._quantized.linear(x, weight, bias, out, silu_mul=False)
@@ -186,6 +199,39 @@ class TritonKernels(ReferenceKernels):
         if activation is Activation.SILU and self._quantized.fuses(x.shape[0], weight):
             return self._quantized.linear(x, weight, bias, None, silu_mul=True)
         return self.gate(self.linear(x, weight, bias), activation)
+
+    def pack_low_rank(self, low_rank: LowRank) -> PackedLowRank:
+        return adapters.TritonLowRank(low_rank)
+
+    def low_rank_table(self, num_slots: int) -> LowRankTable:
+        return adapters.TritonTable(num_slots, self._device)
+
+    def adapted_linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        slots: Tensor,
+        table: LowRankTable,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        tiles, table = self._adapted(x, slots, table)
+        sums = adapters.shrink(x, tiles, table)
+        out = self.linear(x, weight, bias, out)
+        adapters.expand_(out, sums, tiles, table)
+        return out
+
+    def add_low_rank_(self, out: Tensor, x: Tensor, slots: Tensor, table: LowRankTable) -> None:
+        tiles, table = self._adapted(x, slots, table)
+        adapters.expand_(out, adapters.shrink(x, tiles, table), tiles, table)
+
+    def _adapted(
+        self, x: Tensor, slots: Tensor, table: LowRankTable
+    ) -> tuple[Tiles, adapters.TritonTable]:
+        assert isinstance(table, adapters.TritonTable)
+        if table.dtype not in (None, x.dtype):
+            raise ValueError(f"adapters are in {table.dtype}, x is in {x.dtype}")
+        return self._row_tiles.of(slots, len(table.slots)), table
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         if activation in rowwise.NUMBERS:
@@ -215,10 +261,9 @@ class TritonKernels(ReferenceKernels):
         )
 
     def has_kernels_for(self, mixer: object) -> bool:
-        # Its attention knows neither values that lie in the keys, with heads as large as theirs, nor
-        # chunks.
-        is_latent = isinstance(mixer, LatentSpec)
-        return not is_latent and not (isinstance(mixer, AttentionSpec) and mixer.chunk is not None)
+        if isinstance(mixer, LatentSpec):
+            return untried.is_on("latent")
+        return not (isinstance(mixer, AttentionSpec) and mixer.chunk is not None)
 
     def attention_work(
         self,
@@ -227,13 +272,14 @@ class TritonKernels(ReferenceKernels):
         table_rows: Int32Array,
         shape: HeadShape,
     ) -> dict[str, Int32Array]:
-        return attention_work(
-            query_lens, context_lens, table_rows, shape, self._num_multiprocessors
-        )
+        divide = latent_work if isinstance(shape, LatentHeads) else attention_work
+        return divide(query_lens, context_lens, table_rows, shape, self._num_multiprocessors)
 
     def decode_lists(
         self, fewest: int, most: int, max_context_len: int, shape: HeadShape
     ) -> dict[str, int]:
+        if isinstance(shape, LatentHeads):
+            return latent_decode_lists(most, max_context_len, shape)
         return decode_lists(fewest, most, max_context_len, shape, self._num_multiprocessors)
 
     def attention(
@@ -255,6 +301,16 @@ class TritonKernels(ReferenceKernels):
             work = {
                 name: torch.from_numpy(values).to(query.device) for name, values in lists.items()
             }
+        if isinstance(spec, LatentSpec):
+            return latent_attention(
+                query,
+                cache,
+                batch.block_tables,
+                work["decode"],
+                spec,
+                batch.max_context_len,
+                self._num_multiprocessors,
+            )
         out = torch.empty_like(query)
         for name, some in work.items():
             self._attend(name, some, query, out, cache, batch, spec, sinks)

@@ -1,5 +1,5 @@
-"""Kernels that no card has run yet: an engine uses them only where a variable names them, so that who
-has a card can test and time them. Without it nothing changes.
+"""Kernels that no card has run yet: an engine uses them only where a variable names them, so that
+who has a card can test and time them. Without it nothing changes.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ import os
 from quire.errors import DeviceError
 
 VARIABLE = "QUIRE_UNTRIED_KERNELS"
-NAMES = ("recurrent",)
-"""`recurrent`: layers with a state (docs/recurrent.md)."""
+NAMES = ("recurrent", "latent", "adapters")
+"""Layers with a state (docs/recurrent.md), latent attention (docs/latent.md), adapters
+(docs/adapters.md).
+"""
 
 
-def uses_untried(name: str) -> bool:
+def is_on(name: str) -> bool:
     """Whether the variable, names with commas between them, has this one."""
     wanted = [one.strip() for one in os.environ.get(VARIABLE, "").split(",") if one.strip()]
     if unknown := [one for one in wanted if one not in NAMES]:
         raise DeviceError(
-            f"{VARIABLE} names {', '.join(unknown)}, but there are only: {', '.join(NAMES)}."
+            f"{VARIABLE} names {', '.join(unknown)}, but there are only: {', '.join(NAMES)}"
         )
     return name in wanted

@@ -253,6 +253,10 @@ def test_kernels_for_all_devices_compile_and_fit_into_what_each_has() -> None:
     assert len(found["attention"]) == short_or_long(4, 16)
     for name, (shared, limit) in found["attention"].items():
         assert shared <= limit, name
+    assert len(found["latent"]) == short_or_long(0, 6)
+    for name, used in found["latent"].items():
+        assert used["stack"] <= (1200 if name.startswith("latent") else 0), name
+        assert used["shared"] <= 227 * 1024, name
 
 
 def test_tiles_are_as_large_as_fits() -> None:

@@ -1,0 +1,233 @@
+"""What stands around latent attention: products with a matrix for each head, and from projections
+to queries and the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.backends.triton.heads import _divided, _rotated
+from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
+from quire.backends.triton.linear import Tile
+from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, row_stride
+from quire.kernels.ops import LatentNorm, LayerCache
+from quire.kernels.weights import Weight
+
+_HEADS = 4
+"""Heads of a query that one program rotates."""
+
+
+@triton.jit(do_not_specialize=["M"])
+def _heads_kernel(
+    x,
+    weight,
+    out,
+    M,
+    x_stride,
+    x_head_stride,
+    HEADS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`linear._linear_kernel` for one head, whose rows lie x_stride apart: the same order of sums."""
+    begin(PDL)
+    head = tl.program_id(2).to(tl.int64)
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inner = tl.arange(0, BLOCK_K)
+    weights = weight + head * N * K + outputs[:, None] * K + inner[None, :]
+    # rows past the last are computed as copies of it and not stored
+    first = x + head * x_head_stride
+    inputs = first + tl.minimum(rows, M - 1)[:, None].to(tl.int64) * x_stride + inner[None, :]
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    EVEN: tl.constexpr = N % BLOCK_N == 0 and K % BLOCK_K == 0
+    for k in range(0, K, BLOCK_K):
+        within = None if EVEN else inner[None, :] < K - k
+        mask = None if EVEN else (outputs[:, None] < N) & within
+        other = None if EVEN else 0.0
+        tile = tl.trans(tl.load(inputs, mask=within, other=other))
+        total = tl.dot(
+            tl.load(weights, mask=mask, other=other), tile, total, input_precision="ieee"
+        )
+        inputs += BLOCK_K
+        weights += BLOCK_K
+    target = out + (rows[None, :].to(tl.int64) * HEADS + head) * N + outputs[:, None]
+    stored = (rows[None, :] < M) & (outputs < N)[:, None]
+    tl.store(target, total.to(out.dtype.element_ty), mask=stored)
+
+
+def linear_heads(x: Tensor, weight: Weight) -> Tensor:
+    """`Kernels.linear_heads`: all heads in one launch."""
+    rows, heads, inner = x.shape
+    count, size, depth = weight.shape
+    if (count, depth) != (heads, inner) or weight.tensor.dtype != x.dtype:
+        raise ValueError(f"the weight {weight.shape} was not packed for x {tuple(x.shape)}")
+    if x.stride(2) != 1 or x.stride(0) % 8 or x.stride(1) % 8 or x.data_ptr() % 16:
+        x = x.contiguous()
+    out = x.new_empty(rows, heads, size)
+    tile = heads_tile(rows, x.dtype)
+    if rows:
+        _heads_kernel[(cdiv(size, tile.outputs), cdiv(rows, tile.rows), heads)](
+            x=x,
+            weight=weight.tensor,
+            out=out,
+            M=rows,
+            x_stride=x.stride(0),
+            x_head_stride=x.stride(1),
+            HEADS=heads,
+            N=size,
+            K=inner,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.outputs,
+            BLOCK_K=tile.inner,
+            PDL=USE_PDL,
+            num_stages=tile.stages,
+            num_warps=tile.warps,
+            **ROUND_ALWAYS,
+            **LAUNCH,
+        )
+    return out
+
+
+def heads_tile(rows: int, dtype: torch.dtype) -> Tile:
+    """Bits don't depend on it. A head's matrix is small: with few rows it is read by many programs."""
+    if dtype == torch.float32:
+        return Tile(16, 64, 32, 2, 4)
+    if rows <= 16:
+        return Tile(16, 32, 64, 4, 4)
+    if rows <= 256:
+        return Tile(32 if rows <= 32 else 64, 64, 64, 4, 4)
+    return Tile(128, 128, 64, 3, 8)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+def _latent_cache_kernel(
+    absorbed,
+    rotated,
+    latent,
+    norm,
+    positions,
+    cos_sin,
+    slots,
+    query,
+    keys,
+    rotated_stride,
+    rotated_head_stride,
+    latent_stride,
+    block_stride,
+    eps,
+    key_scale,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    RANK_PAD: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    EACH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SCALED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A row's latent into its slot (program 0 of the row), or EACH heads of its query."""
+    D: tl.constexpr = RANK + ROPE
+    HALF: tl.constexpr = ROPE // 2
+    column, half = tl.arange(0, RANK_PAD), tl.arange(0, HALF_PAD)
+    scale = tl.load(norm + column, mask=column < RANK, other=0.0)  # a constant: before the wait
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    angle = cos_sin + tl.load(positions + row).to(tl.int64) * ROPE + half
+    cos = tl.load(angle, mask=half < HALF, other=0.0)[None, :]
+    sin = tl.load(angle + HALF, mask=half < HALF, other=0.0)[None, :]
+    dtype: tl.constexpr = latent.dtype.element_ty
+    if tl.program_id(1) == 0:
+        source = latent + row * latent_stride
+        x = tl.load(source + column, mask=column < RANK, other=0.0).to(tl.float32)
+        mean = tl.sum(x * x, 0) / RANK
+        normed = (x * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32)
+        normed = (normed * scale.to(tl.float32)).to(dtype)
+        place = source + RANK + half[None, :]
+        low = tl.load(place, mask=half[None, :] < HALF, other=0.0)
+        high = tl.load(place + HALF, mask=half[None, :] < HALF, other=0.0)
+        low, high = _rotated(
+            low, high, 0.0, 0.0, cos, sin, 0.0, 0.0, ROPE, False, False, False, True
+        )
+        slot = tl.load(slots + row)
+        target = keys + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * D
+        owned = slot >= 0
+        stored = _divided(normed, key_scale, SCALED)
+        tl.store(target + column, stored, mask=owned & (column < RANK))
+        tail = target + RANK + half[None, :]
+        inside = owned & (half[None, :] < HALF)
+        tl.store(tail, _divided(low, key_scale, SCALED), mask=inside)
+        tl.store(tail + HALF, _divided(high, key_scale, SCALED), mask=inside)
+    else:
+        head = (tl.program_id(1) - 1) * EACH + tl.arange(0, EACH)[:, None]
+        exists = head < HEADS
+        whole = exists & (column[None, :] < RANK)
+        source = absorbed + (row * HEADS + head) * RANK + column[None, :]
+        target = query + (row * HEADS + head) * D
+        tl.store(target + column[None, :], tl.load(source, mask=whole, other=0.0), mask=whole)
+        place = rotated + row * rotated_stride + head * rotated_head_stride + half[None, :]
+        inside = exists & (half[None, :] < HALF)
+        low = tl.load(place, mask=inside, other=0.0)
+        high = tl.load(place + HALF, mask=inside, other=0.0)
+        low, high = _rotated(
+            low, high, 0.0, 0.0, cos, sin, 0.0, 0.0, ROPE, False, False, False, True
+        )
+        tail = target + RANK + half[None, :]
+        tl.store(tail, low, mask=inside)
+        tl.store(tail + HALF, high, mask=inside)
+
+
+def latent_to_cache_(
+    absorbed: Tensor,
+    rotated: Tensor,
+    latent: Tensor,
+    norm: LatentNorm,
+    positions: Tensor,
+    cos_sin: Tensor,
+    cache: LayerCache,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """`Kernels.latent_to_cache_`, in one launch."""
+    rows, heads, rank = absorbed.shape
+    rope = rotated.shape[2]
+    absorbed, latent = absorbed.contiguous(), as_rows(latent)
+    rotated = rotated if rotated.stride(2) == 1 else rotated.contiguous()
+    query = absorbed.new_empty(rows, heads, rank + rope)
+    if rows:
+        _latent_cache_kernel[(rows, 1 + cdiv(heads, _HEADS))](
+            absorbed=absorbed,
+            rotated=rotated,
+            latent=latent,
+            norm=norm.weight,
+            positions=positions,
+            cos_sin=cos_sin,
+            slots=slot_mapping,
+            query=query,
+            keys=cache.keys,
+            rotated_stride=rotated.stride(0),
+            rotated_head_stride=rotated.stride(1),
+            latent_stride=row_stride(latent),
+            block_stride=cache.keys.stride(0),
+            eps=norm.eps,
+            key_scale=cache.fp8_scales[0],
+            HEADS=heads,
+            RANK=rank,
+            ROPE=rope,
+            RANK_PAD=next_power_of_2(rank),
+            HALF_PAD=next_power_of_2(rope // 2),
+            EACH=_HEADS,
+            BLOCK_SIZE=cache.block_size,
+            SCALED=cache.fp8_scales != (1.0, 1.0),
+            PDL=USE_PDL,
+            num_warps=4,
+            **LAUNCH,
+        )
+    return query

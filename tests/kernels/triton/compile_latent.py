@@ -1,0 +1,72 @@
+"""Compiles the kernels of latent attention for an H200, which needs none. Called by
+`compile_kernels`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quire.backends.triton.latent import _heads_kernel
+from quire.backends.triton.latent_attention import _latent_kernel
+from tests.kernels.triton.compile_small_batches import stack_size
+from tests.long_runs import IS_LONG
+
+_TYPES = {
+    **dict.fromkeys(("query", "out", "keys", "x", "weight"), "*bf16"),
+    **dict.fromkeys(("block_tables", "work", "arrived"), "*i32"),
+    **dict.fromkeys(("stored_output", "stored_state"), "*fp32"),
+    **dict.fromkeys(("scale", "value_scale"), "fp32"),
+}
+_LATENT = {
+    "RANK": 512, "ROPE": 64, "RANK_PAD": 512, "ROPE_PAD": 64, "BLOCK_SIZE": 16, "TILE_ROWS": 64,
+    "ROWS": 64, "KEYS": 64, "TILES": 8, "ONES": 16, "STAGES": 2, "OWN_SLOTS": 512, "KEPT": 5,
+    "WIDE": False, "PDL": True,
+}  # fmt: skip
+
+
+def compiled(
+    kernel: Any, constants: dict[str, Any], num_warps: int, types: dict[str, str], **options: int
+) -> dict[str, int]:
+    """Bytes of shared memory, and of registers that did not fit."""
+    names = kernel.arg_names
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
+    }
+    aligned = [
+        i
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or name.endswith("stride")
+    ]
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    flags = {"num_warps": num_warps, "enable_fp_fusion": False, "launch_pdl": True, **options}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=flags)
+    # Where threads have 4 neighbours of 16 bits, a product does not take 16 neighbours at a time.
+    assert "kWidth = 4" not in made.asm["ttgir"]
+    return {"shared": made.metadata.shared, "stack": stack_size(made.asm["cubin"])}
+
+
+def latent_kernels() -> dict[str, dict[str, int]]:
+    """What each takes; in the short form nothing, as these compile slowly."""
+    if not IS_LONG:
+        return {}
+    found = {}
+    for heads, cache in ((20, "*bf16"), (128, "*bf16"), (20, "*fp8e4nv")):
+        constants = _LATENT | {"HEADS": heads, "SCALED": cache != "*bf16"}
+        types = _TYPES | {"keys": cache}
+        found[f"latent {heads} {cache}"] = compiled(_latent_kernel, constants, 8, types)
+    for rows, outputs, stages, warps in ((16, 32, 4, 4), (64, 64, 4, 4), (128, 128, 3, 8)):
+        constants = {"HEADS": 20, "N": 512, "K": 192, "PDL": True}
+        constants |= {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": 64}
+        found[f"heads {rows}"] = compiled(
+            _heads_kernel, constants, warps, _TYPES, num_stages=stages
+        )
+    return found

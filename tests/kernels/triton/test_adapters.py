@@ -1,0 +1,196 @@
+"""What adapters add to products, by Triton: near float64, and with the same bits in any company."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.errors import UnsupportedModelError
+from quire.kernels.low_rank import LowRank, LowRankPart
+from tests.kernels.test_cpu_adapters import exact
+from tests.kernels.triton.support import DEVICE, DTYPES, MARKS, NAN, ON_GPU, in_graph, random
+
+# isort: skip  (after the check)
+from quire.backends.triton.adapters import _MANY_ROWS, MAX_RANKS, TritonTable  # isort: skip
+from quire.backends.triton.kernels import TritonKernels  # isort: skip
+
+pytestmark = MARKS
+KERNELS = TritonKernels()
+SHAPES = {
+    "small": (1100, (70, 33, 5)),
+    "qkv": (4096, (4096, 1024, 1024)),
+    "gate and up": (4096, (12_288, 12_288)),
+    "down": (12_288, (4096,)),
+}
+RANKS = ((3, 16, 5), (40, 1, 17), (0, 8, 0))
+"""Of the parts of three adapters; 0: the adapter has no such part."""
+
+
+def low_rank(
+    shape: str, ranks: tuple[int, ...], dtype: torch.dtype, is_dora: bool, seed: int
+) -> LowRank:
+    inputs, outputs = SHAPES[shape]
+    parts, first, first_rank = [], 0, 0
+    for number, (count, rank) in enumerate(zip(outputs, ranks, strict=False)):
+        if rank:
+            b = random(count, rank, dtype=dtype, seed=seed + number)
+            part = LowRankPart(first, first_rank, b)
+            if is_dora:
+                factor = random(count, dtype=torch.float32, seed=seed + 10) * 0.1 + 1
+                offset = random(count, dtype=torch.float32, seed=seed + 11)
+                part = part._replace(factor=factor, offset=offset)
+            parts.append(part)
+        first, first_rank = first + count, first_rank + rank
+    a = random(first_rank, inputs, dtype=dtype, seed=seed + 20) * inputs**-0.5
+    scale = random(first_rank, dtype=torch.float32, seed=seed + 21).abs()
+    return LowRank(a.to(dtype), scale, tuple(parts))
+
+
+@dataclass
+class Rows:
+    x: Tensor
+    base: Tensor
+    slots: Tensor
+    made: list[LowRank | None]
+    table: TritonTable
+
+    def added(self, rows: Tensor) -> Tensor:
+        """The outputs of some of the rows, computed together."""
+        out = self.base[rows].clone()
+        KERNELS.add_low_rank_(out, self.x[rows], self.slots[rows], self.table)
+        return out
+
+
+def make(shape: str, rows: int, dtype: torch.dtype) -> Rows:
+    inputs, outputs = SHAPES[shape]
+    made: list[LowRank | None] = [
+        low_rank(shape, ranks, dtype, number == 1, 100 * number)
+        for number, ranks in enumerate(RANKS)
+        if any(ranks[: len(outputs)])
+    ]
+    table = KERNELS.low_rank_table(5)
+    assert isinstance(table, TritonTable)
+    for slot, one in enumerate(made):
+        assert one is not None
+        table.put(slot, KERNELS.pack_low_rank(one))
+    made += [None] * (5 - len(made))
+    source = torch.Generator().manual_seed(0)
+    slots = torch.randint(-1, 4, (rows,), generator=source).int().to(DEVICE)
+    x = random(rows, inputs, dtype=dtype, seed=1)
+    return Rows(x, random(rows, sum(outputs), dtype=dtype, seed=2), slots, made, table)
+
+
+CASES = [
+    pytest.param("small", dtype, marks=[] if dtype == torch.float16 else [pytest.mark.slow])
+    for dtype in DTYPES
+]
+if ON_GPU:
+    CASES = [pytest.param(shape, dtype) for shape in SHAPES for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
+def test_rows_of_different_adapters_have_the_bits_they_have_alone(
+    shape: str, dtype: torch.dtype
+) -> None:
+    count = 300 if ON_GPU else 20
+    rows = make(shape, count, dtype)
+    everyone = torch.arange(count, device=DEVICE)
+    together = rows.added(everyone)
+    expected = exact(rows.base.cpu(), rows.x.cpu(), rows.slots.cpu(), on_cpu(rows.made))
+    error = (together.cpu().double() - expected).abs().max() / expected.abs().max()
+    assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 0.01}[dtype]
+    untouched = (rows.slots < 0) | torch.tensor(
+        [slot >= 0 and rows.made[slot] is None for slot in rows.slots.tolist()], device=DEVICE
+    )
+    assert untouched.any()
+    assert torch.equal(together[untouched], rows.base[untouched])
+    for some in (everyone[:1], everyone[-1:], everyone[3:12], everyone.flip(0)):
+        assert torch.equal(rows.added(some), together[some])
+    rows.x[1::2] = NAN
+    assert torch.equal(rows.added(everyone)[::2], together[::2])
+
+
+def test_many_rows_have_the_bits_of_few() -> None:
+    """Programs that add all segments themselves, with wider tiles."""
+    rows = make("small", 12, torch.float16)
+    few = rows.added(torch.arange(12, device=DEVICE))
+    again = torch.arange(12, device=DEVICE).repeat(_MANY_ROWS // 12 + 1)
+    assert len(again) > _MANY_ROWS
+    if not ON_GPU:  # the interpreter is slow: most have no adapter
+        rows.slots[1:] = -1
+        few = rows.added(torch.arange(12, device=DEVICE))
+        again = torch.cat((again[:24], torch.ones_like(again)))
+    assert torch.equal(rows.added(again), few[again])
+
+
+def test_a_slot_takes_another_adapter_and_none() -> None:
+    rows = make("small", 6, torch.float16)
+    everyone = torch.arange(6, device=DEVICE)
+    rows.slots.fill_(2)
+    before = rows.added(everyone)
+    first, last = rows.made[0], rows.made[2]
+    assert first is not None
+    assert last is not None
+    rows.table.put(2, KERNELS.pack_low_rank(first))
+    after = rows.added(everyone)
+    rows.slots.fill_(0)
+    assert torch.equal(rows.added(everyone), after)
+    rows.table.put(0, None)
+    assert torch.equal(rows.added(everyone), rows.base)
+    rows.table.put(0, KERNELS.pack_low_rank(last))
+    assert torch.equal(rows.added(everyone), before)
+
+
+def test_rows_are_grouped_once_a_step() -> None:
+    slots = torch.tensor([2, -1, 0, 2], dtype=torch.int32, device=DEVICE)
+    tiles = KERNELS._row_tiles.of(slots, 5)
+    assert KERNELS._row_tiles.of(slots, 5) is tiles
+    other = slots.clone()
+    assert KERNELS._row_tiles.of(other, 5) is not tiles
+
+
+def test_more_ranks_than_there_is_room_for_are_refused() -> None:
+    a, b = torch.zeros(MAX_RANKS + 1, 8), torch.zeros(4, MAX_RANKS + 1)
+    with pytest.raises(UnsupportedModelError, match="smaller rank"):
+        KERNELS.pack_low_rank(LowRank(a, torch.ones(MAX_RANKS + 1), (LowRankPart(0, 0, b),)))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("shape", ["qkv", "down"])
+def test_a_graph_finds_what_was_put_into_slots_later(shape: str) -> None:
+    rows = make(shape, 32, torch.bfloat16)
+    everyone = torch.arange(32, device=DEVICE)
+    x, base, slots = rows.x, rows.base, rows.slots
+
+    def added() -> Tensor:
+        out = base.clone()
+        KERNELS.add_low_rank_(out, x, slots, rows.table)
+        return out
+
+    expected = rows.added(everyone)
+    assert torch.equal(in_graph(added), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = added()
+    other = rows.made[0]
+    assert other is not None
+    rows.table.put(1, KERNELS.pack_low_rank(other))
+    slots.copy_(slots.flip(0))
+    graph.replay()
+    assert torch.equal(out, rows.added(everyone))
+
+
+def on_cpu(made: list[LowRank | None]) -> list[LowRank | None]:
+    def moved(part: LowRankPart) -> LowRankPart:
+        factor, offset = part.factor, part.offset
+        if factor is None or offset is None:
+            return part._replace(b=part.b.cpu())
+        return part._replace(b=part.b.cpu(), factor=factor.cpu(), offset=offset.cpu())
+
+    return [
+        None if one is None else LowRank(one.a.cpu(), one.scale.cpu(), tuple(map(moved, one.parts)))
+        for one in made
+    ]

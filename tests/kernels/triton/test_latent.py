@@ -1,0 +1,360 @@
+"""Latent attention by Triton: against float64, and the same bits however a step is divided."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.latent import LatentSpec, latent_heads
+from quire.kernels.ops import LatentNorm, LayerCache
+from quire.kernels.reference import ReferenceKernels
+from quire.kernels.weights import Weight
+from tests.kernels.triton.support import (
+    DEVICE,
+    DTYPES,
+    MARKS,
+    NAN,
+    ON_GPU,
+    assert_close,
+    in_graph,
+    random,
+)
+
+# isort: skip  (after the check)
+from quire.backends.triton.attention_work import shorten_attention_work_  # isort: skip
+from quire.backends.triton.kernels import TritonKernels  # isort: skip
+from quire.backends.triton.latent_attention import latent_attention  # isort: skip
+from quire.backends.triton.latent_work import (  # isort: skip
+    MAX_LATENT_PARTIALS,
+    latent_decode_lists,
+    latent_work,
+)
+
+pytestmark = MARKS
+KERNELS = TritonKernels()
+SPECS = {
+    "small": LatentSpec(latent_heads(3, 24, 8), 0.3, nope_dim=10, rope_dim=8, value_dim=6),
+    "many heads": LatentSpec(latent_heads(70, 40, 16), 0.2, nope_dim=16, rope_dim=16, value_dim=16),
+    "glm": LatentSpec(latent_heads(20, 512, 64), 0.06, nope_dim=192, rope_dim=64, value_dim=256),
+    "v2-lite": LatentSpec(latent_heads(16, 512, 64), 0.07, nope_dim=128, rope_dim=64, value_dim=128),
+    "v3": LatentSpec(latent_heads(128, 512, 64), 0.07, nope_dim=128, rope_dim=64, value_dim=128),
+}  # fmt: skip
+TRUE = ("glm", "v2-lite", "v3")
+FP8_SCALE = 0.037
+
+
+@dataclass
+class Sequences:
+    """Random queries of some sequences whose latents lie in randomly placed blocks; what belongs to
+    nobody is NaN.
+    """
+
+    spec: LatentSpec
+    query: Tensor
+    cache: LayerCache
+    tables: Tensor
+    queries: list[int]
+    lengths: list[int]
+
+    def work(self, programs: int) -> Tensor:
+        sizes = (self.queries, self.lengths, range(len(self.queries)))
+        arrays = [np.array(each, np.int32) for each in sizes]
+        lists = latent_work(arrays[0], arrays[1], arrays[2], self.spec.heads, programs)
+        return torch.from_numpy(lists["decode"]).to(DEVICE)
+
+    def attend(self, programs: int = 132, work: Tensor | None = None) -> Tensor:
+        listed = self.work(programs) if work is None else work
+        longest = max(self.lengths)
+        return latent_attention(
+            self.query, self.cache, self.tables, listed, self.spec, longest, programs
+        )
+
+    def latents(self, i: int) -> Tensor:
+        blocks = self.tables[i].long()
+        stored = self.cache.keys.view(torch.uint8) if self.is_fp8 else self.cache.keys
+        numbers = stored[blocks].view(self.cache.keys.dtype).double() * self.cache.fp8_scales[0]
+        return numbers.flatten(0, 2)[: self.lengths[i]]
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.cache.keys.dtype.itemsize == 1
+
+    def truth(self) -> Tensor:
+        found = []
+        for i, query in enumerate(self.query.double().split_with_sizes(self.queries)):
+            latents, count = self.latents(i), self.queries[i]
+            scores = torch.einsum("qhd,td->hqt", query, latents) * self.spec.scale
+            ends = torch.arange(len(latents) - count, len(latents), device=DEVICE)
+            hidden = torch.arange(len(latents), device=DEVICE) > ends.unsqueeze(1)
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            found.append(torch.einsum("hqt,tv->qhv", weights, latents[:, : self.spec.rank]))
+        return torch.cat(found)
+
+    def single(self, i: int, row: int) -> Sequences:
+        """One query of one sequence, by itself."""
+        first = sum(self.queries[:i]) + row
+        length = self.lengths[i] - self.queries[i] + row + 1
+        alone = self.query[first : first + 1].clone()
+        tables = self.tables[i : i + 1]
+        return replace(self, query=alone, tables=tables, queries=[1], lengths=[length])
+
+
+def make(
+    spec: LatentSpec,
+    lengths: list[int],
+    queries: list[int],
+    dtype: torch.dtype,
+    is_fp8: bool = False,
+) -> Sequences:
+    size = spec.heads.head_dim
+    counts = [-(-length // 16) for length in lengths]
+    order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(1))
+    keys = random(len(order), 1, 16, size, dtype=dtype, seed=2)
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    owned = torch.zeros(len(order), 16, dtype=torch.bool)
+    blocks = iter(order.tolist())
+    for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        tables[i, :count] = torch.tensor(list(itertools.islice(blocks, count)))
+        for token in range(length):
+            owned[int(tables[i, token // 16]), token % 16] = True
+    keys = keys.masked_fill(~owned.to(DEVICE)[:, None, :, None], NAN)
+    scale = 1.0
+    if is_fp8:
+        keys, scale = (keys / FP8_SCALE).to(torch.float8_e4m3fn), FP8_SCALE
+    cache = LayerCache(keys, keys[..., : spec.rank], None, None, (scale, scale))
+    query = random(sum(queries), spec.heads.num_heads, size, dtype=dtype, seed=3)
+    return Sequences(spec, query, cache, tables.to(DEVICE), queries, lengths)
+
+
+def close(found: Tensor, sequences: Sequences) -> None:
+    """To a few roundings of weights and outputs: sums of many weights that are rounded."""
+    truth = sequences.truth()
+    assert not found.isnan().any()
+    error = (found.double() - truth).abs().max().item()
+    unit = torch.finfo(found.dtype).eps
+    largest = max(sequences.latents(i).abs().max().item() for i in range(len(sequences.queries)))
+    assert error <= largest * max(unit, 1e-6) * 2
+
+
+CASES = [
+    pytest.param("small", torch.float16, False),
+    pytest.param("glm", torch.float16, False, marks=pytest.mark.slow),
+    pytest.param("small", torch.float16, True, marks=pytest.mark.slow),
+    pytest.param("many heads", torch.float16, False, marks=pytest.mark.slow),
+    pytest.param("many heads", torch.float32, False, marks=pytest.mark.slow),
+    pytest.param("small", torch.float32, False, marks=pytest.mark.slow),
+]
+if ON_GPU:
+    CASES = [
+        pytest.param(name, dtype, is_fp8)
+        for name in SPECS
+        for dtype in DTYPES
+        for is_fp8 in (False, True)
+        if not (is_fp8 and dtype == torch.float32)
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype", "is_fp8"), CASES)
+def test_a_row_has_the_same_bits_in_any_division_and_company(
+    name: str, dtype: torch.dtype, is_fp8: bool
+) -> None:
+    lengths, queries = [5, 600, 513], [5, 1, 24 if name not in TRUE else 4]
+    sequences = make(SPECS[name], lengths, queries, dtype, is_fp8)
+    whole, divided = sequences.work(1), sequences.work(132)
+    assert whole[0, 1] == 0
+    assert divided[0, 1] > 0
+    together = sequences.attend(1, whole)
+    close(together, sequences)
+    assert torch.equal(sequences.attend(132, divided), together)
+    assert torch.equal(sequences.attend(2, divided), together)  # programs take several items
+    first = 0
+    for i, count in enumerate(queries):
+        for row in {0, count - 1, count // 2}:
+            alone = sequences.single(i, row).attend()
+            assert torch.equal(alone[0], together[first + row]), (i, row)
+        first += count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DTYPES[-1:])
+def test_splits_that_one_program_merges_have_the_bits_of_splits_of_many(kind: torch.dtype) -> None:
+    """More splits than a program keeps: it merges some of them before it goes on."""
+    length = 512 * 7 + 3 if kind != torch.float32 else 1100
+    sequences = make(SPECS["small"], [length], [2], kind)
+    expected = sequences.attend(132)
+    close(expected, sequences)
+    assert torch.equal(sequences.attend(1), expected)
+
+
+def test_a_list_made_for_longer_sequences_is_corrected() -> None:
+    """Draft tokens that were wrong shorten sequences after their work was divided, here to fewer
+    splits.
+    """
+    sequences = make(SPECS["small"], [510, 300, 511], [1, 2, 3], torch.float16)
+    expected = sequences.attend()
+    told = replace(sequences, lengths=[515, 300, 514])
+    work = told.work(132)
+    assert work[0, 1] > 0
+    lag = torch.tensor([5, 0, 3], dtype=torch.int32, device=DEVICE)
+    shorten_attention_work_({"decode": work}, lag)
+    found = latent_attention(
+        sequences.query, sequences.cache, sequences.tables, work, sequences.spec, 600, 132
+    )
+    assert torch.equal(found, expected)
+
+
+def test_lists_cover_every_row_and_split_once() -> None:
+    source = np.random.default_rng(0)
+    for heads, programs in itertools.product((3, 20, 128), (1, 7, 132)):
+        shape = latent_heads(heads, 512, 64)
+        queries = source.integers(1, 90, 40).astype(np.int32)
+        lengths = queries + source.integers(0, 9000, 40).astype(np.int32)
+        rows = np.arange(40, dtype=np.int32)
+        work = latent_work(queries, lengths, rows, shape, programs)["decode"]
+        assert work[0, 1] <= MAX_LATENT_PARTIALS
+        items = work[1 : 1 + work[0, 0]].tolist()
+        seen = set()
+        places: dict[int, tuple[int, int]] = {}
+        for partial, first_split, _, count, length, sequence, end_split, first in items:
+            assert (count, length) == (queries[sequence], lengths[sequence])
+            last = min((first + 63) // heads, count - 1)
+            splits = -(-(length - count + last + 1) // 512)
+            assert end_split <= splits
+            for split in range(first_split, end_split):
+                assert (sequence, first, split) not in seen
+                seen.add((sequence, first, split))
+                if (first_split, end_split) != (
+                    0,
+                    splits,
+                ):  # waits in memory, in a place of its own
+                    assert places.setdefault(partial + split, (sequence, first)) == (
+                        sequence,
+                        first,
+                    )
+        for sequence, (count, length) in enumerate(zip(queries, lengths, strict=True)):
+            for first in range(0, int(count) * heads, 64):
+                last = min((first + 63) // heads, int(count) - 1)
+                splits = -(-(int(length) - int(count) + last + 1) // 512)
+                seen -= {(sequence, first, split) for split in range(splits)}
+        assert not seen
+        ones = np.ones(40, np.int32)
+        single = latent_work(ones, lengths, rows, shape, programs)["decode"]
+        assert len(single) - 1 <= latent_decode_lists(40, 9100, shape)["decode"]
+
+
+HEADS_COUNTS = (1, 17, 300, 2048) if ON_GPU else (1, 17)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "size", "inner"), [(20, 512, 192), (20, 256, 512)] if ON_GPU else [(3, 40, 72)]
+)
+def test_each_head_is_multiplied_with_its_own_matrix_as_linear_does_it(
+    heads: int, size: int, inner: int, dtype: torch.dtype
+) -> None:
+    from quire.backends.triton.linear import linear
+
+    weight = Weight.dense(random(heads, size, inner, dtype=dtype))
+    x = random(max(HEADS_COUNTS), heads, inner + 64, dtype=dtype, seed=1)[..., :inner]
+    whole = KERNELS.linear_heads(x, weight)
+    truth = torch.einsum("rhi,hoi->rho", x.double(), weight.tensor.double())
+    assert_close(whole, truth, 2, (x.double().abs().amax() * inner**0.5).expand_as(truth))
+    for head, one in enumerate(weight.tensor):
+        assert torch.equal(whole[:, head], linear(x[:, head], one))
+    for count in HEADS_COUNTS:
+        assert torch.equal(KERNELS.linear_heads(x[:count], weight), whole[:count])
+
+
+@pytest.mark.parametrize("is_fp8", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", DTYPES[-1:] if not ON_GPU else DTYPES)
+@pytest.mark.parametrize("name", ["small", pytest.param("glm", marks=pytest.mark.slow)])
+def test_a_latent_is_normed_rotated_and_stored_once(
+    name: str, dtype: torch.dtype, is_fp8: bool
+) -> None:
+    spec, rows = SPECS[name], 4
+    heads, rank, rope = spec.heads.num_heads, spec.rank, spec.rope_dim
+    kind = torch.float8_e4m3fn if is_fp8 else dtype
+    keys = torch.full((3, 1, 16, rank + rope), NAN, device=DEVICE).to(kind)
+    scale = FP8_SCALE if is_fp8 else 1.0
+    cache = LayerCache(keys, keys[..., :rank], None, None, (scale, scale))
+    wide = random(rows, rank + rope + 8, dtype=dtype)
+    latent, absorbed = wide[:, : rank + rope], random(rows, heads, rank, dtype=dtype, seed=1)
+    rotated = random(rows, heads, rope + 16, dtype=dtype, seed=2)[..., 16:]
+    norm = LatentNorm(random(rank, dtype=dtype, seed=3), 1e-6)
+    angles = random(50, rope // 2, dtype=torch.float32, seed=4)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+    positions = torch.tensor([3, 49, 0, 7], device=DEVICE)
+    slots = torch.tensor([17, 2, -1, 33], device=DEVICE)
+    arguments = absorbed, rotated, latent, norm, positions, cos_sin
+    query = KERNELS.latent_to_cache_(*arguments, cache, slots)
+    expected_keys = keys.clone().to(torch.float32).to(kind)
+    expected_cache = replace(cache, keys=expected_keys, values=expected_keys[..., :rank])
+    expected = ReferenceKernels().latent_to_cache_(*arguments, expected_cache, slots.clamp(min=0))
+    tolerance = {torch.float32: 1e-5, torch.float16: 0.01, torch.bfloat16: 0.06}[dtype]
+    torch.testing.assert_close(query, expected, atol=tolerance, rtol=tolerance)
+    for slot in (17, 2, 33):
+        place = (slot // 16, 0, slot % 16)
+        got, wanted = keys.float()[place] * scale, expected_keys.float()[place] * scale
+        bound = 0.13 if is_fp8 else tolerance
+        torch.testing.assert_close(got, wanted, atol=bound, rtol=bound)
+    assert keys.float()[0, 0, 0].isnan().all()  # nobody's
+    for row in range(rows):
+        one = [part[row : row + 1] for part in (absorbed, rotated, latent)]
+        alone = KERNELS.latent_to_cache_(
+            *one, norm, positions[row : row + 1], cos_sin, cache, slots[row : row + 1]
+        )
+        assert torch.equal(alone[0], query[row])
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("name", TRUE)
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_a_graph_gives_the_same_bits(name: str, is_fp8: bool) -> None:
+    sequences = make(SPECS[name], [700, 33, 5000], [1, 1, 1], torch.bfloat16, is_fp8)
+    work = sequences.work(132)
+    expected = sequences.attend(132, work)
+    assert torch.equal(in_graph(lambda: sequences.attend(132, work)), expected)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("name", TRUE)
+def test_prompts_have_the_bits_of_single_queries(name: str) -> None:
+    """6,000 tokens at once, and every so manieth of them alone and by many programs."""
+    sequences = make(SPECS[name], [6000], [6000], torch.bfloat16)
+    whole = sequences.attend()
+    for row in range(0, 6000, 397):
+        single = sequences.single(0, row)
+        for programs in (1, 132):
+            assert torch.equal(single.attend(programs)[0], whole[row]), row
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_latent.py has this")
+def test_a_model_has_the_references_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.decoding import all_logits, make_caches, run_tokens
+    from tests.random_models import SPECS as MODELS
+    from tests.random_models import random_decoder
+
+    monkeypatch.setenv("QUIRE_UNTRIED_KERNELS", "latent")
+    spec, tokens = MODELS["deepseek_v3"], list(range(20))
+    expected = all_logits(random_decoder(spec, ReferenceKernels(), torch.float32), tokens)
+    decoder = random_decoder(spec, TritonKernels(torch.float32), torch.float32)
+    found = all_logits(decoder, tokens)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    caches = make_caches(decoder, 4)
+    run_tokens(decoder, caches, tokens[:-1], 0)
+    assert torch.equal(run_tokens(decoder, caches, tokens, 19)[0], found[-1])
+
+
+def test_models_are_refused_unless_the_variable_names_their_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("QUIRE_UNTRIED_KERNELS", raising=False)
+    assert not KERNELS.has_kernels_for(SPECS["glm"])
+    monkeypatch.setenv("QUIRE_UNTRIED_KERNELS", "states, latent")
+    assert KERNELS.has_kernels_for(SPECS["glm"])
