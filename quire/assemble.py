@@ -91,15 +91,24 @@ class Engine:
     def wake_up(self, reload: bool = True) -> None:
         """Takes the memory again, and after level 2 reads the weights from the model's files;
         without `reload` requests are refused until `update_weights` has brought all of them. Does
-        nothing where nothing is missing.
+        nothing where nothing is missing. Where weights were replaced before, those of the files are
+        a new version.
         """
         if self.runner.is_asleep:
             self.runner.wake()
         try:
             if self.decoder.missing and reload and self.reload is not None:
+                self.core.settle("reading the weights again", time.monotonic())
                 self.reload()
+                if self.weights_version:
+                    self.core.change_weights(self.core.next_version(None))
         finally:
             self._take_requests()
+
+    @property
+    def weights_version(self) -> int:
+        """0 as loaded; higher with every update."""
+        return self.core.weights_version
 
     def new_weights(self, given: Iterable[tuple[str, Tensor]]) -> dict[str, Weight]:
         """What `update_weights` takes, from tensors by the names that checkpoints have."""
@@ -109,10 +118,13 @@ class Engine:
             )
         return given_weights(self.decoder, self.quantization, given)
 
-    def update_weights(self, weights: Mapping[str, Weight]) -> None:
+    def update_weights(self, weights: Mapping[str, Weight], version: int | None = None) -> None:
         """Replaces weights, by the decoder's names, where they lie (see `Parameters.update`), and
-        forgets the prefix cache, which was computed with the old ones.
+        forgets the prefix cache, which was computed with the old ones. They have a new version, the
+        next one unless it is named here. If they turn out not to fit, nothing has changed; if the
+        update fails halfway, requests are refused until the rest is replaced.
         """
+        version = self.core.next_version(version)
         self.core.settle("an update of weights", time.monotonic())
         if self.runner.is_asleep:
             raise EngineError("the engine is asleep: wake it up before its weights are replaced")
@@ -121,10 +133,16 @@ class Engine:
             raise EngineError(
                 "DoRA adapters are loaded, which were made for the present weights: unload them first"
             )
+        missing = self.decoder.missing.copy()
         try:
             self.runner.update(weights)
+        except BaseException:
+            if self.decoder.missing != missing:
+                self.core.change_weights(version)
+            raise
+        else:
+            self.core.change_weights(version)
         finally:
-            self.core.reset_prefix_cache(time.monotonic())
             self._take_requests()
 
     def _take_requests(self) -> None:
@@ -132,8 +150,8 @@ class Engine:
         self.core.refusal = None
         if missing:
             self.core.refusal = (
-                f"{len(missing)} weights are missing since the engine slept at level 2, such as {min(missing)}: load "
-                "them with update_weights, or all of them with wake_up"
+                f"{len(missing)} weights are missing since the engine slept at level 2 or an update failed halfway, "
+                f"such as {min(missing)}: load them with update_weights, or all of them with wake_up"
             )
 
     @property

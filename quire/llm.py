@@ -8,18 +8,17 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Unpack
 
-from torch import Tensor
-
 from quire.assemble import Engine, build_engine
 from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig, EngineOptions
 from quire.engine import make_requests
+from quire.engine_control import EngineControl
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.frontend import inputs
 from quire.frontend.adapter_names import LoraChoice, as_lora_requests
@@ -42,7 +41,7 @@ from quire.step import RequestMetrics, RequestUpdate
 Message = Mapping[str, Any]
 
 
-class LLM:
+class LLM(EngineControl):
     """A model in memory, with its engine.
 
     `model` is an alias (`smollm2`), a folder in Hugging Face layout, a `.gguf` file, a Hugging Face
@@ -78,6 +77,7 @@ class LLM:
         self._live: dict[str, LiveRequest] = {}
         self._owners: dict[str, tuple[LiveRequest, int]] = {}
         self._searches: list[LiveBeams] = []
+        self._unread: list[RequestDelta] = []
         self._templates = ChatTemplates()
         self._counter = 0
 
@@ -197,6 +197,7 @@ class LLM:
         params = params.within(engine.plan.max_model_len - len(start.token_ids))
         with self._drive():
             self._counter += 1
+            self._check_computes()
             search = LiveBeams(
                 engine.core,
                 f"beams-{self._counter}",
@@ -267,7 +268,8 @@ class LLM:
     def step(self) -> list[RequestDelta]:
         """One step of the engine: what each request gained. Empty when there is nothing to do."""
         with self._drive() as engine:
-            return self._deltas(engine.core.step(time.monotonic()))
+            unread, self._unread = self._unread, []
+            return unread + self._deltas(engine.core.step(time.monotonic()))
 
     def abort(self, request_id: str) -> None:
         """Ends a request; its last delta, with finish_reason "abort", comes with the next step."""
@@ -276,7 +278,7 @@ class LLM:
 
     @property
     def has_work(self) -> bool:
-        return self.engine.core.has_work
+        return bool(self._unread) or self.engine.core.has_work
 
     def encode(self, text: str) -> list[int]:
         """The token ids that a text becomes as a prompt."""
@@ -311,38 +313,6 @@ class LLM:
     def adapters(self) -> list[str]:
         """The names of those that requests may have."""
         return list(self.engine.adapters.names)
-
-    # Its memory
-
-    def sleep(self, level: int = 1) -> None:
-        """Gives the memory of weights and cache back; requests, of which none may run now, are
-        refused until `wake_up`. Level 1 keeps the weights in host memory; with level 2 `wake_up`
-        reads the model's files again.
-        """
-        with self._drive() as engine:
-            engine.sleep(level)
-
-    def wake_up(self) -> None:
-        """Takes the memory again; answers are what they were, bit for bit."""
-        with self._drive() as engine:
-            engine.wake_up()
-
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces weights where they lie, from pairs of a name and a tensor, as a trainer has them:
-        names as in the model's safetensors, any floating dtype, any order, all of them or some.
-        They are quantised if the model was while loading. Requests, of which none may run now, see
-        the old ones or the new ones; the prefix cache is forgotten.
-
-        With an unknown name, another shape or a missing part of a matrix nothing changes.
-        """
-        with self._drive() as engine:
-            named = engine.new_weights(weights)
-            engine.update_weights(named)
-
-    def reset_prefix_cache(self) -> None:
-        """Forgets all cached prefixes; refused while requests run."""
-        with self._drive() as engine:
-            engine.core.reset_prefix_cache(time.monotonic())
 
     def close(self) -> None:
         """Gives the memory of weights and cache back. Requests still running are gone."""
@@ -494,6 +464,7 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
         # for the whole call: a step by another thread would receive our answers
         with self._drive():
+            self._check_computes()
             try:
                 for prompt, one, adapter in zip(prompts, each, adapters, strict=True):
                     request_ids.append(self._add(prompt, one, lora_request=adapter))
@@ -536,6 +507,7 @@ class LLM:
                         raise QuireError(delta.output.error or "the request failed")
                     if delta.finish_reason is not None:
                         return
+                self._check_computes()
                 self.step()
         finally:
             self._abort_unfinished([request_id])

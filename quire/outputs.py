@@ -104,6 +104,13 @@ class RequestOutput:
     def metrics(self) -> RequestMetrics:
         return self.completions[0].metrics
 
+    @property
+    def weights_version(self) -> int | None:
+        """Of the weights that computed it: 0 as loaded, higher with every update. Where an update
+        kept the request, the last; `metrics.weights_versions` has all.
+        """
+        return self.metrics.weights_version
+
 
 @dataclass(frozen=True, slots=True)
 class RequestDelta:

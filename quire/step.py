@@ -18,6 +18,10 @@ FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 CopyKind = Literal["device_to_host", "host_to_device", "device_to_device"]
 PreemptionKind = Literal["recompute", "swap"]
 Pooling = Literal["mean", "last"]
+PauseMode = Literal["wait", "abort", "keep"]
+"""What becomes of requests when an engine is paused. wait: those that have begun are computed to
+their end; abort: all end at once; keep: all stay where they are and go on after the pause.
+"""
 
 
 StateIds = tuple[tuple[int, ...], ...]
@@ -165,6 +169,8 @@ class AdmittedRequest:
     """The blocks of its states. That of the chunk in which computing begins is filled by this
     step's copies, unless it is the first chunk, before which there is nothing to know.
     """
+    weights_version: int = 0
+    """That of the weights which compute it in this row: 0 are those that were loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +329,15 @@ class RequestMetrics:
     """Draft tokens that were checked."""
     accepted_tokens: int = 0
     """Draft tokens that were right: tokens of the answer that needed no step of their own."""
+    weights_versions: tuple[tuple[int, int], ...] = ()
+    """The versions of the weights that computed it, each with the number of its first token in the
+    answer. More than one only where weights were replaced while the request was kept.
+    """
+
+    @property
+    def weights_version(self) -> int | None:
+        """The one that it ended with; None if it was never computed."""
+        return self.weights_versions[-1][1] if self.weights_versions else None
 
     @property
     def queue_time(self) -> float | None:
@@ -338,6 +353,18 @@ class RequestMetrics:
         if self.first_token is None or self.num_output_tokens < 2:
             return None
         return (self.finished - self.first_token) / (self.num_output_tokens - 1)
+
+
+def add_version(
+    versions: tuple[tuple[int, int], ...], num_output_tokens: int, version: int
+) -> tuple[tuple[int, int], ...]:
+    """`RequestMetrics.weights_versions` of a request that gets a row with so many tokens of its
+    answer, and weights of that version.
+    """
+    if versions and versions[-1][1] == version:
+        return versions
+    first = num_output_tokens if versions else 0
+    return (*(one for one in versions if one[0] < first), (first, version))
 
 
 class RequestUpdate(NamedTuple):

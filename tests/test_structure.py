@@ -44,7 +44,7 @@ LAYERS = (
     ("frontend",),
     ("load",),
     ("parallel",),
-    ("assemble", "llm", "__init__"),
+    ("assemble", "engine_control", "llm", "__init__"),
     ("tools",),
     ("server",),
     ("cluster",),

@@ -7,14 +7,22 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, get_args
 
 from quire.engine.idle_check import IdleCheck
 from quire.engine.invariants import InvariantError
 from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
 from quire.errors import EngineError, InvalidRequestError, QuireError
-from quire.step import FinishReason, RequestMetrics, RequestUpdate, Step, StepLogEntry, StepResult
+from quire.step import (
+    FinishReason,
+    PauseMode,
+    RequestMetrics,
+    RequestUpdate,
+    Step,
+    StepLogEntry,
+    StepResult,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -88,20 +96,59 @@ class EngineCore:
         """Whether `step` has anything to do or to report, a contradiction found while idle
         included.
         """
-        return self._contradiction is not None or self.scheduler.has_work
+        return self._contradiction is not None or bool(self._updates) or self.scheduler.has_work
+
+    # Between two steps
+
+    def pause(self, mode: PauseMode, now: float) -> None:
+        """Has nobody computed from the next step on, but with "wait" those who have begun. Requests
+        are still taken, and wait. `is_drained` says when `settle` and what needs it can follow.
+        """
+        if mode not in get_args(PauseMode):
+            known = ", ".join(get_args(PauseMode))
+            raise InvalidRequestError("mode", f"must be one of {known}, not {mode!r}")
+        self.scheduler.pauses.begin(mode, now)
+
+    def resume(self) -> None:
+        """Ends a pause; raises EngineError while the engine could not compute (`refusal`)."""
+        if self.refusal is not None:
+            raise EngineError(self.refusal)
+        self.scheduler.pauses.end()
+
+    @property
+    def is_paused(self) -> bool:
+        return self.scheduler.pauses.mode is not None
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nobody is computed: there is nobody, or a pause has come to where it wants to be."""
+        scheduler = self.scheduler
+        return not (self._in_flight or scheduler.in_flight or scheduler.pauses.may_compute)
+
+    @property
+    def weights_version(self) -> int:
+        """Of the weights that compute now; 0 are those that were loaded."""
+        return self.scheduler.table.weights_version
 
     def settle(self, wanted: str, now: float) -> None:
-        """Ends what is left of requests that have ended: steps in flight, rows that the runner
-        still keeps. Raises EngineError if there are others, or news of some that nobody has read,
-        as these are not ready for `wanted`.
+        """Waits for the steps in flight, and takes the rows of requests that a pause keeps: they
+        are computed again from their tokens. Raises EngineError if requests run that no pause has
+        stopped, or if without a pause there is news that nobody has read, as these are not ready
+        for `wanted`.
         """
-        table = self.scheduler.table
-        if self._contradiction is not None or table.requests or table.updates or self._updates:
+        scheduler, table = self.scheduler, self.scheduler.table
+        has_news = bool(table.updates or self._updates) and not self.is_paused
+        if self._contradiction is not None or scheduler.pauses.may_compute or has_news:
             raise EngineError(
-                f"{wanted} has to wait until no request runs: let them finish, or abort them and step"
+                f"{wanted} has to wait until no request runs: let them finish, abort them and step, or pause"
             )
-        while self.has_work:
-            self.step(now)
+        news: list[RequestUpdate] = []
+        while self._in_flight:
+            news += self.step(now)
+        scheduler.pauses.give_up_rows(wanted)
+        while self._in_flight or table.finished or table.preempted:
+            news += self.step(now)
+        self._updates = news + self._updates
 
     def reset_prefix_cache(self, now: float) -> None:
         """Forgets all cached prefixes, on the device and on the host tier; raises EngineError while
@@ -109,6 +156,25 @@ class EngineCore:
         """
         self.settle("forgetting the prefix cache", now)
         self.scheduler.blocks.reset()
+
+    def next_version(self, wanted: int | None) -> int:
+        """Of weights that will be replaced: higher than all before it, as blocks and answers are
+        told apart by it.
+        """
+        least = self.weights_version + 1
+        if wanted is None:
+            return least
+        if isinstance(wanted, bool) or not isinstance(wanted, int) or not least <= wanted < 2**63:
+            raise InvalidRequestError(
+                "version", f"must be a whole number from {least} to 2**63-1, not {wanted!r}"
+            )
+        return wanted
+
+    def change_weights(self, version: int) -> None:
+        """What is computed from here on is computed by other weights; after `settle`."""
+        if self._in_flight or self.scheduler.table.running:
+            raise EngineError("weights are changed between two steps, while no request has a row")
+        self.scheduler.pauses.change_weights(version)
 
     def add_request(self, request: Request, now: float) -> None:
         """Takes a request in; raises InvalidRequestError or CapacityError if it can never run, and
@@ -143,6 +209,8 @@ class EngineCore:
         the oldest one if `depth` are or there was nothing to submit. Returns what became of the
         requests.
         """
+        if self.is_paused:
+            self.scheduler.table.expire(now)
         if not self.has_work:
             return []
         if self._contradiction is not None:
@@ -150,11 +218,11 @@ class EngineCore:
         submitted = len(self._in_flight) < self.depth and self._submit(now)
         if self._in_flight and (not submitted or len(self._in_flight) >= self.depth):
             self._commit_oldest(now)
-        elif not submitted and self._held is not None:
+        elif not submitted and self._held is not None and self.scheduler.pauses.may_compute:
             self._held.wait_for_held()
         updates = self._updates + self.scheduler.take_updates()
         self._updates = []
-        if not self.scheduler.has_work:
+        if not self.scheduler.has_work and not self.scheduler.table.requests:
             self._check_idle()
         return updates
 

@@ -26,12 +26,18 @@ class RequestState:
 
 @dataclass(slots=True, eq=False)
 class PromptProgress:
-    """How far a prompt's logprobs have come; the n answers to it share one."""
+    """How far a prompt has come; the n answers to it share one."""
 
     next_position: int = 1
     """The first prompt position whose logprobs have not come back. The first token has none:
     nothing precedes it.
     """
+    has_begun: bool = False
+    """Whether one of the answers has had a row: a pause that waits for those that have begun waits
+    for all of them, so that they are of one version of the weights.
+    """
+    has_tokens: bool = False
+    """Whether one of the answers has a token: then all of the prompt was scored."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +138,10 @@ class Request:
     first_scheduled: float | None = None
     first_token: float | None = None
     finished: float | None = None
+    weights_version: int = 0
+    """By which it is computed now, or will be."""
+    weights_versions: tuple[tuple[int, int], ...] = ()
+    """Those by which it was computed so far, each with the number of its first token in the answer."""
     cached_tokens: int = 0
     host_tokens: int = 0
     recomputed_tokens: int = 0
@@ -174,8 +184,11 @@ class Request:
 
     @property
     def extra_keys(self) -> tuple[str, ...]:
-        """What a cached prefix must agree in besides the tokens."""
-        return () if self.params.cache_salt is None else (self.params.cache_salt,)
+        """What a cached prefix must agree in besides the tokens. There is one salt at most, so that
+        no salt can pass for a version of the weights.
+        """
+        salt = () if self.params.cache_salt is None else (self.params.cache_salt,)
+        return ("weights", str(self.weights_version), *salt) if self.weights_version else salt
 
     @property
     def score_prompt_from(self) -> int | None:
@@ -183,6 +196,16 @@ class Request:
         position = self.prompt_progress.next_position
         wanted = self.params.prompt_logprobs is not None and position < len(self.prompt_token_ids)
         return position if wanted else None
+
+    def change_weights(self, version: int) -> None:
+        """From here on it is computed by other weights; it has no row. What it knows of its prompt
+        is forgotten; its answer so far stays.
+        """
+        self.weights_version = version
+        self.block_keys = []
+        self.drafts = ()
+        if not self.prompt_progress.has_tokens:
+            self.prompt_progress.next_position = 1
 
     def metrics(self) -> RequestMetrics:
         """Its counts and times; only a finished request has them all."""

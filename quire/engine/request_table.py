@@ -23,6 +23,7 @@ from quire.step import (
     PreemptionKind,
     RequestUpdate,
     TokenLogprob,
+    add_version,
 )
 
 
@@ -55,9 +56,12 @@ class RequestTable:
         self._deadlines: dict[Request, float] = {}
         self._next_deadline = float("inf")
         self._num_added = 0
+        self.weights_version = 0
+        """Of the weights that compute now."""
 
     def add(self, request: Request, now: float) -> None:
         """Takes a request in, or says why it never could be computed."""
+        request.weights_version = self.weights_version
         self._check(request)
         request.max_total_tokens = self._limit(request)
         request.arrival = now
@@ -108,6 +112,10 @@ class RequestTable:
         row = request.row = heapq.heappop(self.free_rows)
         if request.first_scheduled is None:
             request.first_scheduled = now
+        request.prompt_progress.has_begun = True
+        request.weights_versions = add_version(
+            request.weights_versions, request.num_output_tokens, request.weights_version
+        )
         self.running.add(request)
         if request.adapter:
             self.adapters[request.adapter] += 1
@@ -115,14 +123,15 @@ class RequestTable:
             self.shares.start(request.tenant)
         return row
 
-    def preempt(self, request: Request, why: str) -> None:
+    def preempt(self, request: Request, why: str, saves: bool = True) -> None:
         """Takes row and blocks from a running request. It keeps its tokens and its place in the
         order; a token that a step in flight samples for it is still valid, and is appended when it
-        comes.
+        comes. Unless it `saves` them, cached blocks are not copied to the host tier.
         """
         assert request.row is not None
         num_computed = request.num_computed_tokens
-        kind: PreemptionKind = "swap" if self.blocks.demote(request) else "recompute"
+        is_saved = saves and self.blocks.demote(request)
+        kind: PreemptionKind = "swap" if is_saved else "recompute"
         self.preempted.append(Preemption(request.request_id, request.row, kind, why, num_computed))
         self.blocks.release(request)
         self._give_up_row(request)

@@ -96,6 +96,7 @@ class ResultTaker:
                 request.drafts = drafts.get(request_id, ())
             if request.first_token is None:
                 request.first_token = now
+                request.prompt_progress.has_tokens = True
                 if owns_row and request.group_id is not None:
                     self._blocks.publish_partial(request)  # for the other answers to its prompt
             logprobs = logprobs_of.get(request_id, ())[: len(tokens)] if logprobs_of else ()

@@ -20,6 +20,7 @@ from quire.engine.block_manager import BlockManager, Placement
 from quire.engine.config import SchedulerConfig
 from quire.engine.draft_tokens import DraftTokens, Propose
 from quire.engine.fair_shares import FairShares
+from quire.engine.pauses import Pauses
 from quire.engine.request import Request
 from quire.engine.request_table import RequestTable
 from quire.engine.results import ResultTaker
@@ -64,6 +65,7 @@ class Scheduler:
         are matched by object and not by name, since by then a name may belong to another request.
         """
         self._num_steps = 0
+        self.pauses = Pauses(self.table)
         self.step_times = None if config.target_token_time is None else TokenTimes(config)
         self._held_up: Request | None = None
         """The request that was next in the last step, and for which there were too few blocks."""
@@ -72,7 +74,9 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether there is anything to schedule, to commit or to report."""
         table = self.table
-        return bool(table.requests or self.in_flight or table.finished or table.updates)
+        if self.in_flight or table.finished or table.updates or table.preempted:
+            return True
+        return self.pauses.may_compute
 
     def add(self, request: Request, now: float) -> None:
         """Takes a request in, or says why it never could be computed."""
@@ -117,25 +121,8 @@ class Scheduler:
         table = self.table
         table.expire(now)
         plan = StepPlan(self._num_steps, now, self.config.max_batched_tokens)
-        if table.shares is not None:
-            self._even_out(table.shares)
-        chunks = self._schedule_decodes(plan, held)
-        if self.step_times is not None and plan.num_decodes and (chunks or table.waiting):
-            plan.promise = self.step_times.promise(
-                plan.scheduled, self._first_prompt(chunks), now, plan.budget
-            )
-            plan.limit(plan.promise.prompt_tokens)
-            self._schedule_in_time(chunks, plan)
-        else:
-            self._schedule_chunks(chunks, plan)
-            # Whoever was just preempted for another's blocks must not be admitted again at once.
-            if not plan.preempting:
-                self._schedule_waiting(plan)
-        self._cut_to_graph(plan)
-        if self._drafts is not None and not plan.preempting:
-            self._drafts.add(plan, len(table.running))
-        if self.config.state is not None:
-            self._advance_states(plan)
+        if self.pauses.mode in (None, "wait"):
+            self._fill(plan, held)
         step = Step(
             step_id=plan.step_id,
             now=now,
@@ -156,6 +143,29 @@ class Scheduler:
             table.finished.clear()
             self.in_flight.append((step, plan.requests))
         return step
+
+    def _fill(self, plan: StepPlan, held: frozenset[int]) -> None:
+        """Puts into the step what is to be computed."""
+        table = self.table
+        if table.shares is not None and self.pauses.mode is None:
+            self._even_out(table.shares)
+        chunks = self._schedule_decodes(plan, held)
+        if self.step_times is not None and plan.num_decodes and (chunks or table.waiting):
+            plan.promise = self.step_times.promise(
+                plan.scheduled, self._first_prompt(chunks), plan.now, plan.budget
+            )
+            plan.limit(plan.promise.prompt_tokens)
+            self._schedule_in_time(chunks, plan)
+        else:
+            self._schedule_chunks(chunks, plan)
+            # Whoever was just preempted for another's blocks must not be admitted again at once.
+            if not plan.preempting:
+                self._schedule_waiting(plan)
+        self._cut_to_graph(plan)
+        if self._drafts is not None and not plan.preempting:
+            self._drafts.add(plan, len(table.running))
+        if self.config.state is not None:
+            self._advance_states(plan)
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[RequestUpdate]:
         """Takes in the oldest step's result. Returns all updates since the last call, aborts and
@@ -377,6 +387,8 @@ class Scheduler:
                 return
             if request.num_placeholders or self._waits_for_prompt(request, plan):
                 continue
+            if not self.pauses.lets_in(request):
+                continue
             if request.adapter and self._waits_for_slot(request, without_slot):
                 without_slot = without_slot or request
                 continue
@@ -449,6 +461,7 @@ class Scheduler:
                 state_ids=tuple(
                     tuple(block.block_id for block in state.blocks) for state in request.states
                 ),
+                weights_version=request.weights_version,
             )
         )
         self._schedule_chunk(request, plan, block_ids[placement.num_ready_blocks :])

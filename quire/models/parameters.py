@@ -56,8 +56,8 @@ class Parameters:
         self.linears: dict[str, Linear | ExpertsLinear] = {}
         """The products made of them, by the names that adapters find them by."""
         self.missing: set[str] = set()
-        """Those whose numbers are gone, since the decoder slept at level 2, and that were not
-        replaced yet.
+        """Those whose numbers are gone, since the decoder slept at level 2, or are of an earlier
+        version than others', since an update failed halfway; and that were not replaced yet.
         """
         self._forms: dict[str, str] = {}
         """By name, the formats that a weight was loaded in: only such a weight fits into its place."""
@@ -123,7 +123,8 @@ class Parameters:
 
         All are checked first: with an unknown name, another shape or another format, nothing
         changes. After that they are replaced one by one. If that fails (for want of memory to pack
-        one in), that one and those behind it are still the old ones, and the error names it.
+        one in), that one and those behind it are still the old ones: they are `missing`, unless
+        none was replaced before, and the error names it.
         """
         if self._memory is not None:
             raise ModelFormatError(
@@ -139,6 +140,8 @@ class Parameters:
                 else:
                     self.weights[name].copy_(weight)
             except Exception as error:
+                if done:
+                    self.missing.update(list(weights)[done:])
                 raise ModelFormatError(
                     f"{name} could not be replaced, {done} of {len(weights)} weights were, before it: {error}"
                 ) from error

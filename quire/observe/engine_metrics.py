@@ -14,6 +14,7 @@ from quire.step import (
     RequestMetrics,
     ScheduledRequest,
     StepLogEntry,
+    add_version,
 )
 
 
@@ -28,6 +29,7 @@ class _Live:
     recomputed_tokens: int = 0
     preemptions: int = 0
     computed_before: int = 0
+    weights_versions: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -110,6 +112,7 @@ class EngineMetrics:
                 preemptions=live.preemptions,
                 drafted_tokens=finished.drafted_tokens,
                 accepted_tokens=finished.accepted_tokens,
+                weights_versions=live.weights_versions,
             )
         )
 
@@ -124,6 +127,10 @@ class EngineMetrics:
         live = self._live.setdefault(admission.request_id, _Live(first_scheduled=now))
         live.cached_tokens += admission.num_cached_tokens
         live.host_tokens += admission.num_host_tokens
+        num_output_tokens = len(admission.token_ids) - admission.num_prompt_tokens
+        live.weights_versions = add_version(
+            live.weights_versions, num_output_tokens, admission.weights_version
+        )
         self.counters.admissions += 1
         self.counters.cached_tokens += admission.num_cached_tokens
         self.counters.host_tokens += admission.num_host_tokens

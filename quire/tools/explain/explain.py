@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 
 from quire.engine import SchedulerConfig
 from quire.observe.request_records import belongs_to
-from quire.step import AdmittedRequest, Finished, Preemption, ScheduledRequest, Step, StepLogEntry
+from quire.step import (
+    AdmittedRequest,
+    Finished,
+    Preemption,
+    ScheduledRequest,
+    Step,
+    StepLogEntry,
+    add_version,
+)
 from quire.tools.explain.block_origins import cached_from
 
 PARTS = ("queue", "prompt", "decode", "preempted", "recompute", "turn", "between", "ending")
@@ -357,6 +365,7 @@ class _Explanation:
             if life.first_token is None
             else life.first_token - life.arrival,
             "prompt_tokens": life.num_prompt_tokens,
+            "weights_versions": _versions(life.admissions),
             "adapter": next((one.resolved.adapter_name for _, one in life.admissions), ""),
             "output_tokens": None if life.finished is None else life.finished.num_output_tokens,
             "tokens_so_far": self._num_tokens,
@@ -470,3 +479,11 @@ def _joined(segments: Sequence[Segment]) -> list[Segment]:
         else:
             joined.append(segment)
     return joined
+
+
+def _versions(admissions: Sequence[tuple[Step, AdmittedRequest]]) -> list[tuple[int, int]]:
+    """As `RequestMetrics.weights_versions`."""
+    found: tuple[tuple[int, int], ...] = ()
+    for _, one in admissions:
+        found = add_version(found, len(one.token_ids) - one.num_prompt_tokens, one.weights_version)
+    return list(found)

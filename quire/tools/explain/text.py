@@ -58,6 +58,10 @@ def _sentences(answer: Mapping[str, Any]) -> Iterator[str]:
     yield _arrival(answer)
     if answer.get("adapter"):
         yield f"The adapter {answer['adapter']} answered it."
+    versions = answer.get("weights_versions", ())
+    if len(versions) > 1 or any(version for _, version in versions):
+        told = [f"version {version} from token {first} on" for first, version in versions]
+        yield f"Weights that were replaced computed it: {', then '.join(told)}."
     yield "Where the time went:"
     parts = [(part, seconds) for part, seconds in answer["parts"].items() if seconds > 0]
     for part, seconds in parts:

@@ -71,9 +71,13 @@ def salt_number(params: SamplingParams) -> int:
     return -1 if params.cache_salt is None else zlib.crc32(params.cache_salt.encode())
 
 
-def salts_of(params: SamplingParams, parts: Sequence[KeyPart], num_tokens: int) -> list[int]:
+def salts_of(
+    params: SamplingParams, parts: Sequence[KeyPart], num_tokens: int, weights_version: int = 0
+) -> list[int]:
     """By position: what a token's state depends on besides the tokens."""
     plain = salt_number(params)
+    if weights_version:
+        plain = hash((plain, weights_version))
     if not parts:
         return [plain] * num_tokens
     names = (
@@ -118,10 +122,11 @@ def solo_states(
     params: SamplingParams,
     config: SchedulerConfig,
     parts: Sequence[KeyPart] = (),
+    weights_version: int = 0,
 ) -> list[int]:
     """The states of a prompt's tokens, without any engine."""
     memory = Memory(config, [[] for _ in config.groups])
-    salts = salts_of(params, parts, len(prompt))
+    salts = salts_of(params, parts, len(prompt), weights_version)
     for position, token_id in enumerate(prompt):
         memory.add(token_state(position, token_id, memory.visible(position), salts[position]))
     return memory.states[0]
@@ -132,9 +137,10 @@ def solo_prompt_logprobs(
     params: SamplingParams,
     config: SchedulerConfig,
     parts: Sequence[KeyPart] = (),
+    weights_version: int = 0,
 ) -> list[TokenLogprob]:
     """The scores of a prompt's tokens from the second on, without any engine."""
-    states = solo_states(prompt, params, config, parts)
+    states = solo_states(prompt, params, config, parts, weights_version)
     return [
         fake_score(state, token_id) for state, token_id in zip(states, prompt[1:], strict=False)
     ]
@@ -148,18 +154,23 @@ def solo_run(
     vocab_size: int,
     config: SchedulerConfig,
     parts: Sequence[KeyPart] = (),
+    weights_versions: Sequence[tuple[int, int]] = ((0, 0),),
 ) -> tuple[list[int], str]:
     """A request all by itself, without any engine: its answer and why it ended. Of the engine's
-    settings only the longest sequence matters, and what the model's layers keep.
+    settings only the longest sequence matters, and what the model's layers keep. Where other
+    weights begin (`weights_versions`: the first token they draw, and their version) all that is
+    known of the tokens so far is computed anew.
     """
     limit = config.max_model_len
     if params.max_tokens is not None:
         limit = min(limit, len(prompt) + params.max_tokens)
     stops = params.end_token_ids(tuple(eos))
-    salts = salts_of(params, parts, limit)
-    memory = Memory(config, [[] for _ in config.groups])
+    versions = dict(weights_versions)
     tokens = list(prompt)
     while True:
+        if (version := versions.get(len(tokens) - len(prompt))) is not None:
+            salts = salts_of(params, parts, limit, version)
+            memory = Memory(config, [[] for _ in config.groups])
         for position in range(len(memory.states[0]), len(tokens)):
             memory.add(
                 token_state(position, tokens[position], memory.visible(position), salts[position])

@@ -37,6 +37,7 @@ class _Row:
     num_computed: int
     salts: list[int]
     """By position."""
+    weights_version: int
     sum_of_states: int = 0
     """Of the tokens computed in this row since its admission."""
     last_state: int = 0
@@ -75,6 +76,8 @@ class FakeRunner:
     num_computed_tokens: int = 0
     key_parts: dict[str, tuple[KeyPart, ...]] = field(default_factory=dict)
     """What requests depend on besides their tokens, by name: as a real runner knows their adapters."""
+    weights_version: int = 0
+    """Of the weights it computes with."""
 
     def __post_init__(self) -> None:
         size = self.config.block_size
@@ -89,6 +92,22 @@ class FakeRunner:
         self._rows: dict[int, _Row] = {}
         self._has_failed = False
         self._num_restoring_steps = 0
+
+    def update(self, weights_version: int) -> None:
+        """Other weights, from the next step on."""
+        self._require_no_rows("weights are replaced")
+        self.weights_version = weights_version
+
+    def sleep(self) -> None:
+        """And awake again: what blocks held is gone, on the device and on the host."""
+        self._require_no_rows("it is put to sleep")
+        for number, block in enumerate((*self._device, *self._host)):
+            block[:] = [-(10**8) - number] * len(block)
+
+    def _require_no_rows(self, what: str) -> None:
+        if self._rows and not self._has_failed:
+            names = sorted(row.admission.request_id for row in self._rows.values())
+            self.violations.append(f"{what} while {names} have rows")
 
     def submit(self, step: Step) -> FakePending:
         fault = self.step_faults.get(step.step_id)
@@ -161,12 +180,20 @@ class FakeRunner:
                 self.violations.append(f"step {step.step_id}: row {admission.row} is given twice")
             num_ready = admission.num_cached_tokens + admission.num_host_tokens
             parts = self.key_parts.get(admission.request_id, ())
+            if admission.weights_version != self.weights_version:
+                self.violations.append(
+                    f"step {step.step_id}: {admission.request_id} is admitted for weights "
+                    f"{admission.weights_version}, the runner has {self.weights_version}"
+                )
             self._rows[admission.row] = _Row(
                 admission=admission,
                 token_ids=list(admission.token_ids),
                 block_ids=list(admission.block_ids),
                 num_computed=num_ready,
-                salts=salts_of(admission.params, parts, self.config.max_model_len + 1),
+                salts=salts_of(
+                    admission.params, parts, self.config.max_model_len + 1, self.weights_version
+                ),
+                weights_version=self.weights_version,
             )
 
     def _check(self, step: Step) -> None:
@@ -184,6 +211,8 @@ class FakeRunner:
         written: set[int] = set()
         for entry in step.scheduled:
             row = self._rows[entry.row]
+            if row.weights_version != self.weights_version:
+                problems.append(f"row {entry.row} was begun with weights {row.weights_version}")
             if row.admission.request_id != entry.request_id:
                 problems.append(f"row {entry.row} belongs to {row.admission.request_id}")
             late = entry.start - row.num_computed

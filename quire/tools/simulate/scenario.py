@@ -49,6 +49,8 @@ class Scenario:
     """Per turn, that a request comes whose prompt begins with another's tokens, as beams and
     conversations do.
     """
+    pause_chance: float = 0.0
+    """Per turn, that the engine is paused; then its weights may be replaced, or it sleeps."""
     draft_chance: float = 0.0
     """Of a request that samples, to have some of its next tokens drafted."""
     right_chance: float = 0.5
@@ -150,6 +152,9 @@ def make_scenario(seed: int) -> Scenario:
         right_chance=rng.choice([0.0, 0.5, 0.9, 1.0]),
         drafter=rng.choice(["answers", "answers", "ngram", "runner", "both"]),
         adapts=rng.random() < 0.5,
+        pause_chance=random.Random(-23 - seed).choice([0.03, 0.1, 0.4])
+        if seed % 10 in (3, 5, 8, 9)
+        else 0.0,
     )
 
 

@@ -7,7 +7,8 @@ minute.
 
 Every finished request, drafted or not, must equal its solo run, every cut one a beginning of it;
 nothing may leak, the invariants hold after every step, and nobody waits forever. What a seed does
-is fixed by the seed.
+is fixed by the seed. Some engines are paused at any moment, get other weights, sleep and wake: what
+an answer was computed by is kept beside it, and what each version makes of it alone is known.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from quire.engine.draft_tokens import Propose
 from quire.engine.invariants import check_invariants
 from quire.engine.request import PromptProgress, Request, make_requests
 from quire.engine.scheduler import Scheduler
-from quire.errors import CapacityError, InvalidRequestError
+from quire.errors import CapacityError, EngineError, InvalidRequestError
 from quire.observe.engine_metrics import EngineMetrics
 from quire.observe.step_log import StepLog
 from quire.sampling_params import ResolvedTokens
 from quire.speculate.speculator import Speculator
-from quire.step import RequestMetrics, RequestUpdate, StepLogEntry, TokenLogprob
+from quire.step import PauseMode, RequestMetrics, RequestUpdate, StepLogEntry, TokenLogprob
 from quire.tools.simulate.fake_model import fake_vector, solo_prompt_logprobs, solo_run, solo_states
 from quire.tools.simulate.fake_runner import FakeRunner
 from quire.tools.simulate.scenario import (
@@ -46,6 +47,9 @@ from quire.tools.simulate.timed import TimedError, run_timed_seed
 
 MAX_FOLLOWERS = 12
 MAX_DRAFT_TOKENS = 6
+_PAUSE_MODES: tuple[PauseMode, ...] = (*["wait", "keep"] * 3, "abort")
+_LAST_DISTURBED_TURN = 150
+"""Not for ever: someone preempted again and again gets nowhere, and rightly so."""
 
 
 class SimulationError(AssertionError):
@@ -72,13 +76,23 @@ class Simulation:
     ended: list[RequestMetrics] = field(default_factory=list)
     everyone: list[Request] = field(default_factory=list)
     num_followers: int = 0
-    solo_runs: dict[Request, tuple[list[int], str]] = field(default_factory=dict)
+    solo_runs: dict[tuple[Request, tuple[tuple[int, int], ...]], tuple[list[int], str]] = field(
+        default_factory=dict
+    )
+    pauses: random.Random = field(init=False)
+    """Draws pauses and updates, so that seeds without any play as they always did."""
+    versions: dict[Request, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """Of the weights that computed it: the first token of the answer, and the version."""
+    scored_by: dict[PromptProgress, int] = field(default_factory=dict)
+    """The version of the weights when the first token of an answer to a prompt was drawn."""
+    num_updates: int = 0
     work: int = 0
     """Tokens all requests together could need."""
 
     def __post_init__(self) -> None:
         scenario, config = self.scenario, self.scenario.config
         self.rng = random.Random(scenario.seed + 1)
+        self.pauses = random.Random(-29 - scenario.seed)
         pool = FaultyPool(config.num_blocks, scenario.refused_takes, scenario.broken_takes)
         self.speculator = Speculator(
             scenario.vocab_size,
@@ -114,12 +128,13 @@ class Simulation:
         """Plays the scenario to its end; returns the number of steps."""
         arrivals = list(self.scenario.arrivals)
         turn = 0
-        while arrivals or self.core.has_work:
+        while arrivals or self.core.has_work or self.live:
             while arrivals and arrivals[0].turn <= turn:
                 self._arrive(arrivals.pop(0))
-            if turn < 150:
-                # Not for ever: someone preempted again and again gets nowhere, and rightly so.
+            if turn < _LAST_DISTURBED_TURN:
                 self._disturb()
+            if self.scenario.pause_chance:
+                self._pause(self.scenario.pause_chance if turn < _LAST_DISTURBED_TURN else 0.0)
             # A pipe of changing depth is a runner that is late at random.
             self.core.depth = self.rng.randint(1, self.scenario.max_depth)
             self.now += self.rng.choice([0.0, 0.5, 1.0])
@@ -170,6 +185,7 @@ class Simulation:
                 self._require(fits, f"{name} was taken in, though it can't fit")
                 self.runner.key_parts[request.request_id] = request.key_parts
                 self.live[request.request_id] = (request, [])
+                self.versions[request] = ((0, self.core.weights_version),)
                 self.everyone.append(request)
                 self.prompt_logprobs.setdefault(request.prompt_progress, {})
                 self.work += total
@@ -200,6 +216,59 @@ class Simulation:
             self.num_followers += 1
             leader = rng.choice(self.everyone)
             self._arrive(make_follower(rng, scenario, leader))
+
+    def _pause(self, chance: float) -> None:
+        """Pauses, and what needs one, at any moment."""
+        core, rng = self.core, self.pauses
+        if not core.is_paused:
+            if rng.random() < chance:
+                core.pause(rng.choice(_PAUSE_MODES), self.now)
+        elif not chance or rng.random() < 0.25:
+            core.resume()
+        elif rng.random() < 0.1:
+            core.pause(rng.choice(_PAUSE_MODES), self.now)
+        elif rng.random() < 0.5:
+            self._between_steps(rng.choice(["update", "update", "fails", "forget", "sleep"]))
+        check_invariants(self.scheduler)
+
+    def _between_steps(self, what: str) -> None:
+        may_compute = self.scheduler.pauses.may_compute
+        try:
+            self.core.settle(what, self.now)
+        except EngineError as error:
+            self._require(may_compute, f"{what} was refused, though nobody runs: {error}")
+            return
+        self._require(not may_compute, f"{what} was begun, though somebody runs")
+        self._require(self.core.is_drained, f"{what} was begun with steps in flight")
+        if self.scheduler.pauses.mode == "wait":
+            begun = {
+                one.prompt_progress for one in self.everyone if one.first_scheduled is not None
+            }
+            cut = [
+                one.request_id
+                for one, _ in self.live.values()
+                if one.prompt_progress in begun and one.finish_reason is None
+            ]
+            self._require(not cut, f"{what} did not wait for {cut}")
+        if what == "forget":
+            self.core.reset_prefix_cache(self.now)
+        elif what == "sleep":
+            self.core.reset_prefix_cache(self.now)
+            self.runner.sleep()
+        elif what == "update":
+            old = self.core.weights_version
+            version = self.core.next_version(self.pauses.choice([None, old + 7]))
+            self.runner.update(version)
+            self.core.change_weights(version)
+            self.num_updates += 1
+            for request in self.everyone:
+                if request.num_output_tokens:
+                    self.scored_by.setdefault(request.prompt_progress, old)
+            for request, _ in self.live.values():
+                if request.finish_reason is None:
+                    first = request.num_output_tokens
+                    kept = [one for one in self.versions[request] if one[0] < first]
+                    self.versions[request] = (*kept, (first, version))
 
     def _propose(self, request: Request, most: int) -> list[int]:
         """What may follow a request, right or wrong, as if all draft tokens in flight were right."""
@@ -241,6 +310,11 @@ class Simulation:
         if complete:
             self._check_prompt_logprobs(request)
             self._check_pooled(request, update.pooled)
+            told = None if update.metrics is None else update.metrics.weights_versions
+            self._require(
+                told == self.versions[request],
+                f"{update.request_id} is said to be of weights {told}, it is of {self.versions[request]}",
+            )
         answer = request.token_ids[request.num_prompt_tokens :]
         self._require(tokens == answer, f"{update.request_id}: updates and tokens differ")
         self._require(
@@ -253,8 +327,9 @@ class Simulation:
     def _solo(self, request: Request) -> tuple[list[int], str]:
         if request.pooling is not None:
             return [], "stop"
-        if request not in self.solo_runs:
-            self.solo_runs[request] = solo_run(
+        versions = self.versions.get(request, ((0, self.core.weights_version),))
+        if (request, versions) not in self.solo_runs:
+            self.solo_runs[request, versions] = solo_run(
                 request.prompt_token_ids,
                 request.params,
                 request.seed,
@@ -262,14 +337,19 @@ class Simulation:
                 self.scenario.vocab_size,
                 self.scenario.config,
                 request.key_parts,
+                versions,
             )
-        return self.solo_runs[request]
+        return self.solo_runs[request, versions]
 
     def _check_pooled(self, request: Request, found: bytes | None) -> None:
         expected = None
         if request.pooling is not None:
             states = solo_states(
-                request.prompt_token_ids, request.params, self.scenario.config, request.key_parts
+                request.prompt_token_ids,
+                request.params,
+                self.scenario.config,
+                request.key_parts,
+                self.versions[request][-1][1],
             )
             expected = fake_vector(sum(states) if request.pooling == "mean" else states[-1])
         self._require(
@@ -282,7 +362,11 @@ class Simulation:
         expected = {}
         if request.params.prompt_logprobs is not None:
             logprobs = solo_prompt_logprobs(
-                request.prompt_token_ids, request.params, self.scenario.config, request.key_parts
+                request.prompt_token_ids,
+                request.params,
+                self.scenario.config,
+                request.key_parts,
+                self.scored_by.get(request.prompt_progress, self.core.weights_version),
             )
             expected = dict(enumerate(logprobs, start=1))
         self._require(
