@@ -52,6 +52,11 @@ class Replica(EngineClient):
             self._pool.router.note_blocks(self.number, event.blocks_stored, event.blocks_removed)
         super()._take_updates(event)
 
+    def _weights_changed(self, fingerprint: str) -> None:
+        # they answer the requests that it kept, too: no other engine may go on with these
+        for relay in self._pool.relays_at(self.number):
+            relay.fingerprint = fingerprint
+
     @property
     def is_suspect(self) -> bool:
         """It may hang: whoever can be served elsewhere is."""
@@ -334,7 +339,7 @@ class ReplicaPool:
         """
         moved = 0
         silent = replica.seconds_silent
-        for relay in self._relays_at(replica.number):
+        for relay in self.relays_at(replica.number):
             if relay.was_relieved or not self._has_room(relay, replica.number):
                 continue
             replica.forsake(relay.message.request_id)
@@ -354,7 +359,7 @@ class ReplicaPool:
         )
         return any(self.router.has_room(one, len(relay.outputs)) for one in others)
 
-    def _relays_at(self, number: int) -> list[Relay]:
+    def relays_at(self, number: int) -> list[Relay]:
         return [
             relay
             for relay in self._relays.values()
