@@ -21,7 +21,7 @@ from quire.server.link import messages
 from quire.server.link.engine_client import EngineClient, Listener, State, unavailable
 from quire.server.link.replicas.adapter_places import AdapterPlaces
 from quire.server.link.replicas.metrics import PoolMetrics
-from quire.server.link.replicas.relay import Relay
+from quire.server.link.replicas.relay import Relay, bind_to
 from quire.server.link.replicas.router import PrefixRouter
 from quire.server.link.replicas.shares import divide
 
@@ -53,9 +53,7 @@ class Replica(EngineClient):
         super()._take_updates(event)
 
     def _weights_changed(self, fingerprint: str) -> None:
-        # they answer the requests that it kept, too: no other engine may go on with these
-        for relay in self._pool.relays_at(self.number):
-            relay.fingerprint = fingerprint
+        bind_to(self._pool.relays_at(self.number), fingerprint)
 
     @property
     def is_suspect(self) -> bool:
