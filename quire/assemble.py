@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from quire.backends.select import device_of, pick_device
+from quire.checkpoints.checkpoint import Checkpoint
 from quire.checkpoints.sources import ModelSource
 from quire.config import EngineConfig, parse_bytes
 from quire.constrain import GrammarCompiler
@@ -27,7 +28,7 @@ from quire.kernels.weights import Weight
 from quire.load import Share, load_model, reload_weights, scheduler_config
 from quire.models.adapters import AdapterLoader
 from quire.models.decoder import Decoder
-from quire.models.given_weights import given_weights
+from quire.models.given_weights import given_weights, stored_weights
 from quire.models.load import Progress
 from quire.models.spec import ModelSpec
 from quire.observe.measure_costs import about_model
@@ -101,7 +102,7 @@ class Engine:
                 self.core.settle("reading the weights again", time.monotonic())
                 self.reload()
                 if self.weights_version:
-                    self.core.change_weights(self.core.next_version(None))
+                    self.core.change_weights(self.core.next_version(None), time.monotonic())
         finally:
             self._take_requests()
 
@@ -117,6 +118,14 @@ class Engine:
                 "weights can't be replaced with tensor parallelism: each rank has a part"
             )
         return given_weights(self.decoder, self.quantization, given)
+
+    def stored_weights(self, checkpoint: Checkpoint) -> dict[str, Weight]:
+        """The same from files."""
+        if not isinstance(self.runner, Runner):
+            raise EngineError(
+                "weights can't be replaced with tensor parallelism: each rank has a part"
+            )
+        return stored_weights(self.decoder, self.quantization, checkpoint)
 
     def update_weights(self, weights: Mapping[str, Weight], version: int | None = None) -> None:
         """Replaces weights, by the decoder's names, where they lie (see `Parameters.update`), and
@@ -138,10 +147,10 @@ class Engine:
             self.runner.update(weights)
         except BaseException:
             if self.decoder.missing != missing:
-                self.core.change_weights(version)
+                self.core.change_weights(version, time.monotonic())
             raise
         else:
-            self.core.change_weights(version)
+            self.core.change_weights(version, time.monotonic())
         finally:
             self._take_requests()
 

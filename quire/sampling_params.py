@@ -326,6 +326,15 @@ class SamplingParams:
         optional=True,
         help="Share cached prefixes only with requests of the same salt.",
     )
+    weights_version: int | None = check.whole(
+        None,
+        0,
+        2**63 - 1,
+        optional=True,
+        cli=False,
+        page=False,
+        help="Answer by this version of the weights and no other, or refuse.",
+    )
     priority: int = check.whole(
         0,
         -(2**31),

@@ -67,6 +67,7 @@ BAD: dict[str, list[Any]] = {
     "skip_special_tokens": [1, "true", None],
     "spaces_between_special_tokens": [1, "true", None],
     "cache_salt": [5, "x" * 1025, b"x"],
+    "weights_version": [-1, 2**63, 1.5, True, "3"],
     "priority": [1.5, True, "high", None, 2**40],
     "tenant": [5, None, "x" * 1025, b"x"],
     "deadline": [0, -1, NAN, INF, True, "soon"],
@@ -88,7 +89,16 @@ BAD_STRUCTURED: dict[str, list[Any]] = {
 EVERY_SAMPLE = ("temperature", "seed")
 ELSEWHERE = {
     "sampling": ["logprobs", "prompt_logprobs", "logprob_token_ids"],
-    "engine": ["max_tokens", "n", "best_of", "cache_salt", "priority", "tenant", "deadline"],
+    "engine": [
+        "max_tokens",
+        "n",
+        "best_of",
+        "cache_salt",
+        "weights_version",
+        "priority",
+        "tenant",
+        "deadline",
+    ],
     "frontend": ["stop", "include_stop_str_in_output", "skip_special_tokens", "prediction"],
     "speculate": ["speculation"],
     "nobody, as its docstring says": ["spaces_between_special_tokens"],

@@ -55,6 +55,13 @@ class ServerOptions(OptionGroup):
         Path | None,
         Option(metavar="DIR", help="A folder of adapters; each is read when it is first named."),
     ] = None
+    weights_dir: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="Where files may lie that replace the model's weights; an admin key asks for it.",
+        ),
+    ] = None
     api_key: Annotated[list[str] | None, Option(metavar="KEY", help=_KEY_HELP)] = None
     api_key_file: Annotated[
         Path | None,
@@ -174,6 +181,7 @@ class ServerOptions(OptionGroup):
             served_model_names=tuple(self.served_model_name or ()),
             adapters=parse_adapters(self.lora or ()),
             adapter_folder=_folder("--lora-dir", self.lora_dir),
+            weights_folder=_folder("--weights-dir", self.weights_dir),
             host=self.host,
             port=self.port,
             api_keys=(*_keys(self.api_key or [], _KEY_VARIABLE), *from_file),

@@ -170,11 +170,11 @@ class EngineCore:
             )
         return wanted
 
-    def change_weights(self, version: int) -> None:
+    def change_weights(self, version: int, now: float) -> None:
         """What is computed from here on is computed by other weights; after `settle`."""
         if self._in_flight or self.scheduler.table.running:
             raise EngineError("weights are changed between two steps, while no request has a row")
-        self.scheduler.pauses.change_weights(version)
+        self.scheduler.pauses.change_weights(version, now)
 
     def add_request(self, request: Request, now: float) -> None:
         """Takes a request in; raises InvalidRequestError or CapacityError if it can never run, and

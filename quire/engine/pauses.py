@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from quire.engine.request import Request
 from quire.engine.request_table import RequestTable
+from quire.errors import InvalidRequestError
 from quire.step import PauseMode
 
 
@@ -44,12 +45,17 @@ class Pauses:
         for request in list(self._table.running):
             self._table.preempt(request, why, saves=False)
 
-    def change_weights(self, version: int) -> None:
+    def change_weights(self, version: int, now: float) -> None:
         """What is computed from here on is computed by other weights; nobody may have a row. Block
         keys have the version in them, so blocks of the old weights could never be met; they are
-        forgotten all the same, lest they be saved to the host tier when they are evicted.
+        forgotten all the same, lest they be saved to the host tier when they are evicted. Requests
+        that want another version end with an error.
         """
         self._table.weights_version = version
-        for request in self._table.requests.values():
+        for request in list(self._table.requests.values()):
             request.change_weights(version)
+            try:
+                self._table.check_weights(request)
+            except InvalidRequestError as error:
+                self._table.finish(request, "error", now, error=str(error))
         self._table.blocks.reset()

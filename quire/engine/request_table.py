@@ -86,6 +86,14 @@ class RequestTable:
             raise InvalidRequestError("request_id", f"{request_id} is unknown or has finished")
         return request
 
+    def check_weights(self, request: Request) -> None:
+        """Raises InvalidRequestError for one that wants another version of the weights."""
+        wanted = request.params.weights_version
+        if wanted is not None and wanted != self.weights_version:
+            raise InvalidRequestError(
+                "weights_version", f"is {wanted}; the engine has version {self.weights_version}"
+            )
+
     def members(self, group_id: str | None) -> list[Request]:
         """The live answers of a group, oldest first; none for a request by itself."""
         return self.groups.get(group_id, []) if group_id is not None else []
@@ -246,6 +254,7 @@ class RequestTable:
                 f"of request {request_id} has {len(prompt)} tokens, and with one new token must fit "
                 f"max_model_len ({self.config.max_model_len}): shorten it",
             )
+        self.check_weights(request)
         for member in self.members(request.group_id)[:1]:
             same = (member.prompt_token_ids, member.extra_keys, member.key_parts)
             if same != (prompt, request.extra_keys, request.key_parts):

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quire.checkpoints.cache_scales import StoredCache
 from quire.checkpoints.checkpoint import Checkpoint, Chunk, TensorInfo, chunks_of
 from quire.errors import ModelFormatError
 from quire.kernels.formats import PLAIN
@@ -23,6 +24,7 @@ from quire.models.pieces import Piece
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles, plan_weights
 
+_PLAIN_NAMES = tuple(one.name for one in PLAIN.values())
 _HERE = Path("the tensors given")
 """What errors say where they name a file."""
 
@@ -39,6 +41,11 @@ class GivenTensors(Checkpoint):
             for name, one in given.items()
         }
         super().__init__("safetensors", infos, {})
+
+    def with_tensors(
+        self, tensors: Mapping[str, TensorInfo], cache: StoredCache | None = None
+    ) -> Checkpoint:
+        return GivenTensors({name: self._given[name] for name in tensors})
 
     def read_into(self, name: str, target: Tensor) -> None:
         target.copy_(self._given[name])
@@ -57,7 +64,17 @@ def given_weights(
     """By the decoder's names. Raises ModelFormatError for a tensor that has no place or another
     shape, and where a tensor is missing that is kept as one matrix with others that are given.
     """
-    tensors = _checked(given)
+    return stored_weights(decoder, quantization, GivenTensors(_checked(given)))
+
+
+def stored_weights(decoder: Decoder, quantization: str, stored: Checkpoint) -> dict[str, Weight]:
+    """`given_weights` from files: names, shapes and formats are checked before any is read."""
+    tensors = stored.tensors
+    for name, info in tensors.items():
+        if info.dtype not in _PLAIN_NAMES:
+            raise ModelFormatError(
+                f"{name} is {info.dtype}; weights are replaced with one of {', '.join(_PLAIN_NAMES)}"
+            )
     spec = decoder.spec
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for piece in _pieces(spec, tensors):
@@ -81,11 +98,11 @@ def given_weights(
             f"{unknown[0]} has no place in this {spec.family} model"
             + (f", nor have {len(unknown) - 1} more" if unknown[1:] else "")
         )
-    _check_head(spec, tensors, pieces)
+    _check_head(spec, stored, pieces)
     parameters = {name: one for name, one in spec.parameters().items() if name in touched}
     files = ModelFiles(
         spec,
-        GivenTensors({name: tensors[name] for name in known}),
+        stored.with_tensors({name: tensors[name] for name in known}),
         tuple(piece for own in touched.values() for piece in own),
         parameters,
     )
@@ -108,7 +125,7 @@ def _checked(given: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return tensors
 
 
-def _pieces(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> list[Piece]:
+def _pieces(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> list[Piece]:
     """All that the model consists of, under the names that most of the given tensors have."""
     family = family_named(spec.family)
     found = [
@@ -118,15 +135,14 @@ def _pieces(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> list[Piece]:
     return max(found, key=lambda pieces: sum(piece.name in tensors for piece in pieces))
 
 
-def _check_head(
-    spec: ModelSpec, tensors: Mapping[str, Tensor], pieces: Mapping[str, list[Piece]]
-) -> None:
+def _check_head(spec: ModelSpec, stored: Checkpoint, pieces: Mapping[str, list[Piece]]) -> None:
     """The head of a tied model is its embedding: another one would be lost without a word."""
-    head = tensors.get("lm_head.weight")
-    if not spec.tie_embeddings or head is None:
+    name = pieces["embedding"][0].name
+    if not spec.tie_embeddings or "lm_head.weight" not in stored.tensors:
         return
-    embedding = tensors.get(pieces["embedding"][0].name)
-    if embedding is None or not torch.equal(embedding.to(head), head):
+    dtype = stored.tensors["lm_head.weight"].format.dtype
+    head = stored.read("lm_head.weight").to(dtype)
+    if name not in stored.tensors or not torch.equal(stored.read(name).to(dtype), head):
         raise ModelFormatError(
             "lm_head.weight differs from the embedding, or comes without it, and this model has one matrix for both"
         )

@@ -26,6 +26,7 @@ from quire.server.api import (
     stored,
     tokenize,
     vllm,
+    weights,
 )
 from quire.server.batches import routes as batches
 from quire.server.batches.queue import BatchQueue
@@ -51,6 +52,7 @@ ROUTERS = tuple(
         ollama,
         vllm,
         adapters,
+        weights,
     )
 )
 _ERRORS: dict[int | str, dict[str, Any]] = {

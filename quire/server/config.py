@@ -50,6 +50,8 @@ class ServerConfig:
     """Names and folders of adapters that clients may name as their model."""
     adapter_folder: Path | None = None
     """A folder of further adapters, each by the name of its own folder; None: there is none."""
+    weights_folder: Path | None = None
+    """Where files lie that may replace the model's weights; None: none on a disk may."""
     host: str = "127.0.0.1"
     port: int = 8000
     """0 takes a free one."""

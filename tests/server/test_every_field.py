@@ -134,6 +134,7 @@ ELSEWHERE = {
     "stream_options": "test_chat",
     "request_id": "below",
     "cache_salt": "below",
+    "weights_version": "test_weights",
     "deadline": "below",
     "priority": "below",
     "prediction": "test_speculation",

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.late_import import LateModule
 from tests.server.harness import Server
+from tests.server.test_weights import ROUTES as WEIGHTS_ROUTES
 
 schemathesis: Any = LateModule("schemathesis")
 
@@ -36,8 +37,11 @@ OTHERS = [
     "/v1/responses/{response_id}/cancel",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
+    *WEIGHTS_ROUTES,
 ]
-"""The first takes what `PATHS` take, the next two nothing; the last ones are in `test_adapters.py`."""
+"""The first takes what `PATHS` take, the next two nothing; the last ones are in `test_adapters.py`
+and `test_weights.py`.
+"""
 EXAMPLES = 12
 
 

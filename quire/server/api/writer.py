@@ -174,7 +174,12 @@ class ChoicesWriter(Writer[SamplingT]):
         options = self.body.stream_options
         if options is not None and options.include_usage:
             yield data_event(
-                {**self.outline(self.CHUNK_OBJECT), "choices": [], "usage": self.usage()}
+                {
+                    **self.outline(self.CHUNK_OBJECT),
+                    "choices": [],
+                    "usage": self.usage(),
+                    **self.weights(),
+                }
             )
         yield DONE
 
@@ -199,7 +204,18 @@ class ChoicesWriter(Writer[SamplingT]):
         return data_event({**self.outline(self.CHUNK_OBJECT), "choices": [choice], **more})
 
     def whole_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self.outline(self.OBJECT), "choices": choices, "usage": self.usage()}
+        return {
+            **self.outline(self.OBJECT),
+            "choices": choices,
+            "usage": self.usage(),
+            **self.weights(),
+        }
+
+    def weights(self) -> dict[str, Any]:
+        """The version of the weights that answered, where they were replaced or it was asked for."""
+        version = self.call.weights_version
+        is_asked = self.call.request.params.weights_version is not None
+        return {"weights_version": version} if version or is_asked else {}
 
     def usage(self) -> dict[str, Any]:
         return usage_body(self.call.usage)

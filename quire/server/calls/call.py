@@ -90,6 +90,8 @@ class Call(ABC):
         self.prompts = prompts
         self.tokenizer = tokenizer
         self.usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts))
+        self.weights_version = 0
+        """Of the weights that computed the last answer that has ended."""
         self.record = RequestRecord(
             response_id=request_id,
             request_id=http_request_id,
@@ -224,6 +226,9 @@ class Call(ABC):
     def refused(self, refusal: Refused) -> None:
         if refusal.kind == "internal":
             self.fail(ApiError(500, refusal.message))
+            return
+        if refusal.kind == "unavailable":
+            self.fail(ApiError(503, refusal.message, code="engine_unavailable", retry_after=5.0))
             return
         message = refusal.message
         field = refusal.field
@@ -380,6 +385,10 @@ def failure(update: RequestUpdate) -> ApiError:
             504, "the request took longer than it was allowed to", code="deadline_exceeded"
         )
     message = update.error or "the request was ended by the server"
+    if message.startswith("weights_version:"):  # they were replaced while it was kept
+        return ApiError(409, message, field="weights_version", code="weights_replaced")
+    if update.finish_reason == "abort":
+        return ApiError(503, message, code="aborted", retry_after=1.0)
     if message.startswith("structured:") or message == NO_TOKEN_LEFT:  # what was asked for can't be
         return ApiError(400, message, code="invalid_value")
     return ApiError(500, message, code="engine_error")

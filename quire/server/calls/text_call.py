@@ -207,6 +207,7 @@ class TextCall(Call):
             # the engine ended it, no stop string
             if update.finish_reason is not None and update.metrics is not None:
                 self._metrics.answer_finished(update.metrics, delta.finish_reason)
+                self.weights_version = update.metrics.weights_version or 0
                 self.usage.rejected_tokens += (
                     update.metrics.drafted_tokens - update.metrics.accepted_tokens
                 )

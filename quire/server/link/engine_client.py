@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from quire.errors import QuireError
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.step_log import StepSummary, describe_steps
@@ -197,6 +199,24 @@ class EngineClient:
             raise unavailable()
         return found
 
+    async def control(self, action: str, seconds: float, **arguments: Any) -> dict[str, Any]:
+        """Has the engine do something between two steps; raises ApiError if it can't."""
+        link = self._live_link()
+        try:
+            found: dict[str, Any] | None = await self._tickets.ask(
+                lambda ticket: link.send(messages.Control(ticket, action, arguments)), seconds
+            )
+        except TimeoutError as error:
+            why = f"the engine has not done it within {seconds:g} s; it may do it yet"
+            raise ApiError(504, why, code="engine_busy") from error
+        if found is None:
+            raise unavailable()
+        if "error" in found:
+            status, field = found["status"], found.get("field")
+            code = {400: "invalid_value", 409: "conflict"}.get(status)
+            raise ApiError(status, found["error"], field=field, code=code)
+        return found
+
     def unload_adapter(self, name: str) -> None:
         if self._link is not None and self.state == "ready":
             self._link.send(messages.UnloadAdapter(name))
@@ -347,7 +367,15 @@ class EngineClient:
         if event.steps:
             self._last_steps.extend(event.steps)
             self._metrics.steps(event.steps, event.num_free_blocks)
+        if event.weights_version is not None and self.ready is not None:
+            base = self.ready.fingerprint.partition("-w")[0]
+            fingerprint = f"{base}-w{event.weights_version}"
+            self.ready = msgspec.structs.replace(self.ready, fingerprint=fingerprint)
+            self._weights_changed(fingerprint)
         self._metrics.memory(event.memory)
+
+    def _weights_changed(self, fingerprint: str) -> None:
+        """What its answers are told apart by from now on."""
 
     def _lose_all(self, error: ApiError) -> None:
         self._tickets.answer_all(None)

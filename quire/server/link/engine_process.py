@@ -40,6 +40,7 @@ from quire.process.child import end_group, end_with_parent, ignore_terminal_sign
 from quire.process.gc_pauses import IdleCollector, full_collections_put_off
 from quire.server.link import messages
 from quire.server.link.channel import BlockingChannel
+from quire.server.link.engine_control import EngineController
 from quire.server.link.engine_memory import EngineMemory
 from quire.server.link.engine_requests import EngineRequests
 from quire.server.link.engine_watch import EngineWatch
@@ -82,6 +83,9 @@ class EngineLoop:
         self._failed_ids: set[str] = set()
         self._failures = 0
         self._memory: EngineMemory | None = None
+        self._controller: EngineController | None = None
+        self._weights_version = 0
+        """As it was told last."""
         self._watch: EngineWatch | None = None
         """While somebody watches."""
         self._idle_collector = IdleCollector(time.monotonic())
@@ -111,6 +115,7 @@ class EngineLoop:
         if block_events:
             self._cache_events = CacheEvents(engine.core.scheduler.blocks)
         requests = EngineRequests(engine)
+        controller = self._controller = EngineController(engine)
         self._memory = EngineMemory(engine.decoder.device)
         self._poller.register(requests.wake_fd, select.POLLIN)
         if engine.runner.broken_fd is not None:
@@ -119,7 +124,7 @@ class EngineLoop:
         try:
             while True:
                 if not core.has_work:
-                    self._wait(requests.is_compiling)
+                    self._wait(requests.is_compiling or controller.has_idle_requests)
                 for _ in range(_MAX_COMMANDS):
                     try:
                         data = self._channel.receive(0.0)
@@ -136,7 +141,10 @@ class EngineLoop:
                     # elsewhere.
                     raise EngineError(engine.runner.broken)
                 requests.forget(updates)
+                answers = controller.poll()
                 self._send_updates(requests, updates, engine)
+                for answer in answers:  # after what it says has been told
+                    self.send(answer)
                 self._describe(requests, engine)
                 if self._loading:
                     self._take_adapters(requests)
@@ -187,6 +195,9 @@ class EngineLoop:
             case messages.UnloadAdapter():
                 with contextlib.suppress(QuireError):  # it was never asked for here
                     engine.adapters.remove(command.name)
+            case messages.Control():
+                assert self._controller is not None
+                self._controller.take(command)
             case messages.Watch():
                 config = engine.core.scheduler.config
                 self._watch = EngineWatch(engine.step_log, config) if command.is_on else None
@@ -239,9 +250,12 @@ class EngineLoop:
                 for one in updates
             ]
         out.add_updates(updates)
-        if not (
-            out.has_updates or out.accepted or out.refused or out.steps or requests.is_compiling
-        ):
+        if engine.weights_version != self._weights_version:
+            out.weights_version = self._weights_version = engine.weights_version
+        is_waiting = requests.is_compiling or (
+            self._controller is not None and self._controller.has_idle_requests
+        )
+        if not (out.has_updates or out.accepted or out.refused or out.steps or is_waiting):
             return
         out.num_free_blocks = engine.core.scheduler.blocks.pool.num_free
         if self._memory is not None:

@@ -17,6 +17,7 @@ from quire.assemble import Engine
 from quire.constrain import Grammar
 from quire.engine import Request, make_requests
 from quire.errors import (
+    EngineError,
     InvalidRequestError,
     ModelFormatError,
     QuireError,
@@ -239,6 +240,9 @@ class EngineRequests:
             logger.error("adapter %s: %s", message.adapter.name, error)
             said = f"the adapter {message.adapter.name} can't be loaded; the server's log says why"
             self._refused.append(Refused(message.request_id, f"model: {said}", "model", "invalid"))
+            return
+        if isinstance(error, EngineError):  # it sleeps, say
+            self._refused.append(Refused(message.request_id, str(error), None, "unavailable"))
             return
         if isinstance(error, QuireError):
             field = error.field if isinstance(error, InvalidRequestError) else None

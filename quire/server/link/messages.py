@@ -17,7 +17,7 @@ from quire.observe.step_log import StepSummary
 from quire.sampling_params import ResolvedTokens
 from quire.step import FinishReason, Pooling, RequestUpdate
 
-ErrorKind = Literal["invalid", "internal"]
+ErrorKind = Literal["invalid", "internal", "unavailable"]
 
 
 class Resume(msgspec.Struct):
@@ -122,7 +122,18 @@ class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
     name: str
 
 
-Command = AddRequest | Abort | End | Describe | Watch | LoadAdapter | UnloadAdapter
+class Control(msgspec.Struct, tag="control"):
+    """Something to be done between two steps. Answered by `Described` with the same ticket: what
+    came of it, or an `error` with the `status` of the response that tells it.
+    """
+
+    ticket: int
+    action: str
+    """The name of a method of `quire.server.link.engine_control.EngineController`."""
+    arguments: dict[str, Any] = {}
+
+
+Command = AddRequest | Abort | End | Describe | Watch | LoadAdapter | UnloadAdapter | Control
 """What goes down: all that the engine is asked."""
 
 
@@ -192,10 +203,12 @@ class Updates(msgspec.Struct, tag="updates", omit_defaults=True):
     """
     blocks_removed: bytes = b""
     """Blocks that are cached no longer."""
+    weights_version: int | None = None
+    """That of the weights, if it has changed."""
 
     @property
     def has_updates(self) -> bool:
-        return bool(self.appended_request_ids or self.updates)
+        return bool(self.appended_request_ids or self.updates or self.weights_version is not None)
 
     def add_updates(self, updates: Iterable[RequestUpdate]) -> None:
         """Adds what requests gained, in order."""

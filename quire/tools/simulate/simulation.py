@@ -259,7 +259,7 @@ class Simulation:
             old = self.core.weights_version
             version = self.core.next_version(self.pauses.choice([None, old + 7]))
             self.runner.update(version)
-            self.core.change_weights(version)
+            self.core.change_weights(version, self.now)
             self.num_updates += 1
             for request in self.everyone:
                 if request.num_output_tokens:

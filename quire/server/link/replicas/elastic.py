@@ -135,9 +135,9 @@ class ElasticPool(ReplicaPool):
         self._leaving.add(number)
         self.look_at(self.replicas[number])
         end = time.monotonic() + self._config.drain_seconds
-        while self._relays_at(number) and time.monotonic() < end:
+        while self.relays_at(number) and time.monotonic() < end:
             await asyncio.sleep(min(_LOOK_SECONDS, self._config.drain_seconds) / 10)
-        for relay in self._relays_at(number):
+        for relay in self.relays_at(number):
             self.replicas[number].abort([relay.message.request_id])
             self.move(relay)
         await self.replicas[number].stop()

@@ -21,7 +21,7 @@ from quire.server.link import messages
 from quire.server.link.engine_client import EngineClient, Listener, State, unavailable
 from quire.server.link.replicas.adapter_places import AdapterPlaces
 from quire.server.link.replicas.metrics import PoolMetrics
-from quire.server.link.replicas.relay import Relay
+from quire.server.link.replicas.relay import Relay, bind_to
 from quire.server.link.replicas.router import PrefixRouter
 from quire.server.link.replicas.shares import divide
 
@@ -51,6 +51,9 @@ class Replica(EngineClient):
         if event.blocks_stored or event.blocks_removed:
             self._pool.router.note_blocks(self.number, event.blocks_stored, event.blocks_removed)
         super()._take_updates(event)
+
+    def _weights_changed(self, fingerprint: str) -> None:
+        bind_to(self._pool.relays_at(self.number), fingerprint)
 
     @property
     def is_suspect(self) -> bool:
@@ -334,7 +337,7 @@ class ReplicaPool:
         """
         moved = 0
         silent = replica.seconds_silent
-        for relay in self._relays_at(replica.number):
+        for relay in self.relays_at(replica.number):
             if relay.was_relieved or not self._has_room(relay, replica.number):
                 continue
             replica.forsake(relay.message.request_id)
@@ -354,7 +357,7 @@ class ReplicaPool:
         )
         return any(self.router.has_room(one, len(relay.outputs)) for one in others)
 
-    def _relays_at(self, number: int) -> list[Relay]:
+    def relays_at(self, number: int) -> list[Relay]:
         return [
             relay
             for relay in self._relays.values()

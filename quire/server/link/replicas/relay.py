@@ -5,7 +5,7 @@ another engine can go on with it where the first one was lost.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -174,3 +174,11 @@ class Relay:
             return
         self._over(self)
         self.listener.fail(error)
+
+
+def bind_to(relays: Iterable[Relay], fingerprint: str) -> None:
+    """Their engine has other weights now, which answer what it kept: only engines with the same
+    ones may go on with it.
+    """
+    for relay in relays:
+        relay.fingerprint = fingerprint
