@@ -194,9 +194,13 @@ def test_loading_under_load_gives_no_wrong_answer(
     manage(server, "unload", lora_name="later")
 
 
-@pytest.mark.slow  # a server of its own, of three processes and an engine
-def test_every_http_worker_knows_what_was_loaded_when_the_answer_comes(
-    small_model: str, folders: dict[str, Path], expected: dict[str | None, list[int]]
+@pytest.mark.slow  # servers of their own, of several processes each
+@pytest.mark.parametrize("processes", [{"http_workers": 2}, {"replicas": 2}], ids=str)
+def test_every_process_knows_what_was_loaded_when_the_answer_comes(
+    small_model: str,
+    folders: dict[str, Path],
+    expected: dict[str | None, list[int]],
+    processes: dict[str, Any],
 ) -> None:
     with Server(
         model=small_model,
@@ -205,7 +209,7 @@ def test_every_http_worker_knows_what_was_loaded_when_the_answer_comes(
         adapters=(("given", str(folders["given"])),),
         api_keys=[KEY],
         admin_keys=[ADMIN],
-        http_workers=2,
+        **processes,
     ) as server:
 
         def statuses() -> set[int]:
@@ -225,5 +229,7 @@ def test_every_http_worker_knows_what_was_loaded_when_the_answer_comes(
             assert loaded.status_code == 200, loaded.text
             assert statuses() == {200}
             assert manage(server, "unload", lora_name="later").status_code == 200
+        num_engines = processes.get("replicas", 1)
+        assert server.log.count("adapter later: rank 4") == 3 * num_engines
         assert manage(server, "unload", lora_name="given").status_code == 200
         assert complete(server, "given").status_code == 404
