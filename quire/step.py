@@ -211,6 +211,17 @@ class StepPromise(NamedTuple):
     """Which target can't be held: "first_token" or "token_time"; None: both are."""
 
 
+class StepAdapters(NamedTuple):
+    """Whose adapters a step has, by the names that callers gave them."""
+
+    running: tuple[str, ...]
+    """Those of running requests, in order."""
+    waiting: tuple[str, ...] = ()
+    """Those for which requests were passed over, since running requests have all the room."""
+    num_waiting: int = 0
+    """How many requests that were."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step of the engine, complete: nothing else passes from scheduler to runner."""
@@ -232,6 +243,8 @@ class Step:
     """
     promise: StepPromise | None = None
     """Where there is a target for token times and somebody waits for a token; None elsewhere."""
+    adapters: StepAdapters | None = None
+    """None where nobody has or waits for one."""
 
     @property
     def is_empty(self) -> bool:

@@ -47,6 +47,8 @@ class RequestTable:
         self.groups: dict[str, list[Request]] = {}
         self.adapters: Counter[str] = Counter()
         """Of running requests: how many have each adapter."""
+        self.adapter_names: dict[str, str] = {}
+        """By digest, what one of them calls it."""
         self.free_rows = list(range(config.max_num_seqs))
         self.updates: list[RequestUpdate] = []
         """For the callers, who have not been told yet."""
@@ -127,6 +129,7 @@ class RequestTable:
         self.running.add(request)
         if request.adapter:
             self.adapters[request.adapter] += 1
+            self.adapter_names[request.adapter] = request.resolved.adapter_name
         if self.shares is not None:
             self.shares.start(request.tenant)
         return row
@@ -204,7 +207,7 @@ class RequestTable:
         if request.adapter:
             self.adapters[request.adapter] -= 1
             if not self.adapters[request.adapter]:
-                del self.adapters[request.adapter]
+                del self.adapters[request.adapter], self.adapter_names[request.adapter]
         if self.shares is not None:
             self.shares.stop(request.tenant)
 

@@ -136,6 +136,7 @@ class Scheduler:
             num_running=len(table.running),
             num_decodes=plan.num_decodes,
             promise=plan.promise,
+            adapters=plan.adapters(table.adapter_names),
         )
         if not step.is_empty:
             self._num_steps += 1
@@ -391,6 +392,7 @@ class Scheduler:
                 continue
             if request.adapter and self._waits_for_slot(request, without_slot):
                 without_slot = without_slot or request
+                plan.waiting_adapters.append(request.resolved.adapter_name)
                 continue
             try:
                 placement = self.blocks.place(

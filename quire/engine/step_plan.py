@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quire.engine.request import Request
-from quire.step import AdmittedRequest, ScheduledRequest, StepPromise
+from quire.step import AdmittedRequest, ScheduledRequest, StepAdapters, StepPromise
 
 
 @dataclass(slots=True)
@@ -28,8 +29,19 @@ class StepPlan:
     preempting: bool = False
     num_decodes: int = 0
     promise: StepPromise | None = None
+    waiting_adapters: list[str] = field(default_factory=list)
+    """The adapter's name of each request that was passed over for want of room for it."""
     num_charged: int = 0
     """Entries that their tenants were charged for."""
+
+    def adapters(self, running: Mapping[str, str]) -> StepAdapters | None:
+        """`running`: names of running requests' adapters, by their digests."""
+        if not running and not self.waiting_adapters:
+            return None
+        waiting = self.waiting_adapters
+        return StepAdapters(
+            tuple(sorted(running.values())), tuple(sorted(set(waiting))), len(waiting)
+        )
 
     def limit(self, budget: int) -> None:
         """Leaves at most so many tokens to be scheduled from here on."""

@@ -24,6 +24,7 @@ from quire.step import (
     Preemption,
     ScheduledRequest,
     Step,
+    StepAdapters,
     StepLogEntry,
     StepPromise,
     StepResult,
@@ -73,6 +74,7 @@ class _Values(NamedTuple):
     copies: list[tuple[Any, ...]]
     counts: dict[str, int]
     promise: tuple[Any, ...] | None
+    adapters: tuple[Any, ...] | None
     result: dict[str, Any] | None
     error: str | None
     committed: float
@@ -157,6 +159,7 @@ def pack(entry: StepLogEntry) -> PackedEntry:
         copies=list(map(tuple, step.copies)),
         counts={name: getattr(step, name) for name in _COUNTS},
         promise=None if step.promise is None else tuple(step.promise),
+        adapters=None if step.adapters is None else tuple(step.adapters),
         result=found,
         error=entry.error,
         committed=entry.committed,
@@ -182,6 +185,7 @@ def unpack(packed: PackedEntry) -> StepLogEntry:
         finished=tuple(Finished(*one) for one in values.finished),
         copies=tuple(map(BlockCopy._make, values.copies)),
         promise=None if values.promise is None else StepPromise(*values.promise),
+        adapters=None if values.adapters is None else StepAdapters(*values.adapters),
         **values.counts,
     )
     result = None if values.result is None else StepResult(**values.result)

@@ -5,14 +5,15 @@ know more.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import ProcessCollector, generate_latest
 
 from quire.observe.shared_metrics import Counter, Gauge, Histogram, Numbers, Registry
-from quire.observe.step_log import StepSummary
-from quire.step import RequestMetrics
+from quire.observe.step_log import NO_ADAPTERS, StepSummary
+from quire.step import RequestMetrics, StepAdapters
 
 ALL_ENGINES = "all"
 _SECONDS = (
@@ -177,6 +178,14 @@ class ServerMetrics:
         self._waiting = Gauge(
             "vllm:num_requests_waiting_by_reason", text, [*names, "reason"], registry=registry
         )
+        text = "Adapters of running requests, and those others wait for room for: when that was so last."
+        self._lora_labels: tuple[str, ...] | None = None
+        self._lora = Gauge(
+            "vllm:lora_requests_info",
+            text,
+            [*names, "running_lora_adapters", "waiting_lora_adapters"],
+            registry=registry,
+        )
         text = "All blocks that requests can use, in bytes."
         self._cache_bytes = Gauge("quire_kv_cache_bytes", text, names, registry=registry)
         text = "The cache of keys and values: always 1, with its sizes as labels."
@@ -260,10 +269,24 @@ class ServerMetrics:
                     self._accepted.labels(**self._labels, position=str(place)).inc(count)
         self._gauges["vllm:num_requests_running"].set(steps[-1].num_running)
         self._gauges["vllm:num_requests_waiting"].set(steps[-1].num_waiting)
-        self._waiting.labels(**self._labels, reason="capacity").set(steps[-1].num_waiting)
+        adapters = steps[-1].adapters
+        others = steps[-1].num_waiting - adapters.num_waiting
+        self._waiting.labels(**self._labels, reason="capacity").set(others)
+        self._waiting.labels(**self._labels, reason="adapter").set(adapters.num_waiting)
+        self._show_adapters(adapters)
         self._gauges["vllm:kv_cache_usage_perc"].set(1 - num_free_blocks / self._num_blocks)
         num_used = self._num_blocks - num_free_blocks
         self._gauges["quire_kv_cache_used_bytes"].set(num_used * self._bytes_per_block)
+
+    def _show_adapters(self, adapters: StepAdapters) -> None:
+        """One line, which is there while somebody has or waits for an adapter."""
+        shown = (",".join(adapters.running), ",".join(adapters.waiting))
+        labels = (*self._labels.values(), *shown) if any(shown) else None
+        if self._lora_labels not in (None, labels):
+            self._lora.remove(*self._lora_labels)
+        self._lora_labels = labels
+        if labels is not None:
+            self._lora.labels(*labels).set(time.time())
 
     def memory(self, found: Mapping[str, int]) -> None:
         """What the engine process takes, by the names of `_MEMORY`; those of a GPU stay 0 where
@@ -276,7 +299,9 @@ class ServerMetrics:
         self._counters["quire_engine_restarts"].inc()
         for gauge in self._gauges.values():
             gauge.set(0)
-        self._waiting.labels(**self._labels, reason="capacity").set(0)
+        for reason in ("capacity", "adapter"):
+            self._waiting.labels(**self._labels, reason=reason).set(0)
+        self._show_adapters(NO_ADAPTERS)
 
     def worker_restarted(self, num_answers: int) -> None:
         """An HTTP worker was replaced, and so many answers ended with it."""

@@ -18,6 +18,7 @@ from quire.step import (
     Preemption,
     ScheduledRequest,
     Step,
+    StepAdapters,
     StepLogEntry,
     StepPromise,
     StepResult,
@@ -69,8 +70,9 @@ class LineWriter:
             name: [fields_of(one) for one in getattr(entry.step, name)] for name in _RECORDS
         }
         step["scheduled"] = self._columns(entry.step.scheduled)
-        if entry.step.promise is None:
-            del step["promise"]
+        for name in ("promise", "adapters"):
+            if step[name] is None:
+                del step[name]
         for item in step["admitted"]:
             item["params"] = encode_params(item["params"])
             item["resolved"] = fields_of(item["resolved"])
@@ -144,6 +146,9 @@ class LineReader:
             step[name] = tuple(build_record(kind, item) for item in step[name])
         if step.get("promise") is not None:
             step["promise"] = StepPromise(*step["promise"])
+        if step.get("adapters") is not None:
+            running, waiting, num_waiting = step["adapters"]
+            step["adapters"] = StepAdapters(tuple(running), tuple(waiting), num_waiting)
         if version == 5:
             step["scheduled"] = tuple(
                 build_record(ScheduledRequest, _renamed(item)) for item in step["scheduled"]

@@ -23,7 +23,7 @@ from quire.observe.packed_entry import PackedEntry, UnpackedEntries, pack, unpac
 from quire.observe.request_records import belongs_to
 from quire.observe.row_costs import RowCosts
 from quire.observe.step_lines import LineReader, LineWriter, build_record
-from quire.step import AdmittedRequest, Finished, StepLogEntry
+from quire.step import AdmittedRequest, Finished, StepAdapters, StepLogEntry
 
 logger = logging.getLogger(__name__)
 
@@ -243,6 +243,9 @@ def _cause(error: Exception) -> str:
     return "is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
+NO_ADAPTERS = StepAdapters(())
+
+
 class StepSummary(NamedTuple):
     """What one step was, for counters and logs."""
 
@@ -264,6 +267,7 @@ class StepSummary(NamedTuple):
     """How many of the first draft tokens were right, of the second ones, and so on."""
     gave_way: str | None = None
     """The target of time that this step could not keep."""
+    adapters: StepAdapters = NO_ADAPTERS
 
 
 def summarize(entry: StepLogEntry) -> StepSummary:
@@ -288,6 +292,7 @@ def summarize(entry: StepLogEntry) -> StepSummary:
             sum(length > place for length in lengths) for place in range(max(lengths, default=0))
         ),
         gave_way=None if step.promise is None else step.promise.gave_way,
+        adapters=step.adapters or NO_ADAPTERS,
     )
 
 

@@ -37,6 +37,15 @@ class ServedAdapters:
             )
         self._known[adapter.name] = adapter
 
+    @property
+    def known(self) -> tuple[AdapterFolder, ...]:
+        """All but those that are only in the folder."""
+        return tuple(self._known.values())
+
+    def replace(self, adapters: Iterable[AdapterFolder]) -> None:
+        """These are all that are known from here on."""
+        self._known = {one.name: one for one in adapters}
+
     def remove(self, name: str) -> bool:
         """Whether there was one; those of the folder stay."""
         return self._known.pop(name, None) is not None

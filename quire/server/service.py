@@ -31,7 +31,7 @@ from quire.server.guard.auth import owner_of
 from quire.server.guard.counts import Counts
 from quire.server.guard.quotas import Quotas, limits_by_owner
 from quire.server.link.engine_client import Engines, unavailable
-from quire.server.link.messages import Ready
+from quire.server.link.messages import AdapterFolder, Ready
 from quire.server.stored.store import OwnResponses, ResponseStore, open_store
 from quire.server.tasks import BatchedCallbacks
 
@@ -48,11 +48,13 @@ _PROMPT_FIELDS = ("prompt", "text", "token_ids")
 
 
 class OtherProcesses(Protocol):
-    """What the HTTP workers know about requests."""
+    """What the HTTP workers know about requests, and are told of adapters."""
 
     async def find_record(self, an_id: str, owner: str | None) -> RequestRecord | None: ...
 
     async def newest_records(self, count: int, owner: str | None) -> list[RequestRecord]: ...
+
+    async def share_adapters(self, adapters: tuple[AdapterFolder, ...]) -> None: ...
 
 
 class GenerationService:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from quire.engine import Scheduler, SchedulerConfig, make_requests
+from quire.observe.packed_entry import pack, unpack
+from quire.observe.prometheus import ServerMetrics
+from quire.observe.step_lines import LineReader, LineWriter
+from quire.observe.step_log import summarize
 from quire.sampling_params import ResolvedTokens, SamplingParams
-from quire.step import Step, StepResult
+from quire.step import Step, StepAdapters, StepLogEntry, StepResult
+from quire.tools.explain.explain import explain_request
+from quire.tools.explain.text import explanation_text
 
 
 def scheduler(max_loras: int = 2, max_num_seqs: int = 4) -> Scheduler:
@@ -21,7 +27,7 @@ def scheduler(max_loras: int = 2, max_num_seqs: int = 4) -> Scheduler:
 
 def add(engine: Scheduler, name: str, adapter: str, max_tokens: int = 4) -> None:
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
-    resolved = ResolvedTokens(adapter=adapter)
+    resolved = ResolvedTokens(adapter=adapter, adapter_name=adapter.lower())
     for request in make_requests(name, [1, 2, 3], params, 0, resolved=resolved):
         engine.add(request, 0.0)
 
@@ -31,6 +37,17 @@ def step(engine: Scheduler) -> Step:
     tokens = {entry.request_id: (7,) for entry in made.scheduled if entry.samples}
     engine.commit(made, StepResult(made.step_id, tokens), 0.0)
     return made
+
+
+def logged(engine: Scheduler) -> list[StepLogEntry]:
+    """All steps, of a second each, with their results."""
+    found: list[StepLogEntry] = []
+    while not (made := engine.schedule(number := float(len(found)))).is_empty:
+        tokens = {entry.request_id: (7,) for entry in made.scheduled if entry.samples}
+        result = StepResult(made.step_id, tokens)
+        engine.commit(made, result, number + 1.0)
+        found.append(StepLogEntry(made, result, None, number + 1.0))
+    return found
 
 
 def admitted(made: Step) -> list[str]:
@@ -82,10 +99,50 @@ def test_blocks_of_different_adapters_have_different_names() -> None:
     params = SamplingParams(max_tokens=2, temperature=0)
     cached = {}
     for name, adapter in (("a", "A"), ("b", "B"), ("plain", ""), ("a again", "A")):
-        resolved = ResolvedTokens(adapter=adapter)
+        resolved = ResolvedTokens(adapter=adapter, adapter_name=adapter.lower())
         (request,) = make_requests(name, list(range(40)), params, 0, resolved=resolved)
         engine.add(request, 0.0)
         while engine.has_work:
             step(engine)
         cached[name] = request.cached_tokens
     assert cached == {"a": 0, "b": 0, "plain": 0, "a again": 32}
+
+
+def test_steps_say_who_has_and_who_waits_for_adapters() -> None:
+    engine = scheduler()
+    for name, adapter in (("a", "A"), ("b", "B"), ("c", "C"), ("c2", "C"), ("plain", "")):
+        add(engine, name, adapter)
+    first, *_, last = logged(engine)
+    assert first.step.adapters == StepAdapters(("a", "b"), ("c",), 2)
+    assert last.step.adapters is None
+    assert unpack(pack(first)) == first
+    line = LineWriter().encode(first)
+    assert LineReader().decode(line) == first
+    assert "adapters" not in LineWriter().encode(last)
+
+
+def test_metrics_say_who_has_and_who_waits_for_adapters() -> None:
+    engine = scheduler()
+    for name, adapter in (("a", "A"), ("b", "B"), ("c", "C"), ("c2", "C")):
+        add(engine, name, adapter)
+    first, *_, last = [summarize(entry) for entry in logged(engine)]
+    metrics = ServerMetrics("m")
+    metrics.steps([first], 100)
+    text = metrics.text().decode()
+    info = next(line for line in text.splitlines() if line.startswith("vllm:lora_requests_info"))
+    assert 'running_lora_adapters="a,b"' in info
+    assert 'waiting_lora_adapters="c"' in info
+    assert 'reason="adapter"} 2.0' in text
+    metrics.steps([last], 100)
+    text = metrics.text().decode()
+    assert "vllm:lora_requests_info{" not in text
+    assert 'reason="adapter"} 0.0' in text
+
+
+def test_an_explanation_says_that_a_request_waited_for_its_adapter() -> None:
+    engine = scheduler(max_loras=1)
+    add(engine, "a", "A")
+    add(engine, "b", "B")
+    found = explanation_text(explain_request(logged(engine), "b"))
+    assert "room for its adapter" in found
+    assert "The adapter b answered it." in found

@@ -192,3 +192,44 @@ def test_loading_under_load_gives_no_wrong_answer(
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(ask, range(36)))
     manage(server, "unload", lora_name="later")
+
+
+@pytest.mark.slow  # servers of their own, of several processes each
+@pytest.mark.parametrize("processes", [{"http_workers": 2}, {"replicas": 2}], ids=str)
+def test_every_process_knows_what_was_loaded_when_the_answer_comes(
+    small_model: str,
+    folders: dict[str, Path],
+    expected: dict[str | None, list[int]],
+    processes: dict[str, Any],
+) -> None:
+    with Server(
+        model=small_model,
+        engine=SMALL_ENGINE,
+        served_model_names=["small"],
+        adapters=(("given", str(folders["given"])),),
+        api_keys=[KEY],
+        admin_keys=[ADMIN],
+        **processes,
+    ) as server:
+
+        def statuses() -> set[int]:
+            with ThreadPoolExecutor(8) as threads:
+                found = list(threads.map(lambda _: complete(server, "later"), range(16)))
+            for one in found:
+                if one.status_code == 200:
+                    assert one.json()["choices"][0]["token_ids"] == expected["later"]
+            return {one.status_code for one in found}
+
+        assert answer(server, "given") == expected["given"]
+        for _ in range(3):
+            assert statuses() == {404}
+            body = {"lora_name": "later", "lora_path": str(folders["later"])}
+            assert manage(server, "load", KEY, **body).status_code == 403
+            loaded = manage(server, "load", **body)
+            assert loaded.status_code == 200, loaded.text
+            assert statuses() == {200}
+            assert manage(server, "unload", lora_name="later").status_code == 200
+        num_engines = processes.get("replicas", 1)
+        assert server.log.count("adapter later: rank 4") == 3 * num_engines
+        assert manage(server, "unload", lora_name="given").status_code == 200
+        assert complete(server, "given").status_code == 404

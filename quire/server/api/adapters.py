@@ -67,6 +67,7 @@ async def load_adapter(request: Request) -> Response:
     if "error" in found:
         raise ApiError(400, f"lora_path: {found['error']}", field="lora_path", code="invalid_value")
     service.adapters.add(adapter)
+    await _tell_others(service)
     logger.info("adapter %s was loaded: rank %d", name, found["rank"])
     return JsonResponse({"status": "success", "lora_name": name, **found})
 
@@ -85,9 +86,16 @@ async def unload_adapter(request: Request) -> Response:
         raise ApiError(
             404, f"lora_name: there is no adapter {shown!r}", field="lora_name", code="not_found"
         )
+    await _tell_others(service)
     service.client.unload_adapter(body.lora_name)
     logger.info("adapter %s was unloaded", body.lora_name)
     return JsonResponse({"status": "success", "lora_name": body.lora_name})
+
+
+async def _tell_others(service: GenerationService) -> None:
+    """Returns when every process that takes requests knows which adapters there are."""
+    if service.other_processes is not None:
+        await service.other_processes.share_adapters(service.adapters.known)
 
 
 def _administered(request: Request) -> GenerationService:
@@ -96,10 +104,6 @@ def _administered(request: Request) -> GenerationService:
     """
     service = get_service(request)
     config = service.config
-    if config.http_workers > 1:
-        raise ApiError(
-            501, "adapters can't be loaded with --http-workers: use --lora-dir", code="unsupported"
-        )
     is_allowed = seen_by(request.scope) is None if config.api_keys else not config.is_public
     if not is_allowed:
         raise ApiError(

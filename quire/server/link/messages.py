@@ -334,11 +334,19 @@ class Ping(msgspec.Struct, tag="ping"):
     """To a worker: does it live? Answered with nothing."""
 
 
+class Adapters(msgspec.Struct, tag="adapters"):
+    """To a worker: all adapters that have a name now. Answered with nothing when requests that the
+    worker takes from then on know them.
+    """
+
+    adapters: tuple[AdapterFolder, ...]
+
+
 class Ask(msgspec.Struct, tag="ask"):
     """Answered by `Answer` with the same ticket."""
 
     ticket: int
-    question: Store | Recall | Find | Newest | Ping
+    question: Store | Recall | Find | Newest | Ping | Adapters
 
 
 class Answer(msgspec.Struct, tag="answer"):

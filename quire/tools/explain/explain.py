@@ -259,6 +259,9 @@ class _Explanation:
             and any(one.start + one.num_tokens for one in siblings)
         ):
             return "the first answer to the same prompt, which computes it"
+        own = {one.resolved.adapter_name for _, one in self._life.admissions} - {""}
+        if step.adapters is not None and own.intersection(step.adapters.waiting):
+            return "room for its adapter: running requests had all of max_loras"
         if step.num_running >= self._limits.max_num_seqs:
             return "a row: all were taken"
         if step.num_tokens >= self._limits.max_batched_tokens:

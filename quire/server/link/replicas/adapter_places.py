@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from typing import Any
 
 from quire.server.link.replicas.router import PrefixRouter
 
@@ -31,3 +33,15 @@ class AdapterPlaces:
             return None
         least = min(router.num_answers(replica) for replica in among)
         return at if router.num_answers(at) <= 2 * least + 4 else None
+
+
+async def answer_of_all(asked: Sequence[Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+    """What engines that were asked to read an adapter say: the error of one, if it has one. Those that
+    can't answer (they are gone, or too busy) read it when they need it, if others could.
+    """
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    answers = [one for one in found if not isinstance(one, BaseException)]
+    for one in found:
+        if isinstance(one, BaseException) and not answers:
+            raise one
+    return next((one for one in answers if "error" in one), answers[0])

@@ -19,7 +19,7 @@ from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.link import messages
 from quire.server.link.engine_client import EngineClient, Listener, State, unavailable
-from quire.server.link.replicas.adapter_places import AdapterPlaces
+from quire.server.link.replicas.adapter_places import AdapterPlaces, answer_of_all
 from quire.server.link.replicas.metrics import PoolMetrics
 from quire.server.link.replicas.relay import Relay, bind_to
 from quire.server.link.replicas.router import PrefixRouter
@@ -249,12 +249,14 @@ class ReplicaPool:
         return None
 
     async def load_adapter(self, adapter: messages.AdapterFolder) -> dict[str, Any]:
-        """By one of them, which says what is wrong with it; the others read it when they need it."""
+        """By all that are there; what one of them finds wrong with it is wrong. One that comes later
+        reads it when it needs it.
+        """
         live = [replica for replica in self.replicas if replica.state == "ready"]
         if not live:
             raise unavailable()
         self._adapters.note(adapter.name, live[0].number)
-        return await live[0].load_adapter(adapter)
+        return await answer_of_all([replica.load_adapter(adapter) for replica in live])
 
     def unload_adapter(self, name: str) -> None:
         self._adapters.forget(name)

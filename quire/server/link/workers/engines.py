@@ -31,6 +31,7 @@ class RemoteEngines:
         self.on_drain: Callable[[], None] = lambda: None
         self.on_find: Callable[[str, str | None], dict[str, Any] | None] = lambda *_: None
         self.on_newest: Callable[[int, str | None], list[dict[str, Any]]] = lambda *_: []
+        self.on_adapters: Callable[[tuple[messages.AdapterFolder, ...]], None] = lambda _: None
         self.lost = asyncio.get_running_loop().create_future()
         """Done when the channel is closed."""
         self._loop = asyncio.get_running_loop()
@@ -109,6 +110,9 @@ class RemoteEngines:
                 self.send(messages.Answer(message.ticket, self.on_find(an_id, owner)))
             case messages.Ask(question=messages.Newest(count, owner)):
                 self.send(messages.Answer(message.ticket, self.on_newest(count, owner)))
+            case messages.Ask(question=messages.Adapters(adapters)):
+                self.on_adapters(adapters)
+                self.send(messages.Answer(message.ticket))
             case messages.Ask():
                 self.send(messages.Answer(message.ticket))
             case messages.Drain():

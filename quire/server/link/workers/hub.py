@@ -11,6 +11,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from quire.observe.request_records import RequestRecord
@@ -21,7 +22,7 @@ from quire.server.config import ServerConfig, encode_config
 from quire.server.guard.counts import Counts
 from quire.server.guard.quotas import Quotas, limits_by_owner
 from quire.server.link.engine_client import Engines
-from quire.server.link.messages import Drain, WorkerConfig
+from quire.server.link.messages import AdapterFolder, Drain, WorkerConfig
 from quire.server.link.workers.relay import WorkerLink
 from quire.server.service import GenerationService
 
@@ -131,6 +132,12 @@ class WorkerHub:
         asking = [link.newest_records(count, owner) for link in self._listening()]
         return [record for records in await asyncio.gather(*asking) for record in records]
 
+    async def share_adapters(self, adapters: tuple[AdapterFolder, ...]) -> None:
+        """Every worker hears of them; one that is being started finds them in front of its first
+        request.
+        """
+        await asyncio.gather(*(link.tell_adapters(adapters) for link in self._links.values()))
+
     # Inside
 
     def _workers(self) -> range:
@@ -195,11 +202,9 @@ class WorkerHub:
         link = WorkerLink(client, service.responses, self._on_listening, child.kill)
         self._links[worker] = link
         await link.open(child.connection)
-        link.send(
-            WorkerConfig(
-                encode_config(self._config), worker, listener, str(self.folder), client.ready
-            )
-        )
+        adapters = tuple((one.name, one.path) for one in service.adapters.known)
+        config = encode_config(replace(self._config, adapters=adapters))
+        link.send(WorkerConfig(config, worker, listener, str(self.folder), client.ready))
         return await child.ended()
 
     async def _watch(self) -> None:

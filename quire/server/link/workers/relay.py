@@ -84,7 +84,11 @@ class WorkerLink:
         found = await self._ask(messages.Newest(count, owner))
         return [RequestRecord(**one) for one in found or ()]
 
-    async def _ask(self, question: messages.Find | messages.Newest) -> Any:
+    async def tell_adapters(self, adapters: tuple[messages.AdapterFolder, ...]) -> None:
+        """Returns when the worker knows them; one that does not say so in time hears of them later."""
+        await self._ask(messages.Adapters(adapters))
+
+    async def _ask(self, question: messages.Find | messages.Newest | messages.Adapters) -> Any:
         """The worker's answer; None if it does not say in time."""
         try:
             return await self._tickets.ask(

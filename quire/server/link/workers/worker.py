@@ -22,6 +22,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.observe.shared_metrics import Numbers
 from quire.observe.tracing import Tracing
 from quire.process.child import end_with_parent, ignore_terminal_signals
+from quire.server.adapters import ServedAdapters
 from quire.server.app import create_app
 from quire.server.config import ServerConfig, decode_config
 from quire.server.guard.counts import Counts
@@ -86,6 +87,8 @@ async def _serve(
 ) -> None:
     folder = Path(first.folder)
     engines = RemoteEngines(first.ready)
+    adapters = ServedAdapters(config.adapters, config.adapter_folder)
+    engines.on_adapters = adapters.replace
     await engines.open(connection)
     counts = Counts(folder / "counts", first.worker, config.http_workers + 1)
     quotas = Quotas(
@@ -99,6 +102,7 @@ async def _serve(
     service = GenerationService(
         config, tokenizer, client, first.ready, metrics, tracing, store, counts, quotas
     )
+    service.adapters = adapters
     app = Forward(create_app(service), str(folder / "inner"))
     server = _Server(
         http_settings(config, app, counts), socket.socket(fileno=first.listener), counts
