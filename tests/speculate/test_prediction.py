@@ -117,6 +117,12 @@ KINDS = {
         {"first_k_dense_replace": 0},
         is_behind=True,
     ),
+    "glm4_moe": Kind(
+        transformers.Glm4MoeConfig,
+        {**_LATENT, "num_key_value_heads": 2, "head_dim": 16, "first_k_dense_replace": 1},
+        {"first_k_dense_replace": 0},
+        is_behind=True,
+    ),
     "glm4_moe_lite": Kind(
         transformers.Glm4MoeLiteConfig,
         {**_LATENT, "mlp_layer_types": ["dense", "sparse"]},
