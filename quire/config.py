@@ -284,12 +284,14 @@ class EngineConfig:
     """
     speculation: str = check.pattern(
         "off",
-        r"off|ngram|self|draft:.+",
-        "off, ngram, self or draft:MODEL",
-        help="Draft tokens and check several at once: from repetitions, 4-bit weights or a model. Same answers.",
+        r"off|ngram|self|mtp|draft:.+",
+        "off, ngram, self, mtp or draft:MODEL",
+        help="Draft tokens and check several at once: from repetitions, 4-bit weights, a layer for it or a model. "
+        "Same answers.",
     )
     """ngram: what followed the last time the same tokens occurred in the text; self: the same
-    weights in 4 bits; draft:MODEL: a smaller model with the same vocabulary.
+    weights in 4 bits; mtp: the checkpoint's own layer for multi-token prediction; draft:MODEL: a
+    smaller model with the same vocabulary.
     """
     num_speculative_tokens: int | None = check.whole(
         None,

@@ -26,6 +26,7 @@ from quire.models.decoder import Decoder
 from quire.models.load import Progress, load_planned, open_model, reading
 from quire.models.names import drafting_names, names_not_for_text
 from quire.models.parameters import WeightSource
+from quire.models.prediction import Predictor, prediction_files
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
 from quire.process import gc_pauses
@@ -88,11 +89,13 @@ def load_model(
     with ThreadPoolExecutor(1, "device") as beside:
         initialising = beside.submit(device.initialise)
         # The tokenizer takes long and holds the interpreter's lock.
-        files, tokenizer = _open(source, config.skip_tokenizer_init)
+        files, tokenizer = _open(source, config.skip_tokenizer_init, config.speculation == "mtp")
     try:
         initialising.result()
         # of engines that were here before: the plan counts what is free
         device.return_freed_memory()
+        if config.speculation == "mtp":  # found missing before weights are read
+            prediction_files(files)
         weights = _choose(files, config, device, share)
         scheduler_config(
             config, expected_plan(weights, config), config.limits(on_gpu=device.is_gpu)
@@ -153,6 +156,8 @@ def _load_draft(
         )
         drafter = load_planned(plan, config.max_model_len, wrap_source=share.source_of(whole))
         return Draft(drafter, False, f"drafts by itself in {plan.describe()}")
+    if config.speculation == "mtp":
+        return _load_predictor(config, weights, decoder)
     if not config.speculation.startswith("draft:"):
         return None
     source = resolve(config.speculation.removeprefix("draft:"))
@@ -193,6 +198,22 @@ def _load_draft(
         files.checkpoint.close()
 
 
+def _load_predictor(config: EngineConfig, weights: WeightPlan, decoder: Decoder) -> Draft:
+    """The checkpoint's layer for multi-token prediction."""
+    if config.tensor_parallel_size > 1:
+        raise InvalidRequestError(
+            "speculation",
+            "is mtp, which tensor_parallel_size > 1 does not have yet: use ngram or self",
+        )
+    files = prediction_files(weights.files)
+    plan = plan_weights(files, weights.kernels, weights.dtype, weights.device, config.quantization)
+    with reading(plan) as loaded:
+        predictor = Predictor(files.spec, decoder, loaded)
+    return Draft(
+        predictor, False, f"drafts by its layer for multi-token prediction ({plan.describe()})"
+    )
+
+
 def open_tokenizer(source: ModelSource) -> Tokenizer:
     """A model's tokenizer alone, for a process that does not need the weights."""
     files, tokenizer = _open(source, without_text=False)
@@ -200,16 +221,19 @@ def open_tokenizer(source: ModelSource) -> Tokenizer:
     return tokenizer
 
 
-def _open(source: ModelSource, without_text: bool) -> tuple[ModelFiles, Tokenizer]:
+def _open(
+    source: ModelSource, without_text: bool, predicts: bool = False
+) -> tuple[ModelFiles, Tokenizer]:
+    """`predicts`: its layers for multi-token prediction are used."""
     files = open_model(source.path)
     names = files.checkpoint.tensors.keys()
     if left_out := names_not_for_text(files.spec, names):
         logger.warning(
             "%s: %d tensors for images are left out: only text is read", source.name, len(left_out)
         )
-    if left_out := drafting_names(files.spec, names):
+    if not predicts and (left_out := drafting_names(files.spec, names)):
         logger.warning(
-            "%s: %d tensors of layers for multi-token prediction are left out: they draft nothing here",
+            "%s: %d tensors of layers for multi-token prediction are left out: speculation=mtp drafts with them",
             source.name,
             len(left_out),
         )

@@ -22,16 +22,19 @@ from quire.kernels.weights import Weight
 from quire.models.adapters import AdapterLoader
 from quire.models.config_parts import plain_attention
 from quire.models.decoder import Decoder
+from quire.models.prediction import Predictor
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec, RopeSpec, SideBySide
 from quire.observe.step_log import StepLog
 from quire.runner.adapters import AdapterSlots
 from quire.runner.kv_cache import KVCache
 from quire.runner.layer_groups import LayerGroups
+from quire.runner.prediction import PredictingDrafter
 from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner
 from quire.sampling.metadata import Indices
 from quire.sampling_params import ResolvedTokens, SamplingParams
+from quire.speculate.speculator import Speculator
 from quire.step import ScheduledRequest, TokenLogprob
 
 _LAYER = LayerSpec(plain_attention(4, 2, 16), RopeSpec(), MlpSpec(96))
@@ -188,14 +191,13 @@ here.
 """
 
 
-def random_decoder(
+def random_weights(
     spec: ModelSpec,
-    kernels: Kernels,
     dtype: torch.dtype,
     seed: int = 0,
     device: str = "cpu",
     quantize: Callable[[Tensor], Weight] | None = None,
-) -> Decoder:
+) -> dict[str, Weight]:
     """Weights large enough that answers wander and no two tokens look alike. Matrices are quantised
     on request.
     """
@@ -208,7 +210,18 @@ def random_decoder(
         is_matrix = is_matrix and not parameter.stays_plain
         plain = value if parameter.keep_float32 else value.to(dtype)
         loaded[name] = quantize(value) if quantize and is_matrix else Weight.dense(plain.to(device))
-    return Decoder(spec, kernels, loaded, dtype)
+    return loaded
+
+
+def random_decoder(
+    spec: ModelSpec,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    seed: int = 0,
+    device: str = "cpu",
+    quantize: Callable[[Tensor], Weight] | None = None,
+) -> Decoder:
+    return Decoder(spec, kernels, random_weights(spec, dtype, seed, device, quantize), dtype)
 
 
 @dataclass
@@ -249,10 +262,15 @@ class Bench:
         adapters: Sequence[Path] = (),
         max_loras: int = 3,
         loader: AdapterLoader | None = None,
+        predictor: Predictor | None = None,
+        num_drafts: int = 0,
     ) -> None:
         dtype = cache_dtype or decoder.dtype
+        spec, device = decoder.spec, decoder.device
+        if predictor is not None:
+            spec = replace(spec, layers=(*spec.layers, *predictor.spec.layers))
         groups = LayerGroups.of(
-            decoder.spec, block_size, dtype, decoder.kernels.keys_at_once, 1024, decoder.dtype
+            spec, block_size, dtype, decoder.kernels.keys_at_once, 1024, decoder.dtype
         )
         if groups.state is not None:  # often enough to be met, and room for some
             groups = replace(groups, state=groups.state._replace(interval=2 * groups.state.chunk))
@@ -272,7 +290,6 @@ class Bench:
             state=groups.state,
             max_loras=max_loras,
         )
-        spec, device = decoder.spec, decoder.device
         by_dimension = decoder.kernels.keys_by_dimension(dtype, block_size)
         cache = KVCache(
             spec, num_blocks, num_host_blocks, block_size, dtype, device, by_dimension, groups
@@ -281,8 +298,8 @@ class Bench:
             for part in parts:
                 if part.dtype.is_floating_point:
                     part.fill_(float("nan"))
-        for number, part in enumerate(groups.carried):
-            for head in range(part.heads):
+        for number, stored in enumerate(groups.carried):
+            for head in range(stored.heads):
                 cache.state_head(number, head)[1].fill_(float("nan"))
         num_state_blocks = 0 if groups.state is None else groups.state.num_blocks
         rows = RequestRows(max_num_seqs, 1024, block_size, device, groups.heads, num_state_blocks)
@@ -295,12 +312,22 @@ class Bench:
         if adapters:
             loader = loader or AdapterLoader(decoder, spec)
             slots = AdapterSlots(decoder, max_loras, max_num_seqs, loader)
-        self.runner = Runner(decoder, cache, rows, graphs=graphs, adapters=slots)
+        drafter: PredictingDrafter | None = None
+        if predictor is not None:
+            behind = cache.layers[len(decoder.spec.mixers) :]
+            drafter = PredictingDrafter(predictor, decoder, behind, rows)
+            propose = Speculator(spec.vocab_size, runner_drafts=True, num_tokens=num_drafts).propose
+        self.runner = Runner(decoder, cache, rows, graphs=graphs, drafter=drafter, adapters=slots)
         self.adapters = ["", *(self.runner.load_adapter(one).digest for one in adapters)]
         """Digests; the first is none."""
         self.log = StepLog()
         self.core = EngineCore(
-            Scheduler(config, propose=propose), self.runner, depth, on_step=self.log.append
+            Scheduler(
+                config, propose=propose, num_drafts=(lambda _: num_drafts) if num_drafts else None
+            ),
+            self.runner,
+            depth,
+            on_step=self.log.append,
         )
         self._preempt_every = preempt_every
         self._observes = observes

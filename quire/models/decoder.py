@@ -271,9 +271,9 @@ class DecoderLayer:
         """Attention and MLP."""
         if not self.has_mixers:
             assert self.mlp is not None
-            normed, residual = _enter(batch, x, residual, self.mlp_norm)
+            normed, residual = enter(batch, x, residual, self.mlp_norm)
             return self._leave(batch, self.mlp(batch, normed), self.mlp_post_norm), residual
-        normed, residual = _enter(batch, x, residual, self.attention_norm)
+        normed, residual = enter(batch, x, residual, self.attention_norm)
         attended = self._leave(
             batch, self.attention(batch, normed, caches), self.attention_post_norm
         )
@@ -282,7 +282,7 @@ class DecoderLayer:
         if self.parallel:
             normed = normed if self.mlp_norm is None else self.mlp_norm(batch, residual)
             return batch.kernels.scale_add(self.mlp(batch, normed), self.scale, attended), residual
-        normed, residual = _enter(batch, attended, residual, self.mlp_norm)
+        normed, residual = enter(batch, attended, residual, self.mlp_norm)
         output = self.mlp(batch, normed)
         if self.experts is not None:
             output = self.experts(batch, residual, output)
@@ -296,7 +296,7 @@ class DecoderLayer:
         return x if self.scale == 1 else batch.kernels.scale_add(x, self.scale)
 
 
-def _enter(
+def enter(
     batch: Batch, x: Tensor, residual: Tensor | None, norm: Norm | None
 ) -> tuple[Tensor, Tensor]:
     """Adds x to the residual stream; returns its norm, which attention or MLP takes as input, and
@@ -396,7 +396,7 @@ class Decoder:
             end = first + len(layer.attention.parts)
             x, residual = layer(batch, x, residual, caches[first:end])
             first = end
-        return _enter(batch, x, residual, self.final_norm)[0]
+        return enter(batch, x, residual, self.final_norm)[0]
 
     def embed(self, batch: Batch, token_ids: Tensor) -> Tensor:
         """What the first layer takes of int64 token_ids [rows]."""

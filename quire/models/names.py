@@ -221,6 +221,24 @@ def _under(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
+def prediction_pieces(
+    spec: ModelSpec, present: Collection[str], norm: str, further: Mapping[str, str]
+) -> Iterator[Piece]:
+    """The tensors of layers for multi-token prediction, called `mtp.layers.0` and so on; `norm` and
+    `further` are the names of those that are in no layer.
+    """
+    family = family_named(spec.family)
+    return _pieces(
+        spec,
+        _Ends("", norm, "", further),
+        "mtp.layers",
+        {**_HUGGINGFACE, **family.names},
+        family.interleaved_rope,
+        present,
+        family.stacked_names,
+    )
+
+
 def gguf_pieces(spec: ModelSpec, present: Collection[str] = ()) -> Iterator[Piece]:
     """Which tensor of a GGUF file belongs to which parameter."""
     family, ends = family_named(spec.family), _Ends("token_embd", "output_norm", "output")

@@ -272,6 +272,11 @@ class ModelSpec:
     """Logits become cap * tanh(logit / cap); 0: no cap."""
     cache: StoredCache = UNSAID
     """What the checkpoint says about the format of cached keys and values."""
+    passes_on: Literal["", "normed", "stream"] = ""
+    """Of layers for multi-token prediction, which take hidden states of a model and the embeddings of
+    the tokens behind them, and have its embedding and head: what the next token takes of them, their
+    final hidden state or the residual stream before its norm. "": a model of its own.
+    """
 
     @property
     def num_layers(self) -> int:
@@ -300,15 +305,17 @@ class ModelSpec:
 
     def parameters(self) -> dict[str, Parameter]:
         """Names and shapes of all parameters of the decoder."""
-        found = {
-            "embedding": Parameter((self.vocab_size, self.hidden_size)),
-            **dict(self._norm("final_norm")),
-        }
+        found = dict(self._norm("final_norm"))
+        if self.passes_on:
+            found |= dict(self._norm("token_norm")) | dict(self._norm("hidden_norm"))
+            found |= dict(_linear("joined", 2 * self.hidden_size, (self.hidden_size,)))
+        else:
+            found["embedding"] = Parameter((self.vocab_size, self.hidden_size))
         if self.num_learned_positions:
             found[POSITIONS] = Parameter((self.num_learned_positions, self.hidden_size))
         if self.embedding_norm:
             found |= dict(self._norm("embedding_norm"))
-        if not self.tie_embeddings:
+        if not self.tie_embeddings and not self.passes_on:
             found["head"] = Parameter((self.vocab_size, self.hidden_size))
         if self.head_bias:
             found["head_bias"] = Parameter((self.vocab_size,))

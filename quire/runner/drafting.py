@@ -16,6 +16,7 @@ token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -31,6 +32,58 @@ from quire.sampling.sampler import Sampler
 from quire.step import ScheduledRequest, Step
 
 Graphs = DecodeGraphs | RecordedSteps
+
+
+class WantedDrafts(NamedTuple):
+    """The requests of a step that want drafts after the tokens it sampled."""
+
+    entries: Sequence[ScheduledRequest]
+    rows: Indices
+    counts: Indices
+    """How many drafts each wants."""
+    positions: Indices
+    """Of each request's last sampled token, which the model has not computed yet."""
+
+    @classmethod
+    def of(
+        cls, scheduled: Sequence[ScheduledRequest], tokens: Mapping[str, Sequence[int]]
+    ) -> WantedDrafts | None:
+        """Those of a step that sampled `tokens`; None if there are none."""
+        wanted = [entry for entry in scheduled if entry.num_drafts and entry.request_id in tokens]
+        if not wanted:
+            return None
+        ends = [
+            e.start + e.num_tokens - len(e.draft_tokens) + len(tokens[e.request_id]) - 1
+            for e in wanted
+        ]
+        rows, counts = ([getattr(one, name) for one in wanted] for name in ("row", "num_drafts"))
+        return cls(wanted, *(np.array(one, np.int64) for one in (rows, counts, ends)))
+
+    def active(self, number: int) -> Indices:
+        """The indices of those that want more drafts than this."""
+        return np.flatnonzero(self.counts > number)
+
+    def choose(
+        self, number: int, logits: Tensor, sampler: Sampler, request_rows: RequestRows
+    ) -> None:
+        """Samples draft `number` of those who want it, as the model's tokens are sampled, and writes
+        it into the request rows.
+        """
+        active = self.active(number)
+        metadata = sampler.metadata(
+            self.rows[active], self.positions[active] + number + 1, request_rows.token_ids
+        )
+        sampled = sampler.sample(logits.float(), metadata).token_ids
+        request_rows.write_tokens(metadata.request_rows, metadata.positions, sampled)
+
+    def read(self, request_rows: RequestRows) -> dict[str, tuple[int, ...]]:
+        """All drafts, from the request rows, so that the device is waited for once."""
+        offsets = np.minimum(np.arange(self.counts.max()), self.counts[:, None] - 1)
+        row, place = request_rows.uploader.upload(
+            self.rows[:, None], self.positions[:, None] + 1 + offsets
+        )
+        drafts = zip(self.entries, request_rows.token_ids[row, place].tolist(), strict=True)
+        return {entry.request_id: tuple(own[: entry.num_drafts]) for entry, own in drafts}
 
 
 class ModelDrafter:
@@ -64,10 +117,16 @@ class ModelDrafter:
                     admission.num_cached_tokens + admission.num_host_tokens
                 )
 
-    def follow(self, shape: BatchShape, batch: InputBatch) -> None:
+    takes_hidden = False
+
+    def follow(
+        self, shape: BatchShape, batch: InputBatch | None, hidden: Tensor | None, lag: Tensor | None
+    ) -> None:
         """Fills the drafter's own cache from a step's batch, if that has prompt chunks. Single
         tokens are computed by `_catch_up` when drafts are wanted after them.
         """
+        if batch is None:  # all are single tokens: no graph computes prompts beside a drafter
+            return
         if self._num_computed is not None and (shape.counts > 1 + shape.num_draft_tokens).any():
             self._decoder(batch.token_ids, batch.positions, batch.paged, self._cache.layers)
             known = shape.starts + shape.counts - shape.num_draft_tokens
@@ -83,44 +142,25 @@ class ModelDrafter:
         """Drafts tokens after the `tokens` that a step sampled: `num_drafts` for each scheduled
         request.
         """
-        wanted = [entry for entry in scheduled if entry.num_drafts and entry.request_id in tokens]
-        if not wanted:
+        wanted = WantedDrafts.of(scheduled, tokens)
+        if wanted is None:
             return {}
-        rows = np.array([entry.row for entry in wanted], np.int64)
-        counts = np.array([entry.num_drafts for entry in wanted])
-        # The position of each request's last sampled token, which has no keys and values yet.
-        ends = [
-            e.start + e.num_tokens - len(e.draft_tokens) + len(tokens[e.request_id]) - 1
-            for e in wanted
-        ]
-        positions = np.array(ends, np.int64)
+        rows, counts, positions = wanted.rows, wanted.counts, wanted.positions
         self._catch_up(rows, positions)
         is_plain = sampler.asks_nothing(rows.tolist())
         for number in range(int(counts.max())):
-            active = np.flatnonzero(counts > number)
-            logits, is_sampled = self._decode(_decodes(rows[active], positions[active] + number))
+            active = wanted.active(number)
+            logits, is_sampled = self._decode(
+                single_tokens(rows[active], positions[active] + number)
+            )
             if is_sampled and is_plain:
                 continue
-            metadata = sampler.metadata(
-                rows[active], positions[active] + number + 1, self._request_rows.token_ids
-            )
-            sampled_rows = sampler.sample(logits.float(), metadata).token_ids
-            self._request_rows.write_tokens(metadata.request_rows, metadata.positions, sampled_rows)
+            wanted.choose(number, logits, sampler, self._request_rows)
         if self._num_computed is not None:
             self._num_computed[rows] = positions + counts
         if self._graphs is not None:
             self._graphs.capture_next()
-        # All drafts are read from the request rows at the end, so that the device is waited for
-        # once.
-        token_ids, offsets = (
-            self._request_rows.token_ids,
-            np.minimum(np.arange(counts.max()), counts[:, None] - 1),
-        )
-        row, place = self._request_rows.uploader.upload(
-            rows[:, None], positions[:, None] + 1 + offsets
-        )
-        drafts = zip(wanted, token_ids[row, place].tolist(), strict=True)
-        return {entry.request_id: tuple(own[: entry.num_drafts]) for entry, own in drafts}
+        return wanted.read(self._request_rows)
 
     def sleep(self) -> None:
         """Gives memory back. The weights are kept in host memory at any level: nobody loads these
@@ -159,7 +199,7 @@ class ModelDrafter:
         row, place = rows[owners], begins[owners] + offsets
         at, following = self._request_rows.uploader.upload(row, place + 1)
         known = self._request_rows.token_ids[at, following]
-        self._decode(_decodes(row, place))
+        self._decode(single_tokens(row, place))
         # a graph samples, and has overwritten these tokens
         self._request_rows.token_ids[at, following] = known
 
@@ -177,7 +217,7 @@ class ModelDrafter:
         ), False
 
 
-def _decodes(rows: Indices, positions: Indices) -> BatchShape:
+def single_tokens(rows: Indices, positions: Indices) -> BatchShape:
     """A step in which each row computes one token."""
     every = np.ones(len(rows), np.bool_)
     numbers = [values.astype(np.int32) for values in (rows, positions, every)]

@@ -53,6 +53,8 @@ class DecodeOutput:
     """
     logits: Tensor
     """[rows, vocab] in the model's dtype, not changed by sampling; the next step overwrites it."""
+    hidden: Tensor | None = None
+    """[rows, hidden]: final hidden states, of recorded steps; the next step overwrites them."""
 
 
 class DecodeGraphs:

@@ -163,7 +163,7 @@ class RecordedSteps:
             hidden = self._decoder(token_ids, places, paged, self._caches, adapters)
             logits = self._decoder.logits(hidden, adapters=adapters)
             sampled = request_rows.sample(self._decoder.kernels, logits, rows, lengths)
-            found.append(DecodeOutput(sampled, logits))
+            found.append(DecodeOutput(sampled, logits, hidden))
 
         replay = self._record(compute)
         if replay is None:

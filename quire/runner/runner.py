@@ -26,11 +26,19 @@ from quire.models.adapters import Adapter
 from quire.models.decoder import Decoder
 from quire.models.parameters import SleepLevel
 from quire.runner.adapters import NO_ADAPTER, NO_ADAPTERS, AdapterSlots
-from quire.runner.batch import BatchShape, build_batch, lag_of, note_accepted, write_draft_tokens
+from quire.runner.batch import (
+    BatchShape,
+    InputBatch,
+    build_batch,
+    lag_of,
+    note_accepted,
+    write_draft_tokens,
+)
 from quire.runner.drafting import ModelDrafter
 from quire.runner.graphs import DecodeGraphs, DecodeOutput
 from quire.runner.kv_cache import KVCache
 from quire.runner.pooling import PoolingRows
+from quire.runner.prediction import PredictingDrafter
 from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
 from quire.runner.step_outputs import PendingStep, StepOutputs
@@ -61,7 +69,7 @@ class Runner:
         request_rows: RequestRows,
         constrainer: Constrainer | None = None,
         graphs: DecodeGraphs | RecordedSteps | None = None,
-        drafter: ModelDrafter | None = None,
+        drafter: ModelDrafter | PredictingDrafter | None = None,
         rejects: bool = False,
         adapters: AdapterSlots | None = None,
     ) -> None:
@@ -226,6 +234,8 @@ class Runner:
         if shape.has_draft_tokens:
             write_draft_tokens(shape, self._request_rows, lag)
         decoded = self._run_graph(shape, lag)
+        hidden = None if decoded is None else decoded.hidden
+        batch: InputBatch | None = None
         kernels, sampled_for = self._decoder.kernels, shape.sampled_for(step.scheduled)
         metadata = self._special_metadata(shape, sampled_for, lag)
         if metadata is not None:
@@ -263,13 +273,13 @@ class Runner:
                     outputs.add_tokens(sampled_for, sampled)
                 else:
                     sampled = self._sample(outputs, sampled_for, shape, metadata, logits.float())
-            if self._drafter is not None:
-                self._drafter.follow(shape, batch)
             for part in self._logprobs.prompt_parts(step.scheduled):
                 tokens = self._request_rows.token_ids
                 head = partial(self._prompt_logits, part.request_row)
                 outputs.add_prompt_logprobs(part, part.score(hidden, head, tokens, kernels))
             self._pooling.add(outputs, step.scheduled, hidden)
+        if self._drafter is not None:
+            self._drafter.follow(shape, batch, hidden, lag)
         if sampled is not None and (shape.has_draft_tokens or shape.is_ahead):
             note_accepted(shape, self._request_rows, sampled.tensor, lag)
 
@@ -322,6 +332,8 @@ class Runner:
         """
         graphs, is_sampled = self._graphs, shape.is_sampled_everywhere
         needs_hidden = self._logprobs.scores_prompts or self._pooling.has_rows
+        if self._drafter is not None and self._drafter.takes_hidden:
+            needs_hidden = needs_hidden or not isinstance(graphs, RecordedSteps)
         if (
             graphs is None
             or needs_hidden
@@ -341,7 +353,11 @@ class Runner:
         if decoded is None or is_sampled:
             return decoded
         (sampled_rows,) = self._upload(shape.logits_indices)
-        return DecodeOutput(decoded.sampled[:, sampled_rows], decoded.logits[sampled_rows])
+        return replace(
+            decoded,
+            sampled=decoded.sampled[:, sampled_rows],
+            logits=decoded.logits[sampled_rows],
+        )
 
     def _sample(
         self,

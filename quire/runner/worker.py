@@ -18,6 +18,7 @@ from quire.kernels.device import Device
 from quire.kernels.ops import AttentionSpec
 from quire.models.adapters import AdapterLoader
 from quire.models.decoder import Decoder
+from quire.models.prediction import Predictor
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
 from quire.runner.adapters import AdapterSlots
 from quire.runner.drafting import Graphs, ModelDrafter
@@ -26,6 +27,7 @@ from quire.runner.graphs import DecodeGraphs
 from quire.runner.kv_cache import KVCache, token_bytes
 from quire.runner.layer_groups import LayerGroups
 from quire.runner.memory import CachePlan, Needs, check_weights_fit, measure_needs, plan_cache
+from quire.runner.prediction import PredictingDrafter
 from quire.runner.recorded import RecordedSteps
 from quire.runner.request_rows import RequestRows
 from quire.runner.runner import Runner
@@ -47,11 +49,15 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A second decoder that makes draft tokens for the main one."""
+    """What makes draft tokens for the main decoder: a second one, or a layer of its checkpoint for
+    multi-token prediction.
+    """
 
-    decoder: Decoder
+    decoder: Decoder | Predictor
     has_own_cache: bool
-    """False for the same model in fewer bits, which reads the main decoder's keys and values."""
+    """False for the same model in fewer bits, which reads the main decoder's keys and values, and for
+    a layer whose keys lie in the blocks of the main decoder's.
+    """
     description: str
 
 
@@ -102,17 +108,21 @@ def start_worker(
             needs = replace(
                 needs, draft_block=token_bytes(draft.decoder.spec, config.block_size, cache_dtype)
             )
+    predictor = draft.decoder if draft and isinstance(draft.decoder, Predictor) else None
+    cached = spec
+    if predictor is not None:
+        cached = replace(spec, layers=(*spec.layers, *predictor.spec.layers))
     # A draft model uses the same block tables and may have other windows: then no block is freed by
     # a window.
-    longest = config.max_model_len if draft is None else 1
+    longest = config.max_model_len if draft is None or predictor is not None else 1
     groups = LayerGroups.of(
-        spec, config.block_size, cache_dtype, kernels.keys_at_once, longest, dtype
+        cached, config.block_size, cache_dtype, kernels.keys_at_once, longest, dtype
     )
     plan = plan_cache(spec, config, limits, cache_dtype, device.free_memory(), needs, groups)
     plan = plan if agree is None else agree(plan)
     by_dimension = kernels.keys_by_dimension(cache_dtype, plan.block_size)
     sizes = plan.num_blocks, plan.num_host_blocks, plan.block_size
-    cache = KVCache(spec, *sizes, cache_dtype, place, by_dimension, plan.groups)
+    cache = KVCache(cached, *sizes, cache_dtype, place, by_dimension, plan.groups)
     num_state_blocks = 0 if plan.groups.state is None else plan.groups.state.num_blocks
     rows = RequestRows(
         limits.max_num_seqs,
@@ -124,8 +134,12 @@ def start_worker(
     )
     constrainer = Constrainer(grammars, limits.max_num_seqs, spec.vocab_size, place)
     graphs = _make_graphs(decoder, config, cache, rows)
-    drafter: ModelDrafter | None = None
-    if draft is not None:
+    drafter: ModelDrafter | PredictingDrafter | None = None
+    if predictor is not None:
+        behind = cache.layers[len(spec.mixers) :]
+        drafter = PredictingDrafter(predictor, decoder, behind, rows)
+    elif draft is not None:
+        assert isinstance(draft.decoder, Decoder)
         own = (
             KVCache(draft.decoder.spec, *sizes, cache_dtype, place)
             if draft.has_own_cache
