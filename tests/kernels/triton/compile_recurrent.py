@@ -55,7 +55,7 @@ def compiled(kernel: Any, constants: dict[str, Any], num_warps: int = 4, **optio
 def recurrent_kernels() -> dict[str, dict[str, int]]:
     """Of each: bytes of shared memory, and of registers that did not fit."""
     found = {}
-    common = {"BLOCK_SIZE": 16, "TAPS": 4, "PDL": True, "INTERPRETED": False, "ALIGNMENT": 16}
+    common = {"BLOCK_SIZE": 16, "TAPS": 4, "PDL": True, "INTERPRETED": False, "ALIGNMENT": 16, "STAGES": 8}
     for name, shape in {"delta": _DELTA, "mamba": _MAMBA}.items():
         channels = (
             2 * shape["KEY_HEADS"] * shape["KEY_DIM"] + shape["VALUE_HEADS"] * shape["VALUE_DIM"]
