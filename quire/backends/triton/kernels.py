@@ -18,15 +18,12 @@ from torch import Tensor
 
 from quire.backends.triton import attention as paged_attention
 from quire.backends.triton import (
-    convolution,
     cublas,
     filters,
-    gated_norm,
     heads,
     inputs,
     logprobs,
     quantized,
-    recurrent,
     repeats,
     rowwise,
     sampling,
@@ -48,7 +45,6 @@ from quire.backends.triton.linear import (
 )
 from quire.backends.triton.packed_size import packed_bytes
 from quire.backends.triton.small_batches import are_exact
-from quire.backends.triton.untried import uses_untried
 from quire.kernels.formats import Format
 from quire.kernels.latent import LatentSpec
 from quire.kernels.ops import (
@@ -62,7 +58,6 @@ from quire.kernels.ops import (
     PagedBatch,
     TransformActivated,
 )
-from quire.kernels.recurrent import ConvolutionSpec, RecurrentSpec
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Weight
 from quire.process.compile_together import compile_together
@@ -128,18 +123,12 @@ class TritonKernels(ReferenceKernels):
         self._is_exact: dict[tuple[torch.Size, torch.dtype, bool], bool] = {}
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._num_multiprocessors = num_multiprocessors(device)
-        self._has_recurrent = uses_untried("recurrent")
-        if self._has_recurrent:
-            self.convolve_ = convolution.convolve_
-            self.recur_ = recurrent.recur_
-            self.gated_norm = gated_norm.gated_norm
 
     def computes(self, format: Format) -> bool:
         return self._dtype != torch.float32 and quantized.computes(format)
 
-    def captures(self, mixer: object) -> bool:
-        is_own = self._has_recurrent and isinstance(mixer, (ConvolutionSpec, RecurrentSpec))
-        return is_own or super().captures(mixer)
+    def captures(self, part: object) -> bool:
+        return _has_own_experts(part) if isinstance(part, MoeSpec) else super().captures(part)
 
     def pack(self, weight: Weight) -> Weight:
         if len(weight.shape) > 1 and any(self.computes(part.format) for part in weight.parts):
@@ -199,9 +188,7 @@ class TritonKernels(ReferenceKernels):
         spec: MoeSpec,
         transform_activated: TransformActivated | None = None,
     ) -> Tensor:
-        # Experts without gates, and other ways to weigh them, have no kernel of their own yet.
-        has_own = spec.gated and not spec.expert_scales and not spec.scales_inputs
-        compute = experts_kernels.moe if has_own else super().moe
+        compute = experts_kernels.moe if _has_own_experts(spec) else super().moe
         return compute(x, router_logits, experts, spec, transform_activated)
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
@@ -300,6 +287,11 @@ class TritonKernels(ReferenceKernels):
                     "cuBLAS has no exact product for weights %s: using our own kernel", kind
                 )
         return self._is_exact[key]
+
+
+def _has_own_experts(spec: MoeSpec) -> bool:
+    """Experts without gates, and other ways to weigh them, have no kernel of their own yet."""
+    return spec.gated and not spec.expert_scales and not spec.scales_inputs
 
 
 def _own_product(x: Tensor, weight: Tensor, silu_mul: bool) -> Callable[..., Tensor] | None:

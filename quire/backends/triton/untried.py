@@ -6,18 +6,37 @@ from __future__ import annotations
 
 import os
 
+import torch
+
+from quire.backends.triton import convolution, gated_norm, recurrent
+from quire.backends.triton.kernels import TritonKernels
 from quire.errors import DeviceError
+from quire.kernels.recurrent import ConvolutionSpec, RecurrentSpec
 
 VARIABLE = "QUIRE_UNTRIED_KERNELS"
-NAMES = ("recurrent",)
-"""`recurrent`: layers with a state (docs/recurrent.md)."""
+"""Names with commas between them."""
 
 
-def uses_untried(name: str) -> bool:
-    """Whether the variable, names with commas between them, has this one."""
-    wanted = [one.strip() for one in os.environ.get(VARIABLE, "").split(",") if one.strip()]
-    if unknown := [one for one in wanted if one not in NAMES]:
+class RecurrentTritonKernels(TritonKernels):
+    """`recurrent`: layers with a state, whose steps are captured in graphs (docs/recurrent.md)."""
+
+    convolve_ = staticmethod(convolution.convolve_)
+    recur_ = staticmethod(recurrent.recur_)
+    gated_norm = staticmethod(gated_norm.gated_norm)
+
+    def captures(self, part: object) -> bool:
+        return isinstance(part, (ConvolutionSpec, RecurrentSpec)) or super().captures(part)
+
+
+_KINDS = {"recurrent": RecurrentTritonKernels}
+
+
+def triton_kernels(dtype: torch.dtype = torch.bfloat16) -> TritonKernels:
+    """Those to use."""
+    wanted = {name.strip() for name in os.environ.get(VARIABLE, "").split(",")} - {""}
+    if unknown := wanted - _KINDS.keys():
         raise DeviceError(
-            f"{VARIABLE} names {', '.join(unknown)}, but there are only: {', '.join(NAMES)}."
+            f"{VARIABLE} names {', '.join(sorted(unknown))}, but there are only: {', '.join(_KINDS)}."
         )
-    return name in wanted
+    (kind,) = (_KINDS[name] for name in wanted) if wanted else (TritonKernels,)
+    return kind(dtype)

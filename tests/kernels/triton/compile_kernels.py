@@ -9,9 +9,13 @@ import json
 import sys
 
 from tests.kernels.triton.compile_attention import attention_kernels
+from tests.kernels.triton.compile_recurrent import recurrent_kernels
 from tests.kernels.triton.compile_small_batches import small_batch_kernels
 
 if __name__ == "__main__":
-    json.dump(
-        {"small batches": small_batch_kernels(), "attention": attention_kernels()}, sys.stdout
-    )
+    found = {
+        "small batches": small_batch_kernels(),
+        "attention": attention_kernels(),
+        "recurrent": recurrent_kernels(),
+    }
+    json.dump(found, sys.stdout)

@@ -253,6 +253,10 @@ def test_kernels_for_all_devices_compile_and_fit_into_what_each_has() -> None:
     assert len(found["attention"]) == short_or_long(4, 16)
     for name, (shared, limit) in found["attention"].items():
         assert shared <= limit, name
+    assert len(found["recurrent"]) == short_or_long(4, 17)
+    for name, used in found["recurrent"].items():
+        assert used["stack"] <= 32, name
+        assert used["shared"] <= 76 * 1024, name  # three programs on a multiprocessor
 
 
 def test_tiles_are_as_large_as_fits() -> None:
