@@ -457,9 +457,9 @@ class Kernels(Protocol):
         takes too much memory.
         """
 
-    def captures(self, mixer: object) -> bool:
-        """Whether steps with such a mixer can be captured or recorded: if its kernels read nothing
-        on the host.
+    def captures(self, part: object) -> bool:
+        """Whether steps with such a mixer, or such experts, can be captured or recorded: if their
+        kernels read nothing on the host. A recorder looks for experts itself.
         """
 
     def has_kernels_for(self, mixer: object) -> bool:

@@ -64,8 +64,8 @@ class ReferenceKernels(AdaptedProducts):
         # better
         return False
 
-    def captures(self, mixer: object) -> bool:
-        return isinstance(mixer, AttentionSpec)
+    def captures(self, part: object) -> bool:
+        return isinstance(part, AttentionSpec)
 
     def has_kernels_for(self, mixer: object) -> bool:
         return True

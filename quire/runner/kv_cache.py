@@ -130,6 +130,11 @@ class KVCache:
     def num_groups(self) -> int:
         return len(self._groups.members)
 
+    @property
+    def num_state_blocks(self) -> int:
+        """Blocks of one state of the model's layers; 0 if they have none."""
+        return 0 if self._groups.state is None else self._groups.state.num_blocks
+
     def state_head(self, part: int, head: int) -> tuple[int, Tensor]:
         """Where one head of one part of a state lies: in the state's block of that number,
         [num_blocks, *shape].

@@ -139,7 +139,10 @@ def measure_needs(
     tokens = limits.graph_tokens
 
     def peaks() -> tuple[int, int]:
-        cache = KVCache(decoder.spec, 1, 0, block_size, cache_dtype, decoder.device)
+        groups = LayerGroups.of(
+            decoder.spec, block_size, cache_dtype, longest=1, model_dtype=decoder.dtype
+        )
+        cache = KVCache(decoder.spec, 1, 0, block_size, cache_dtype, decoder.device, groups=groups)
         largest = _peak_of_step(decoder, limits.max_batched_tokens, limits.max_num_seqs, cache)
         return largest, _peak_of_step(decoder, tokens, tokens, cache) if tokens else 0
 
@@ -176,6 +179,7 @@ def _peak_of_step(decoder: Decoder, num_tokens: int, num_scored: int, cache: KVC
         table_rows=torch.zeros(len(lengths), dtype=torch.int32, device=device),
         slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         max_context_len=longest,
+        state_tables=torch.zeros(2, 1, cache.num_state_blocks, dtype=torch.int32, device=device),
     )
 
     def compute() -> None:

@@ -15,7 +15,7 @@ from quire.config import EngineConfig, format_bytes
 from quire.constrain import GrammarCompiler
 from quire.constrain.masks import Constrainer
 from quire.kernels.device import Device
-from quire.kernels.ops import AttentionSpec
+from quire.kernels.ops import AttentionSpec, MoeSpec
 from quire.models.adapters import AdapterLoader
 from quire.models.decoder import Decoder
 from quire.models.prediction import Predictor
@@ -188,7 +188,8 @@ def _make_graphs(
         return RecordedSteps(decoder, cache.layers, rows)
     shapes = decoder.spec.head_shapes  # a graph has one list of attention's work
     has_lists = len(shapes) == 1 and bool(kernels.decode_lists(1, 1, 1, shapes[0]))
-    can_capture = all(map(kernels.captures, decoder.spec.mixers))
+    experts = (layer.mlp for layer in decoder.spec.layers if isinstance(layer.mlp, MoeSpec))
+    can_capture = all(map(kernels.captures, (*decoder.spec.mixers, *experts)))
     can_decode = has_lists and can_capture and kernels.sample_rows is not None
     device = device_of(decoder.device)
     if config.cuda_graphs and can_decode and (pool := device.graph_pool()) is not None:

@@ -46,6 +46,8 @@ def test_shapes_have_the_parameters_their_models_have() -> None:
         "llama-3.2-1b": 1236,
         "smollm2-135m": 135,
         "gemma-3-4b": 3880,
+        "qwen3.5-9b": 8954,
+        "qwen3.5-35b-a3b": 34_661,
         "gpt-oss-20b": 20_915,
     }
 

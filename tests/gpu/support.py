@@ -9,12 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.assemble import Engine, assemble
 from quire.backends.select import select_kernels
 from quire.config import EngineConfig
 from quire.engine import Request, make_requests
 from quire.engine.invariants import check_invariants
+from quire.kernels.ops import LayerCache, MixerCache
+from quire.kernels.recurrent import RecurrentCache
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.runner.kv_cache import token_bytes
@@ -81,6 +84,19 @@ class Answers:
         }
 
 
+def written_by(layer: MixerCache) -> list[Tensor]:
+    """The memory of one mixer's cache."""
+    if isinstance(layer, LayerCache):
+        return [layer.keys, layer.values]
+    parts = [layer.state] if isinstance(layer, RecurrentCache) else []
+    convolution = layer.convolution if isinstance(layer, RecurrentCache) else layer
+    parts += [] if convolution.tail is None else [convolution.tail]
+    sides = [memory for part in parts for _, memory in part.runs] + [convolution.inputs]
+    if isinstance(layer, RecurrentCache):
+        sides += [layer.keys, layer.changes, layer.decays]
+    return sides
+
+
 class GpuEngine:
     """An engine with a cache full of NaN, so that whoever reads what nobody wrote is found out."""
 
@@ -100,8 +116,8 @@ class GpuEngine:
             decoder, config, name="test", eos_token_ids=(decoder.spec.vocab_size - 1,)
         )
         for layer in self.engine.runner._kv_cache.layers:
-            layer.keys.fill_(NAN)
-            layer.values.fill_(NAN)
+            for side in written_by(layer):
+                side.fill_(NAN)
         if depth is not None:
             self.engine.core.depth = depth
 

@@ -30,10 +30,10 @@ class LatentKernels(RecurrentKernels):
         self._linear_heads = calls.by_dtype(functions.linear_heads)
         self._latent_heads = calls.by_dtype(functions.latent_heads)
 
-    def captures(self, mixer: object) -> bool:
-        if isinstance(mixer, LatentSpec):
-            return takes_latents(mixer.heads.head_dim, mixer.rank)
-        return super().captures(mixer)
+    def captures(self, part: object) -> bool:
+        if isinstance(part, LatentSpec):
+            return takes_latents(part.heads.head_dim, part.rank)
+        return super().captures(part)
 
     def linear_heads(self, x: Tensor, weight: Weight) -> Tensor:
         rows, heads, depth = x.shape

@@ -75,10 +75,10 @@ class RecurrentKernels(ReferenceKernels):
         self._multiply = calls.by_dtype(functions.multiply)
         self._sigmoid_mul = calls.by_dtype(functions.sigmoid_mul)
 
-    def captures(self, mixer: object) -> bool:
-        if isinstance(mixer, AttentionSpec):
-            return takes_head_dim(mixer.heads.head_dim)
-        return isinstance(mixer, (ConvolutionSpec, RecurrentSpec))
+    def captures(self, part: object) -> bool:
+        if isinstance(part, AttentionSpec):
+            return takes_head_dim(part.heads.head_dim)
+        return isinstance(part, (ConvolutionSpec, RecurrentSpec))
 
     def convolve_(
         self,

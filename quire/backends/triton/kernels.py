@@ -18,16 +18,13 @@ from torch import Tensor
 
 from quire.backends.triton import (
     adapters,
-    convolution,
     cublas,
     filters,
-    gated_norm,
     heads,
     inputs,
     latent,
     logprobs,
     quantized,
-    recurrent,
     repeats,
     rowwise,
     sampling,
@@ -68,7 +65,6 @@ from quire.kernels.ops import (
     PagedBatch,
     TransformActivated,
 )
-from quire.kernels.recurrent import ConvolutionSpec, RecurrentSpec
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Weight
 from quire.process.compile_together import compile_together
@@ -134,22 +130,17 @@ class TritonKernels(ReferenceKernels):
         self._quantized = quantized.QuantizedProducts(self.linear)
         self._is_exact: dict[tuple[torch.Size, torch.dtype, bool], bool] = {}
         self.takes_adapters = untried.is_on("adapters")
+        self._takes_latent = untried.is_on("latent")
         self._row_tiles = adapters.RowTiles()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._device = device
         self._num_multiprocessors = num_multiprocessors(device)
-        self._has_recurrent = untried.is_on("recurrent")
-        if self._has_recurrent:
-            self.convolve_ = convolution.convolve_
-            self.recur_ = recurrent.recur_
-            self.gated_norm = gated_norm.gated_norm
 
     def computes(self, format: Format) -> bool:
         return self._dtype != torch.float32 and quantized.computes(format)
 
-    def captures(self, mixer: object) -> bool:
-        is_own = self._has_recurrent and isinstance(mixer, (ConvolutionSpec, RecurrentSpec))
-        return is_own or super().captures(mixer)
+    def captures(self, part: object) -> bool:
+        return _has_own_experts(part) if isinstance(part, MoeSpec) else super().captures(part)
 
     def pack(self, weight: Weight) -> Weight:
         if len(weight.shape) > 1 and any(self.computes(part.format) for part in weight.parts):
@@ -170,7 +161,7 @@ class TritonKernels(ReferenceKernels):
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         if x.dtype == torch.float32 or weight.format is None:
-            if weight.is_dense and len(weight.shape) == 2 and untried.is_on("latent"):
+            if weight.is_dense and len(weight.shape) == 2 and self._takes_latent:
                 # the definition takes 32 rows at a time: too many launches for a router's prompts
                 result = linear(x, weight.tensor.to(x.dtype), bias)
                 return result if out is None else out.copy_(result)
@@ -247,9 +238,7 @@ class TritonKernels(ReferenceKernels):
         transform_activated: TransformActivated | None = None,
         adapters: ExpertAdapters | None = None,
     ) -> Tensor:
-        # Experts without gates, and other ways to weigh them, have no kernel of their own yet.
-        has_own = spec.gated and not spec.expert_scales and not spec.scales_inputs
-        if has_own and adapters is None:
+        if _has_own_experts(spec) and adapters is None:
             return experts_kernels.moe(x, router_logits, experts, spec, transform_activated)
         return super().moe(x, router_logits, experts, spec, transform_activated, adapters)
 
@@ -262,7 +251,7 @@ class TritonKernels(ReferenceKernels):
 
     def has_kernels_for(self, mixer: object) -> bool:
         if isinstance(mixer, LatentSpec):
-            return untried.is_on("latent")
+            return self._takes_latent
         return not (isinstance(mixer, AttentionSpec) and mixer.chunk is not None)
 
     def attention_work(
@@ -359,6 +348,11 @@ class TritonKernels(ReferenceKernels):
                     "cuBLAS has no exact product for weights %s: using our own kernel", kind
                 )
         return self._is_exact[key]
+
+
+def _has_own_experts(spec: MoeSpec) -> bool:
+    """Experts without gates, and other ways to weigh them, have no kernel of their own yet."""
+    return spec.gated and not spec.expert_scales and not spec.scales_inputs
 
 
 def _own_product(x: Tensor, weight: Tensor, silu_mul: bool) -> Callable[..., Tensor] | None:

@@ -5,7 +5,7 @@ token its row in its tile: a program always multiplies whole tiles, in which the
 are not computed are zeros. So a token has the same sums in the same order, by the same instructions,
 whether it comes alone or with a prompt. Of a tile's tokens:
 
-    what the state says of their keys and queries   S in pieces of 32 rows, in order
+    what the state says of their keys and queries   16 rows of it at a time, in order
     minus what the changes of earlier tiles say     tile by tile, in order
     minus what the changes of its own tile say      token by token, in order
     the outputs                                     likewise, the own tile by one product
@@ -17,6 +17,8 @@ not depend on the state is computed before, for all tiles at once (`recurrent_sc
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -24,11 +26,14 @@ from torch import Tensor
 
 from quire.backends.triton.launch import INTERPRETED, LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.backends.triton.recurrent_scores import PIECE, product, scores_kernel, softplus
-from quire.backends.triton.sequences import CHUNK, TILE, head_of_state, in_step, records_at, rows_of
+from quire.backends.triton.sequences import CHUNK, TILE, head_of_state, in_step, rows_of
 from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, row_stride
+from quire.errors import DeviceError
 from quire.kernels.ops import PagedBatch
 from quire.kernels.recurrent import RecurrentCache, RecurrentSpec, RecurrentWeights
 
+_STAGES = 8
+"""Of 16 rows of the state, or tokens, that are asked for ahead."""
 _FEW_PROGRAMS = 264
 """Up to so many programs there are twice as many, of half as many columns."""
 _FEW_ROWS = 512
@@ -36,9 +41,11 @@ _FEW_ROWS = 512
 
 
 @triton.jit
-def _faded(numbers, now, before, visible):
-    """Products of two tokens, times the decay between them; 0 where one must not see the other."""
-    between = tl.where(visible, now[:, None] - before[None, :], 0.0)
+def _faded(numbers, now, visible):
+    """Products of a tile's tokens, times the decay between them; 0 where one must not see the
+    other.
+    """
+    between = tl.where(visible, now[:, None] - now[None, :], 0.0)
     return tl.where(visible, numbers * tl.exp(between), 0.0)
 
 
@@ -90,6 +97,7 @@ def _recur_kernel(
     SINGLE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -98,6 +106,7 @@ def _recur_kernel(
     """
     begin(PDL)
     NUMBER: tl.constexpr = mixed.dtype.element_ty
+    PARTS_OF_STATE: tl.constexpr = (KEY_DIM + TILE - 1) // TILE
     PARTS: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
     head = tl.program_id(1) // PARTS
     column = tl.program_id(1) % PARTS * COLUMNS + tl.arange(0, COLUMNS)
@@ -118,7 +127,9 @@ def _recur_kernel(
     bias = tl.load(time_bias + head).to(tl.float32)
     while goes_on:
         chunk = position // CHUNK * CHUNK
-        new = in_step(tables, positions, rows, row + (chunk + order - position), table, chunk + order)
+        new = in_step(
+            tables, positions, rows, row + (chunk + order - position), table, chunk + order
+        )
         new = new & (chunk + order >= position)
         count = tl.max(tl.where(new, order + 1, 0))
         state = head_of_state(
@@ -133,87 +144,85 @@ def _recur_kernel(
             ALIGNMENT,
         )
         has_state = chunk > 0
+        tile_place = chunk + in_tile * TILE
+        blocks = tl.load(
+            block_tables + table.to(tl.int64) * table_stride + tile_place // BLOCK_SIZE,
+            mask=tile_place < chunk + count,
+            other=0,
+        ).to(tl.int64)
         for tile in range((position - chunk) // TILE, (count + TILE - 1) // TILE):
             at = chunk + tile * TILE + in_tile
             source = row + (at - position)
             own = (at >= position) & (at < chunk + count)
-            key_starts, key_offsets = records_at(
-                block_tables, table_stride, table, at, own, key_stride, BLOCK_SIZE
-            )
-            key = keys + key_starts + (key_head * BLOCK_SIZE + key_offsets) * KEY_DIM
-            query = queries + (source * KEY_HEADS + key_head) * KEY_DIM
-            exists = at < chunk + count
-            now_starts, now_offsets = records_at(
-                block_tables, table_stride, table, at, exists, decay_stride, BLOCK_SIZE
-            )
-            starts_in, offsets_in = records_at(
-                block_tables, table_stride, table, at, exists, change_stride, BLOCK_SIZE
-            )
-            place = changes + starts_in + (head * BLOCK_SIZE + offsets_in) * VALUE_DIM
-            mine = place[:, None] + column[None, :]
-            score = scores + (source[:, None] * KEY_HEADS + key_head) * 2 * CHUNK + in_tile[None, :]
-            gate = gates + source * gates_stride + head
+            # a tile lies in one block, so that its tokens are equally far apart everywhere
+            block = tl.sum(tl.where(in_tile == tile, blocks, 0))
+            offset = (chunk + tile * TILE) % BLOCK_SIZE
+            key = keys + block * key_stride + (key_head * BLOCK_SIZE + offset) * KEY_DIM
+            mine = changes + block * change_stride + (head * BLOCK_SIZE + offset) * VALUE_DIM
+            mine = mine + in_tile[:, None] * VALUE_DIM + column[None, :]
+            fading = decays + block * decay_stride + head * BLOCK_SIZE + offset
+            first = row + (chunk + tile * TILE - position)
+            query = queries + (first * KEY_HEADS + key_head) * KEY_DIM
+            score = scores + (first * KEY_HEADS + key_head) * 2 * CHUNK
+            scores_of_own = score + in_tile[:, None] * (KEY_HEADS * 2 * CHUNK) + in_tile[None, :]
             value_place = mixed + source * mixed_stride + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
             mask = own[:, None] & within[None, :]
-            now = tl.load(
-                decays + now_starts + head * BLOCK_SIZE + now_offsets, mask=exists, other=0.0
-            )
+            now = tl.load(fading + in_tile, mask=at < chunk + count, other=0.0)
             known = tl.load(mine, mask=(at < position)[:, None] & within[None, :], other=0.0)
             value = tl.load(value_place[:, None] + column[None, :], mask=mask, other=0.0)
             value = value.to(tl.float32)
+            gate = gates + source * gates_stride + head
             if DELTA:
                 beta = tl.load(gate + VALUE_HEADS, mask=own, other=0.0).to(tl.float32)
                 beta = beta_scale / (1.0 + tl.exp(-beta))
+                before_it = (in_tile[:, None] > in_tile[None, :]) & own[:, None]
+                taken = tl.load(scores_of_own + CHUNK + tile * TILE, mask=before_it, other=0.0)
             else:
                 beta = softplus(tl.load(gate, mask=own, other=0.0).to(tl.float32) + bias)
                 beta = tl.where(beta < least_step, least_step, beta)
                 beta = tl.where(beta > largest_step, largest_step, beta)
-            # what the state says
+            visible = (in_tile[:, None] >= in_tile[None, :]) & own[:, None]
+            given = tl.load(scores_of_own + tile * TILE, mask=visible, other=0.0)
+            # What the state says, and the changes of earlier tiles. One loop, so that all of it is
+            # asked for at once: rows of the state, 16 at a time, and then the tokens of a tile.
             said = tl.zeros((TILE, COLUMNS), tl.float32)
             asked = tl.zeros((TILE, COLUMNS), tl.float32)
-            for piece in tl.range(PIECES, num_stages=PIECES + 1):  # all asked for at once
-                k = piece * PIECE + tl.arange(0, PIECE)
-                some = tl.load(
-                    state + k[:, None] * VALUE_DIM + column[None, :],
-                    mask=((k < KEY_DIM) & has_state)[:, None] & within[None, :],
+            for part in tl.range(PARTS_OF_STATE + tile, num_stages=STAGES):
+                of_state = part < PARTS_OF_STATE
+                before = tl.maximum(part - PARTS_OF_STATE, 0)
+                block = tl.sum(tl.where(in_tile == before, blocks, 0))
+                offset = (chunk + before * TILE) % BLOCK_SIZE
+                change = changes + block * change_stride + (head * BLOCK_SIZE + offset) * VALUE_DIM
+                right = tl.where(of_state, state + part * TILE * VALUE_DIM, change)
+                right = tl.multiple_of(right, ALIGNMENT)
+                there = (of_state == 0) | (has_state & (part * TILE + in_tile < KEY_DIM))
+                right = tl.load(
+                    right + in_tile[:, None] * VALUE_DIM + column[None, :],
+                    mask=there[:, None] & within[None, :],
                     other=0.0,
                 )
-                inside = own[:, None] & (k < KEY_DIM)[None, :]
-                left = tl.load(query[:, None] + k[None, :], mask=inside, other=0.0)
-                asked = product(left, some, asked)
+                fading = decays + block * decay_stride + head * BLOCK_SIZE + offset
+                then = tl.load(fading + in_tile, mask=(in_tile >= 0) & (of_state == 0), other=0.0)
+                fade = tl.exp(tl.where(own[:, None], now[:, None] - then[None, :], 0.0))
+                there = own[:, None] & there[None, :]
+                left = tl.where(of_state, query + part * TILE, score + before * TILE)
+                far = tl.where(of_state, KEY_HEADS * KEY_DIM, KEY_HEADS * 2 * CHUNK)
+                left = left + in_tile[:, None] * far + in_tile[None, :]
+                left = tl.load(left, mask=there, other=0.0)
+                asked = product(left * fade, right, asked)
                 if DELTA:
-                    left = tl.load(key[:, None] + k[None, :], mask=inside, other=0.0)
-                    said = product(left, some, said)
-            from_begin = tl.exp(now)[:, None]
-            asked = asked * from_begin
-            said = said * from_begin
-            # the changes of earlier tiles
-            for before in range(tile):
-                then = chunk + before * TILE + in_tile
-                starts_of, offsets = records_at(
-                    block_tables, table_stride, table, then, then >= 0, change_stride, BLOCK_SIZE
-                )
-                place = changes + starts_of + (head * BLOCK_SIZE + offsets) * VALUE_DIM
-                change = tl.load(
-                    place[:, None] + column[None, :], mask=within[None, :], other=0.0
-                )
-                starts_of, offsets = records_at(
-                    block_tables, table_stride, table, then, then >= 0, decay_stride, BLOCK_SIZE
-                )
-                decay = tl.load(decays + starts_of + head * BLOCK_SIZE + offsets)
-                visible = own[:, None] & (in_tile >= 0)[None, :]
-                weights = tl.load(score + before * TILE, mask=visible, other=0.0)
-                asked = product(_faded(weights, now, decay, visible), change, asked)
-                if DELTA:
-                    weights = tl.load(score + CHUNK + before * TILE, mask=visible, other=0.0)
-                    said = product(_faded(weights, now, decay, visible), change, said)
+                    left = tl.where(of_state, key + part * TILE, score + CHUNK + before * TILE)
+                    far = tl.where(of_state, KEY_DIM, KEY_HEADS * 2 * CHUNK)
+                    left = left + in_tile[:, None] * far + in_tile[None, :]
+                    left = tl.load(left, mask=there, other=0.0)
+                    said = product(left * fade, right, said)
             # its own tile
             change = tl.where(own[:, None], beta[:, None] * (value - said), known)
             if DELTA:
-                visible = (in_tile[:, None] > in_tile[None, :]) & own[:, None]
-                weights = tl.load(score + CHUNK + tile * TILE, mask=visible, other=0.0)
-                weights = -beta[:, None] * _faded(weights, now, now, visible)
-                for j in range(count - tile * TILE - 1 if tile == (count - 1) // TILE else TILE - 1):
+                weights = -beta[:, None] * _faded(taken, now, before_it)
+                for j in range(
+                    count - tile * TILE - 1 if tile == (count - 1) // TILE else TILE - 1
+                ):
                     of_one = tl.sum(tl.where(in_tile[:, None] == j, change, 0.0), 0)
                     factor = tl.sum(tl.where(in_tile[None, :] == j, weights, 0.0), 1)
                     added = tl.fma(
@@ -223,19 +232,16 @@ def _recur_kernel(
                     )
                     change = tl.where((in_tile > j)[:, None] & own[:, None], added, change)
             tl.store(mine, change, mask=mask)
-            visible = (in_tile[:, None] >= in_tile[None, :]) & own[:, None]
-            weights = tl.load(score + tile * TILE, mask=visible, other=0.0)
-            asked = product(_faded(weights, now, now, visible), change, asked)
+            asked = product(_faded(given, now, visible), change, asked)
             if SKIP:
                 asked = tl.fma(value, tl.load(skip + head) + tl.zeros_like(value), asked)
             target = out + (source[:, None] * VALUE_HEADS + head) * VALUE_DIM + column[None, :]
             tl.store(target, asked.to(NUMBER), mask=mask)
             _barrier(INTERPRETED)
         if count == CHUNK:
-            last_place, last_offset = records_at(
-                block_tables, table_stride, table, chunk + CHUNK - 1, True, decay_stride, BLOCK_SIZE
-            )
-            last = tl.load(decays + last_place + head * BLOCK_SIZE + last_offset)
+            block = tl.sum(tl.where(in_tile == CHUNK // TILE - 1, blocks, 0))
+            offset = (chunk + CHUNK - 1) % BLOCK_SIZE
+            last = tl.load(decays + block * decay_stride + head * BLOCK_SIZE + offset)
             next_state = head_of_state(
                 state_places,
                 head,
@@ -252,28 +258,25 @@ def _recur_kernel(
                 inside = (k < KEY_DIM)[:, None] & within[None, :]
                 place = k[:, None] * VALUE_DIM + column[None, :]
                 total = tl.load(state + place, mask=inside & has_state, other=0.0) * tl.exp(last)
-                for tile in range(CHUNK // TILE):
-                    at = chunk + tile * TILE + in_tile
-                    starts_of, offsets = records_at(
-                        block_tables, table_stride, table, at, at >= 0, key_stride, BLOCK_SIZE
+                for tile in tl.range(CHUNK // TILE, num_stages=4):
+                    block = tl.sum(tl.where(in_tile == tile, blocks, 0))
+                    offset = (chunk + tile * TILE) % BLOCK_SIZE
+                    key = keys + block * key_stride + (key_head * BLOCK_SIZE + offset) * KEY_DIM
+                    mine = (
+                        changes + block * change_stride + (head * BLOCK_SIZE + offset) * VALUE_DIM
                     )
-                    key = keys + starts_of + (key_head * BLOCK_SIZE + offsets) * KEY_DIM
                     left = tl.load(
-                        key[:, None] + k[None, :],
-                        mask=(at >= 0)[:, None] & (k < KEY_DIM)[None, :],
+                        key + in_tile[:, None] * KEY_DIM + k[None, :],
+                        mask=(in_tile >= 0)[:, None] & (k < KEY_DIM)[None, :],
                         other=0.0,
                     )
-                    starts_of, offsets = records_at(
-                        block_tables, table_stride, table, at, at >= 0, change_stride, BLOCK_SIZE
-                    )
-                    mine = changes + starts_of + (head * BLOCK_SIZE + offsets) * VALUE_DIM
                     change = tl.load(
-                        mine[:, None] + column[None, :], mask=within[None, :], other=0.0
+                        mine + in_tile[:, None] * VALUE_DIM + column[None, :],
+                        mask=(in_tile >= 0)[:, None] & within[None, :],
+                        other=0.0,
                     )
-                    starts_of, offsets = records_at(
-                        block_tables, table_stride, table, at, at >= 0, decay_stride, BLOCK_SIZE
-                    )
-                    decay = tl.load(decays + starts_of + head * BLOCK_SIZE + offsets)
+                    fading = decays + block * decay_stride + head * BLOCK_SIZE + offset
+                    decay = tl.load(fading + in_tile)
                     change = change * tl.exp(last - decay)[:, None]
                     total = product(tl.trans(left), change, total)
                 tl.store(next_state + place, total, mask=inside)
@@ -299,6 +302,11 @@ def recur_(
         return out
     if batch.state_tables is None or cache.convolution.tail is None:
         raise ValueError("A recurrent layer needs the tables of its states.")
+    if cache.block_size % int(TILE):
+        raise DeviceError(
+            f"block_size is {cache.block_size}, but must be a multiple of {int(TILE)} for layers with "
+            f"a state on a GPU."
+        )
     tables, positions = rows_of(batch)
     convolution, states = cache.convolution, batch.state_tables
     key_heads, value_heads = spec.num_key_heads, spec.num_value_heads
@@ -366,8 +374,13 @@ def recur_(
         VALUE_DIM=spec.value_dim,
         SKIP=weights.skip is not None,
         SINGLE=count == rows,
-        ALIGNMENT=cache.state.alignment,
+        ALIGNMENT=math.gcd(
+            cache.state.alignment,
+            *(4 * n for n in (cache.changes.stride(0), spec.value_dim)),
+            cache.changes.data_ptr(),
+        ),
         COLUMNS=columns,
+        STAGES=_STAGES,
         INTERPRETED=INTERPRETED,
         num_stages=1,
         **shared,

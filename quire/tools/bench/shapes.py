@@ -21,6 +21,22 @@ _QWEN3: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+_QWEN3_5: dict[str, Any] = {  # their text parts; three of four layers have the gated delta rule
+    "vocab_size": 248_320,
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.25,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000_000.0,
+    "tie_word_embeddings": False,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
         **_QWEN3,
@@ -103,6 +119,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "hidden_activation": "gelu_pytorch_tanh",
         "tie_word_embeddings": True,
+    },
+    "qwen3.5-9b": {
+        **_QWEN3_5,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+    },
+    "qwen3.5-35b-a3b": {
+        **_QWEN3_5,
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
     },
     "gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"],

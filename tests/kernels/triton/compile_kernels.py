@@ -10,6 +10,7 @@ import sys
 
 from tests.kernels.triton.compile_attention import attention_kernels
 from tests.kernels.triton.compile_latent import latent_kernels
+from tests.kernels.triton.compile_recurrent import recurrent_kernels
 from tests.kernels.triton.compile_small_batches import small_batch_kernels
 
 if __name__ == "__main__":
@@ -17,5 +18,6 @@ if __name__ == "__main__":
         "small batches": small_batch_kernels(),
         "attention": attention_kernels(),
         "latent": latent_kernels(),
+        "recurrent": recurrent_kernels(),
     }
     json.dump(found, sys.stdout)

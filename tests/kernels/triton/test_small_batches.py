@@ -257,6 +257,10 @@ def test_kernels_for_all_devices_compile_and_fit_into_what_each_has() -> None:
     for name, used in found["latent"].items():
         assert used["stack"] <= (1200 if name.startswith("latent") else 0), name
         assert used["shared"] <= 227 * 1024, name
+    assert len(found["recurrent"]) == short_or_long(4, 17)
+    for name, used in found["recurrent"].items():
+        assert used["stack"] <= 32, name
+        assert used["shared"] <= 76 * 1024, name  # three programs on a multiprocessor
 
 
 def test_tiles_are_as_large_as_fits() -> None:

@@ -45,6 +45,10 @@ EVERYTHING = (
     "prefill:qwen3-8b:INT4_G128",
     "decode:gemma-3-4b",
     "prefill:gemma-3-4b",
+    "decode:qwen3.5-35b-a3b",
+    "throughput:qwen3.5-35b-a3b",
+    "prefill:qwen3.5-35b-a3b",
+    "decode:qwen3.5-9b",
 )
 
 

@@ -1,0 +1,274 @@
+"""Layers with a state in Triton: against a recurrence token by token in float64, and the same bits
+however the tokens are divided into steps, in graphs or not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.backends.triton.kernels import TritonKernels
+from quire.backends.triton.recurrent_kernels import triton_kernels
+from quire.backends.triton.untried import VARIABLE
+from quire.errors import DeviceError
+from quire.kernels.ops import PagedBatch
+from quire.kernels.recurrent import ConvolutionCache, ConvolutionSpec, GatedNormSpec, RecurrentSpec
+from tests.kernels.test_recurrent import BLOCK, SPECS, WIDE, Layer
+from tests.kernels.triton.support import DEVICE, MARKS, ON_GPU, assert_close, drawn, random
+
+pytestmark = MARKS
+
+SMALL = {
+    "delta": RecurrentSpec(1, 1, 8, 6, taps=4, beta_scale=2.0),
+    "state space": RecurrentSpec(
+        1, 1, 20, 8, taps=3, conv_bias=True, is_delta=False, time_limits=(0.001, 4.0)
+    ),
+}
+REFERENCE_METHODS = ("convolve_", "recur_", "gated_norm")
+
+
+@pytest.fixture(autouse=True)
+def _on_device() -> Iterator[None]:
+    before = torch.get_default_device()
+    torch.set_default_device(DEVICE)
+    yield
+    torch.set_default_device(before)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> TritonKernels:
+    monkeypatch.setenv(VARIABLE, "recurrent")
+    return triton_kernels(torch.float32)
+
+
+def by_steps(layer: Layer, bounds: Sequence[int]) -> Tensor:
+    steps = itertools.pairwise(bounds)
+    return torch.cat([layer.step([(0, first, end)])[0] for first, end in steps])
+
+
+def assert_right_and_divisible(
+    kernels: TritonKernels, spec: RecurrentSpec, length: int, bounds: Sequence[int]
+) -> None:
+    layer = Layer(kernels, spec, [length], seed=length)
+    (found,) = layer.step([(0, 0, length)])
+    torch.testing.assert_close(found.double(), layer.by_definition(0), atol=1e-4, rtol=1e-4)
+    again = Layer(kernels, spec, [length], seed=length)
+    assert torch.equal(by_steps(again, bounds), found)
+
+
+@pytest.mark.parametrize("spec", SMALL.values(), ids=SMALL)
+def test_it_is_what_the_recurrence_gives_and_may_be_divided(
+    kernels: TritonKernels, spec: RecurrentSpec
+) -> None:
+    assert_right_and_divisible(kernels, spec, 17, [0, 15, 17])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 150])
+def test_all_lengths_are(kernels: TritonKernels, spec: RecurrentSpec, length: int) -> None:
+    bounds = [0, 1, 5, 17, 63, 64, 66, 79, 80, 129, 140]
+    bounds = [*(at for at in bounds if at < length), length]
+    assert_right_and_divisible(kernels, spec, length, bounds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", WIDE.values(), ids=WIDE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if ON_GPU else [torch.float32])
+def test_wide_heads_are(kernels: TritonKernels, spec: RecurrentSpec, dtype: torch.dtype) -> None:
+    length = 700 if ON_GPU else 70
+    layer = Layer(kernels, spec, [length], dtype=dtype)
+    (found,) = layer.step([(0, 0, length)])
+    roughly = 1e-4 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(found.double(), layer.by_definition(0), atol=roughly, rtol=roughly)
+    bounds = [0, 3, 60, *(range(61, 70) if ON_GPU else (61, 66)), length]
+    assert torch.equal(by_steps(Layer(kernels, spec, [length], dtype=dtype), bounds), found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", SMALL.values(), ids=SMALL)
+@drawn
+@given(data=st.data())
+def test_bits_do_not_depend_on_how_tokens_are_divided_into_steps(
+    spec: RecurrentSpec, data: st.DataObject
+) -> None:
+    """Chunks of prompts that end anywhere, single tokens, drafts that are computed again, other
+    sequences beside it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "recurrent")
+        kernels = triton_kernels(torch.float32)
+    length = data.draw(st.integers(1, 300 if ON_GPU else 90))
+    (expected,) = Layer(kernels, spec, [length, 150]).step([(0, 0, length)])
+    layer = Layer(kernels, spec, [length, 150])
+    found = torch.full_like(expected, float("nan"))
+    at = other = 0
+    while at < length:
+        end = min(length, at + data.draw(st.sampled_from([1, 2, 5, 17, 64, 100])))
+        parts = [(0, at, end)]
+        if other < 150 and data.draw(st.booleans()):
+            until = min(150, other + data.draw(st.sampled_from([1, 30])))
+            parts.insert(data.draw(st.integers(0, 1)), (1, other, until))
+            other = until
+        outputs = layer.step(parts)
+        found[at:end] = outputs[[i for i, _, _ in parts].index(0)]
+        at = data.draw(st.integers(at + 1 if ON_GPU else end, end))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.slow
+def test_long_prompts_give_states_that_go_on(kernels: TritonKernels) -> None:
+    """Several chunks end in one step: of states and of the last inputs those of the last two stay,
+    in places that the step may have read.
+    """
+    length = 64 * 5 + 3 if ON_GPU else 64 * 3 + 2
+    spec = SMALL["delta"]
+    layer = Layer(kernels, spec, [length])
+    (whole,) = layer.step([(0, 0, length)])
+    again = Layer(kernels, spec, [length])
+    assert torch.equal(by_steps(again, [0, 65, length - 2, length]), whole)
+    # drafts that crossed a chunk's end were refused: the chunk before is computed again
+    assert torch.equal(layer.step([(0, length - 4, length)])[0], whole[-4:])
+
+
+def graph_step(layer: Layer, rows: Tensor, positions: Tensor) -> Callable[[], Tensor]:
+    """Rows as graphs have them: each is a sequence, and a negative one is padding."""
+    count, kernels, spec = len(rows), layer.kernels, layer.spec
+    known = rows >= 0
+    blocks = layer.tables[rows.long().clamp_min(0), positions.long() // BLOCK].long()
+    slots = torch.where(known, blocks * BLOCK + positions % BLOCK, -1)
+    batch = PagedBatch(
+        query_start=rows,
+        context_lens=positions,
+        block_tables=layer.tables,
+        table_rows=rows,
+        slot_mapping=slots,
+        max_context_len=max(layer.lengths),
+        state_tables=layer.states,
+        token_rows=rows,
+        positions=positions,
+    )
+    x = torch.stack([layer.inputs[max(i, 0)][at] for i, at in zip(rows, positions, strict=True)])
+    gates = torch.stack([layer.gates[max(i, 0)][at] for i, at in zip(rows, positions, strict=True)])
+    assert len(x) == count
+
+    def compute() -> Tensor:
+        cache = layer.cache
+        mixed = kernels.convolve_(
+            x, layer.conv_weight, layer.conv_bias, spec.convolution, cache.convolution, batch
+        )
+        return kernels.recur_(mixed, gates, layer.weights, spec, cache, batch)
+
+    return compute
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", SMALL.values(), ids=SMALL)
+def test_rows_of_a_graph_find_those_before_them(
+    kernels: TritonKernels, spec: RecurrentSpec
+) -> None:
+    """Tokens of a prompt, drafts and padding, each as a sequence of its own."""
+    (first,) = Layer(kernels, spec, [70, 40]).step([(0, 0, 70)])
+    (second,) = Layer(kernels, spec, [70, 40]).step([(1, 0, 40)])
+    layer = Layer(kernels, spec, [70, 40])
+    layer.step([(0, 0, 60), (1, 0, 37)])
+    rows = torch.tensor([*[0] * 10, *[1] * 3, -1, -1]).int()
+    positions = torch.tensor([*range(60, 70), 37, 38, 39, 0, 0]).int()
+    compute = graph_step(layer, rows, positions)
+    found = compute()
+    assert torch.equal(found[:10], first[60:])
+    assert torch.equal(found[10:13], second[37:])
+    if not ON_GPU:
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = compute()
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(captured[:13], found[:13])
+
+
+def test_a_neighbour_that_is_not_a_number_changes_nothing(kernels: TritonKernels) -> None:
+    spec = SMALL["delta"]
+    (expected,) = Layer(kernels, spec, [3, 4]).step([(0, 0, 3)])
+    hurt = Layer(kernels, spec, [3, 4])
+    hurt.inputs[1][:] = float("nan")
+    assert torch.equal(hurt.step([(1, 0, 4), (0, 0, 3)])[1], expected)
+
+
+def test_a_convolution_alone_reads_its_window_from_blocks(kernels: TritonKernels) -> None:
+    spec = ConvolutionSpec(5, 3, silu=False)
+    x, weight = random(20, 5, dtype=torch.float32, seed=1), random(5, 3, dtype=torch.float32)
+    padded = torch.nn.functional.pad(x.double(), (0, 0, 2, 0))
+    expected = sum(padded[tap : tap + 20] * weight[:, tap].double() for tap in range(3))
+    assert isinstance(expected, Tensor)
+    tables = torch.tensor([[2, 1]]).int()
+
+    def steps(bounds: Sequence[int]) -> Tensor:
+        cache = ConvolutionCache(torch.full((3, 1, BLOCK, 5), math.nan), None, 0)
+        outputs = []
+        for first, end in itertools.pairwise(bounds):
+            at = torch.arange(first, end)
+            batch = PagedBatch(
+                query_start=torch.tensor([0, end - first]).int(),
+                context_lens=torch.tensor([end]).int(),
+                block_tables=tables,
+                table_rows=torch.tensor([0]).int(),
+                slot_mapping=tables[0].long()[at // BLOCK] * BLOCK + at % BLOCK,
+                max_context_len=end,
+            )
+            outputs.append(kernels.convolve_(x[first:end], weight, None, spec, cache, batch))
+        return torch.cat(outputs)
+
+    assert_close(steps([0, 20]), expected)
+    assert torch.equal(steps([0, 20]), steps([0, 1, 2, 3, 18, 20]))
+
+
+@pytest.mark.parametrize(
+    "spec", [GatedNormSpec(4), GatedNormSpec(6, gate_first=True), GatedNormSpec(0)], ids=str
+)
+def test_norms_with_gates(kernels: TritonKernels, spec: GatedNormSpec) -> None:
+    x, gate = (random(7, 24, dtype=torch.float32, seed=seed) for seed in (1, 2))
+    weight = random(spec.group_size or 24, dtype=torch.float32, seed=3)
+    silu, expected = torch.nn.functional.silu(gate.double()), x.double()
+    expected = expected * silu if spec.gate_first else expected
+    if spec.group_size:
+        grouped = expected.unflatten(1, (-1, spec.group_size))
+        expected = (grouped / (grouped.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(1)
+    expected = expected * weight.double().repeat(24 // len(weight))
+    expected = expected if spec.gate_first else expected * silu
+    found = kernels.gated_norm(x, gate, weight, 1e-5, spec)
+    assert_close(found, expected, roundings=4)
+    assert torch.equal(kernels.gated_norm(x[3:4], gate[3:4], weight, 1e-5, spec), found[3:4])
+
+
+def test_without_the_variable_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    plain = triton_kernels()
+    assert not plain.captures(SMALL["delta"])
+    for name in REFERENCE_METHODS:
+        assert "reference" in getattr(plain, name).__module__
+    monkeypatch.setenv(VARIABLE, "recurrent")
+    own = triton_kernels()
+    assert own.captures(SMALL["delta"])
+    assert own.captures(ConvolutionSpec(8, 3))
+    for name in REFERENCE_METHODS:
+        assert "triton" in getattr(own, name).__module__
+    monkeypatch.setenv(VARIABLE, "recurent")
+    with pytest.raises(DeviceError, match="there are only: recurrent"):
+        triton_kernels()
+
+
+def test_blocks_that_no_tile_fits_into_are_refused(kernels: TritonKernels) -> None:
+    layer = Layer(kernels, SMALL["delta"], [2])
+    layer.cache = replace(layer.cache, keys=layer.cache.keys[:, :, :8])
+    with pytest.raises(DeviceError, match="block_size is 8, but must be a multiple of 16"):
+        layer.step([(0, 0, 2)])
