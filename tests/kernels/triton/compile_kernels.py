@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
+from tests.kernels.triton.compile_adapters import adapter_kernels
 from tests.kernels.triton.compile_attention import attention_kernels
 from tests.kernels.triton.compile_latent import latent_kernels
 from tests.kernels.triton.compile_small_batches import small_batch_kernels
@@ -17,5 +18,6 @@ if __name__ == "__main__":
         "small batches": small_batch_kernels(),
         "attention": attention_kernels(),
         "latent": latent_kernels(),
+        "adapters": adapter_kernels(),
     }
     json.dump(found, sys.stdout)
