@@ -17,7 +17,7 @@ from quire.tools.bench.random_engine import Machine, requests_for
 
 def make_adapters(machine: Machine, count: int, rank: int) -> list[str]:
     """Digests of so many adapters that the engine has read."""
-    runner = machine.core.runner
+    runner = machine.engine.runner
     names = [f"random-{rank}-{number}" for number in range(count)]
     for number, name in enumerate(names):
         products = _products(machine, rank, seed=number)

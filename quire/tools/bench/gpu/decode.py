@@ -19,7 +19,7 @@ from quire.tools.bench.gpu.adapters import adapted_requests, make_adapters
 from quire.tools.bench.gpu.ceiling import Work, decode_work
 from quire.tools.bench.gpu.profiling import profile
 from quire.tools.bench.gpu.report import Measurement, run
-from quire.tools.bench.random_engine import DrivenRun, Machine, drive, random_prompts, requests_for
+from quire.tools.bench.random_engine import DrivenRun, Machine, drive, random_prompts
 
 
 def steady_times(run: DrivenRun, batch: int) -> list[float]:
@@ -83,16 +83,26 @@ def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Measureme
         result = measure_batch(machine, batch, *sizes)
         print(f"{result.measure}: {result.value:.3f} ms, {result.detail}", flush=True)
         yield result
+        _profile(machine, batch, options, ())
         for count in counts:
             adapted = measure_batch(machine, batch, *sizes, digests[:count])
             more = f"{100 * (adapted.value / result.value - 1):.1f}% more than without"
             print(f"{adapted.measure}: {adapted.value:.3f} ms, {more}", flush=True)
             yield adapted
-        if options.profile:
-            prompts = random_prompts(batch, options.prompt, seed=1000 * batch + options.repeats)
-            requests = requests_for(prompts, [options.steps] * batch, f"profile-{batch}")
-            steps = min(options.profile_steps, (options.steps - 32) // 2)
-            print(profile(machine, requests, skip=16, steps=steps) + "\n", flush=True)
+            _profile(machine, batch, options, digests[:count])
+
+
+def _profile(
+    machine: Machine, batch: int, options: argparse.Namespace, digests: Sequence[str]
+) -> None:
+    """Prints where the time of one more run goes, where that is asked for."""
+    if not options.profile:
+        return
+    prompts = random_prompts(batch, options.prompt, seed=1000 * batch + options.repeats)
+    name = f"profile-{batch}-{len(digests)}"
+    requests = adapted_requests(prompts, options.steps, name, digests)
+    steps = min(options.profile_steps, (options.steps - 32) // 2)
+    print(profile(machine, requests, skip=16, steps=steps) + "\n", flush=True)
 
 
 def main() -> None:
