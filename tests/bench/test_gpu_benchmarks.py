@@ -47,6 +47,8 @@ def test_shapes_have_the_parameters_their_models_have() -> None:
         "smollm2-135m": 135,
         "gemma-3-4b": 3880,
         "gpt-oss-20b": 20_915,
+        "glm-4.7-flash": 29_943,
+        "deepseek-v2-lite": 15_706,
     }
 
 
@@ -160,6 +162,11 @@ def test_the_table_says_how_much_is_reached() -> None:
             decode,
             ["--batches", "1,3", "--steps", "48", "--profile-steps", "4"],
             ["decode 1", "decode 3"],
+        ),
+        (
+            decode,
+            ["--batches", "3", "--steps", "48", "--profile-steps", "4", "--lora", "1,2"],
+            ["decode 3", "decode 3, 1 adapters", "decode 3, 2 adapters"],
         ),
         (
             prefill,
