@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.device import GraphPool
-from quire.kernels.ops import MixerCache
+from quire.kernels.ops import Int32Array, MixerCache
 from quire.kernels.tensor_memory import TensorMemory
 from quire.models.decoder import Decoder
 from quire.process.life import sign_of_life
@@ -41,6 +41,10 @@ _MAX_PROMPT_KEYS = 1 << 17
 step, the prompt kernel, which reads a key once for many tokens, should be quicker even without a
 graph (an estimate).
 """
+
+
+Kind = tuple[int, str, bool]
+"""A graph: its number of rows, the kind of its work list, and whether rows may have adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +91,23 @@ class DecodeGraphs:
                 (size, name): max(min(_MAX_WORK, most), 512) for name, most in lists.items()
             }
         self._to_capture = list(self._most_work)
-        """Graphs not captured yet. The largest is last and captured first."""
-        self._wanted = self._to_capture[-1]
+        """Graphs not captured yet. The largest is last and captured first. Those for steps in which
+        some rows have adapters are captured when a step lacks them.
+        """
+        self._wanted: Kind = (*self._to_capture[-1], False)
         """The graph that the last step lacked: captured next."""
         # each part of the inputs begins at a multiple of 16
         self._largest = largest = -(-self._sizes[-1] // 16) * 16
-        self._replays: dict[tuple[int, str], Callable[[], None]] = {}
+        self._replays: dict[Kind, Callable[[], None]] = {}
         self._inputs = torch.zeros(
             3 * largest + 8 * (1 + _MAX_WORK), dtype=torch.int32, device=device
         )
+        self._slots = torch.full((largest,), -1, dtype=torch.int32, device=device)
+        """Of the rows' adapters."""
         self._sampled = torch.zeros(2, largest, dtype=torch.int64, device=device)
         self._logits = torch.zeros(largest, spec.vocab_size, dtype=decoder.dtype, device=device)
         self._pool = pool
-        self._buffers = TensorMemory((self._inputs, self._sampled, self._logits))
+        self._buffers = TensorMemory((self._inputs, self._slots, self._sampled, self._logits))
 
     def sleep(self) -> None:
         """Gives the graphs and their memory back. They know the addresses of weights and cache,
@@ -109,16 +117,19 @@ class DecodeGraphs:
         self._replays.clear()
         self._pool.reset()
         self._to_capture = list(self._most_work)
-        self._wanted = self._to_capture[-1]
+        self._wanted = (*self._to_capture[-1], False)
         self._buffers.sleep(keep=False)
 
     def wake(self) -> None:
         """Takes the memory again."""
         self._buffers.wake()
 
-    def run(self, shape: BatchShape, lag: Tensor | None = None) -> DecodeOutput | None:
+    def run(
+        self, shape: BatchShape, lag: Tensor | None = None, adapters: Int32Array | None = None
+    ) -> DecodeOutput | None:
         """Computes a step of decodes, whose positions are `lag` less than `shape` says, if there is
-        a graph for it. The tokens in the output for rows that don't sample mean nothing.
+        a graph for it. `adapters`: the slots of the rows' adapters, if some have one. The tokens in
+        the output for rows that don't sample mean nothing.
         """
         count, are_sampled = len(shape.request_rows), shape.samples
         if count > self._sizes[-1] or shape.starts[~are_sampled].sum() > _MAX_PROMPT_KEYS:
@@ -127,11 +138,14 @@ class DecodeGraphs:
             shape.counts, shape.starts + 1, shape.request_rows, self._heads
         )
         ((name, work),) = lists.items()
-        kind = self._sizes[bisect_left(self._sizes, count)], name
+        size = self._sizes[bisect_left(self._sizes, count)]
+        kind = size, name, adapters is not None
         replay = self._replays.get(kind)
-        if replay is None or len(work) > 1 + self._most_work[kind]:
+        if replay is None or len(work) > 1 + self._most_work[size, name]:
             self._wanted = kind
             return None
+        if adapters is not None:
+            self._uploader.upload_into(self._slots, self._padded(adapters, -1))
         self._uploader.upload_into(
             self._inputs,
             self._padded(shape.request_rows, -1),
@@ -171,13 +185,26 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture_next(self) -> None:
         """Captures one of the missing graphs, if any, while the device goes on computing."""
+        size, name, has_adapters = self._wanted
+        if has_adapters and self._replays and self._wanted not in self._replays:
+            # Padding only, before: kernels that only such steps run are loaded then.
+            self._inputs.zero_()
+            self._inputs[: self._largest] = -1
+            self._slots.fill_(-1)
+            self._compute(size, name, has_adapters=True)
+            compute = partial(self._compute, size, name, has_adapters=True)
+            self._replays[self._wanted] = self._pool.capture(compute)
+            return
         if not self._to_capture:
             return
-        is_wanted = bool(self._replays) and self._wanted in self._to_capture
-        size, name = self._to_capture.pop(self._to_capture.index(self._wanted) if is_wanted else -1)
-        self._replays[size, name] = self._pool.capture(partial(self._compute, size, name))
+        is_wanted = bool(self._replays) and (size, name) in self._to_capture
+        index = self._to_capture.index((size, name)) if is_wanted else -1
+        size, name = self._to_capture.pop(index)
+        self._replays[size, name, False] = self._pool.capture(partial(self._compute, size, name))
 
-    def _compute(self, size: int, name: str, has_inputs: bool = True) -> None:
+    def _compute(
+        self, size: int, name: str, has_inputs: bool = True, has_adapters: bool = False
+    ) -> None:
         rows, positions, next_positions = (
             self._inputs[: 3 * self._largest].view(3, -1)[:, :size].unbind()
         )
@@ -194,8 +221,9 @@ class DecodeGraphs:
         )
         if not has_inputs:  # kernels are compiled and not run, so these tensors were not written
             token_ids, places = torch.zeros_like(token_ids), torch.zeros_like(places)
-        hidden = self._decoder(token_ids, places, paged, self._caches)
-        logits = self._decoder.logits(hidden, out=self._logits[:size])
+        adapters = self._slots[:size] if has_adapters else None
+        hidden = self._decoder(token_ids, places, paged, self._caches, adapters)
+        logits = self._decoder.logits(hidden, out=self._logits[:size], adapters=adapters)
         self._rows.sample(self._kernels, logits, rows, next_positions, self._sampled[:, :size])
 
     def _padded(self, values: npt.NDArray[np.int32], filler: int) -> npt.NDArray[np.int32]:

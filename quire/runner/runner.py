@@ -343,13 +343,7 @@ class Runner:
         if lag is not None and not shape.is_decode:
             lag = lag[self._upload(shape.token_owners)[0]]
         shape_of_rows = shape if shape.is_decode else shape.by_token()
-        adapters = self._slots_of(shape_of_rows)
-        if adapters is not None and not isinstance(graphs, RecordedSteps):
-            return None  # CUDA graphs have no adapters in them
-        if isinstance(graphs, RecordedSteps):
-            decoded = graphs.run(shape_of_rows, lag, adapters)
-        else:
-            decoded = graphs.run(shape_of_rows, lag)
+        decoded = graphs.run(shape_of_rows, lag, self._slots_of(shape_of_rows))
         if decoded is None or is_sampled:
             return decoded
         (sampled_rows,) = self._upload(shape.logits_indices)

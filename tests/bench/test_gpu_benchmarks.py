@@ -49,6 +49,8 @@ def test_shapes_have_the_parameters_their_models_have() -> None:
         "qwen3.5-9b": 8954,
         "qwen3.5-35b-a3b": 34_661,
         "gpt-oss-20b": 20_915,
+        "glm-4.7-flash": 29_943,
+        "deepseek-v2-lite": 15_706,
     }
 
 
@@ -162,6 +164,11 @@ def test_the_table_says_how_much_is_reached() -> None:
             decode,
             ["--batches", "1,3", "--steps", "48", "--profile-steps", "4"],
             ["decode 1", "decode 3"],
+        ),
+        (
+            decode,
+            ["--batches", "3", "--steps", "48", "--profile-steps", "4", "--lora", "1,2"],
+            ["decode 3", "decode 3, 1 adapters", "decode 3, 2 adapters"],
         ),
         (
             prefill,

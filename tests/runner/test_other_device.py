@@ -5,6 +5,7 @@ has never seen.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from quire.backends.select import device_of, select_kernels
 from quire.config import EngineConfig
 from quire.engine import make_requests
 from quire.models.decoder import Decoder
+from quire.runner.adapters import AdapterSlots
 from quire.runner.graphs import DecodeGraphs
 from quire.runner.kv_cache import KVCache
 from quire.runner.request_rows import RequestRows
@@ -24,6 +26,7 @@ from quire.runner.step_outputs import PendingStep, StepOutputs
 from quire.sampling.upload import Uploader
 from quire.sampling_params import SamplingParams
 from quire.server.link.engine_memory import EngineMemory
+from tests.adapters import random_adapter
 from tests.late_device import LateDevice, use_late_device
 from tests.quick_interpreter import quicken
 from tests.random_models import SPECS, Bench, random_decoder
@@ -166,7 +169,9 @@ def test_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def graph_runner(decoder: Decoder, num_blocks: int, max_num_seqs: int) -> Runner:
+def graph_runner(
+    decoder: Decoder, num_blocks: int, max_num_seqs: int, adapters: AdapterSlots | None = None
+) -> Runner:
     """As `Bench` makes one, with graphs of up to that many rows."""
     cache = KVCache(decoder.spec, num_blocks, 0, 16, decoder.dtype, CPU)
     rows = RequestRows(max_num_seqs, 1024, 16, CPU)
@@ -174,7 +179,7 @@ def graph_runner(decoder: Decoder, num_blocks: int, max_num_seqs: int) -> Runner
     assert pool is not None
     graphs = DecodeGraphs(decoder, cache.layers, rows, max_num_seqs, pool)
     graphs.warm_up()
-    return Runner(decoder, cache, rows, graphs=graphs)
+    return Runner(decoder, cache, rows, graphs=graphs, adapters=adapters)
 
 
 @pytest.mark.slow
@@ -209,3 +214,39 @@ def test_graphs_of_another_device_give_the_same_answers(
     assert not LateDevice.used["capture"]
     assert run(has_graphs=True) == expected
     assert LateDevice.used["replay"] >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_adapters.py has this")
+def test_graphs_with_adapters_give_the_same_answers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A graph for steps with adapters beside those without, replayed with other slots, and with
+    other adapters in them.
+    """
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from quire.backends.triton.kernels import TritonKernels
+
+    quicken()
+    use_late_device(monkeypatch)
+    monkeypatch.setenv("QUIRE_UNTRIED_KERNELS", "adapters")
+    spec = replace(SPECS["qwen2"], layers=SPECS["qwen2"].layers[:1])
+    decoder = random_decoder(spec, TritonKernels(torch.float16), torch.float16)
+    paths = [random_adapter(tmp_path / str(i), decoder, i, 3 + i) for i in range(3)]
+    params = [SamplingParams(temperature=0, max_tokens=new) for new in (9, 6)]
+
+    def run(has_graphs: bool) -> list[dict[str, list[int]]]:
+        bench = Bench(decoder, max_num_seqs=2, depth=2, observes=False, adapters=paths, max_loras=2)
+        runner = bench.runner
+        if has_graphs:
+            bench.core.runner = bench.runner = graph_runner(decoder, 512, 2, runner.adapters)
+        return [
+            bench.run([[5, 6, 7], [8, 9]], params, adapters=chosen).tokens
+            for chosen in ([1, 0], [2, 3], [0, 0])
+        ]
+
+    expected = run(has_graphs=False)
+    assert expected[0] != expected[1] != expected[2]
+    before = LateDevice.used["replay"]
+    assert run(has_graphs=True) == expected
+    assert LateDevice.used["replay"] >= before + 12

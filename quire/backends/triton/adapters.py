@@ -31,6 +31,10 @@ MAX_RANKS = 1024
 _MANY_ROWS = 512
 """With more, there are programs enough without dividing the segments among them."""
 _RANK_TILE = 16
+_EXPANDING = 192
+"""The most programs for the outputs of a tile: where an adapter adds nothing (to a head, mostly) all
+of them are in vain.
+"""
 _FIELDS, _PART_FIELDS = tl.constexpr(5), tl.constexpr(7)
 
 
@@ -204,6 +208,7 @@ def _expand_kernel(
     sums,
     out_stride,
     num_rows,
+    num_blocks,
     NUM_SLOTS: tl.constexpr,
     IS_SINGLE: tl.constexpr,
     TILE: tl.constexpr,
@@ -213,7 +218,7 @@ def _expand_kernel(
     STRIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Adds to BLOCK_N outputs of a tile's rows their sums (of PARTS programs each) times B."""
+    """Adds to a tile's rows their sums (of PARTS programs each) times B, BLOCK_N outputs at a time."""
     begin(PDL)
     tile = tl.program_id(1)
     slot = tl.load(tile_slots + tile)
@@ -227,57 +232,58 @@ def _expand_kernel(
     scales = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
     parts = tl.load(entry + 4).to(tl.pointer_type(tl.int64))
     row, exists = _tile_rows(tile, tile_counts, order, IS_SINGLE, TILE)
-    begin_column = tl.program_id(0) * BLOCK_N
-    column = begin_column + tl.arange(0, BLOCK_N)
-    for number in range(num_parts):
-        part = parts + number * _PART_FIELDS
-        first, count = tl.load(part).to(tl.int32), tl.load(part + 1).to(tl.int32)
-        if (first < begin_column + BLOCK_N) & (first + count > begin_column):
-            first_rank, ranks = tl.load(part + 2).to(tl.int32), tl.load(part + 3).to(tl.int32)
-            b = tl.multiple_of(tl.load(part + 4).to(tl.pointer_type(dtype)), 16)
-            b_stride = (ranks + RANK_TILE - 1) // RANK_TILE * RANK_TILE  # filled up with zeros
-            output = column - first
-            inside = (output >= 0) & (output < count)
-            total = tl.zeros((TILE, BLOCK_N), tl.float32)
-            for begin_rank in range(0, ranks, RANK_TILE):
-                rank = begin_rank + tl.arange(0, RANK_TILE)
-                within = rank < ranks  # after a part's ranks come another's, or nobody's
-                scale = tl.load(scales + first_rank + rank, mask=within, other=0.0)
-                source = sums + row[:, None] * STRIDE + first_rank + rank[None, :]
-                inner = tl.zeros((TILE, RANK_TILE), tl.float32)
-                for program in range(PARTS):
-                    inner += tl.load(
-                        source + program * num_rows.to(tl.int64) * STRIDE,
-                        mask=exists[:, None] & within[None, :],
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        begin_column = block * BLOCK_N
+        column = begin_column + tl.arange(0, BLOCK_N)
+        for number in range(num_parts):
+            part = parts + number * _PART_FIELDS
+            first, count = tl.load(part).to(tl.int32), tl.load(part + 1).to(tl.int32)
+            if (first < begin_column + BLOCK_N) & (first + count > begin_column):
+                first_rank, ranks = tl.load(part + 2).to(tl.int32), tl.load(part + 3).to(tl.int32)
+                b = tl.multiple_of(tl.load(part + 4).to(tl.pointer_type(dtype)), 16)
+                b_stride = (ranks + RANK_TILE - 1) // RANK_TILE * RANK_TILE  # filled up with zeros
+                output = column - first
+                inside = (output >= 0) & (output < count)
+                total = tl.zeros((TILE, BLOCK_N), tl.float32)
+                for begin_rank in range(0, ranks, RANK_TILE):
+                    rank = begin_rank + tl.arange(0, RANK_TILE)
+                    within = rank < ranks  # after a part's ranks come another's, or nobody's
+                    scale = tl.load(scales + first_rank + rank, mask=within, other=0.0)
+                    source = sums + row[:, None] * STRIDE + first_rank + rank[None, :]
+                    inner = tl.zeros((TILE, RANK_TILE), tl.float32)
+                    for program in range(PARTS):
+                        inner += tl.load(
+                            source + program * num_rows.to(tl.int64) * STRIDE,
+                            mask=exists[:, None] & within[None, :],
+                            other=0.0,
+                        )
+                    inner = inner * scale[None, :]
+                    right = tl.load(
+                        b + output[:, None].to(tl.int64) * b_stride + rank[None, :],
+                        mask=inside[:, None],
                         other=0.0,
                     )
-                inner = inner * scale[None, :]
-                right = tl.load(
-                    b + output[:, None].to(tl.int64) * b_stride + rank[None, :],
-                    mask=inside[:, None],
-                    other=0.0,
-                )
-                right = tl.trans(right)
-                high = inner.to(dtype)
-                total = tl.dot(high, right, total, input_precision="ieee")
-                if dtype != tl.float32:  # what rounding took of the sums
-                    low = (inner - high.to(tl.float32)).to(dtype)
-                    total = tl.dot(low, right, total, input_precision="ieee")
-            target = out + row[:, None] * out_stride + column[None, :]
-            mask = exists[:, None] & inside[None, :]
-            value = tl.load(target, mask=mask, other=0.0).to(tl.float32) + total
-            factors = tl.load(part + 5)
-            if factors != 0:
-                factor = tl.load(
-                    factors.to(tl.pointer_type(tl.float32)) + output, mask=inside, other=0.0
-                )
-                offset = tl.load(
-                    tl.load(part + 6).to(tl.pointer_type(tl.float32)) + output,
-                    mask=inside,
-                    other=0.0,
-                )
-                value = value * factor[None, :] + offset[None, :]
-            tl.store(target, value.to(dtype), mask=mask)
+                    right = tl.trans(right)
+                    high = inner.to(dtype)
+                    total = tl.dot(high, right, total, input_precision="ieee")
+                    if dtype != tl.float32:  # what rounding took of the sums
+                        low = (inner - high.to(tl.float32)).to(dtype)
+                        total = tl.dot(low, right, total, input_precision="ieee")
+                target = out + row[:, None] * out_stride + column[None, :]
+                mask = exists[:, None] & inside[None, :]
+                value = tl.load(target, mask=mask, other=0.0).to(tl.float32) + total
+                factors = tl.load(part + 5)
+                if factors != 0:
+                    factor = tl.load(
+                        factors.to(tl.pointer_type(tl.float32)) + output, mask=inside, other=0.0
+                    )
+                    offset = tl.load(
+                        tl.load(part + 6).to(tl.pointer_type(tl.float32)) + output,
+                        mask=inside,
+                        other=0.0,
+                    )
+                    value = value * factor[None, :] + offset[None, :]
+                tl.store(target, value.to(dtype), mask=mask)
 
 
 def shrink(x: Tensor, tiles: Tiles, table: TritonTable) -> Tensor:
@@ -323,7 +329,8 @@ def expand_(out: Tensor, sums: Tensor, tiles: Tiles, table: TritonTable) -> None
         raise ValueError(f"outputs lie {out.stride(1)} numbers apart, not in whole rows")
     rows, size = out.shape
     block = 64 if size <= 2048 else 128
-    _expand_kernel[(cdiv(size, block), tiles.bound)](
+    blocks = cdiv(size, block)
+    _expand_kernel[(min(blocks, _EXPANDING), tiles.bound)](
         out=out,
         table=table.slots,
         tile_slots=tiles.experts,
@@ -332,6 +339,7 @@ def expand_(out: Tensor, sums: Tensor, tiles: Tiles, table: TritonTable) -> None
         sums=sums,
         out_stride=row_stride(out),
         num_rows=rows,
+        num_blocks=blocks,
         NUM_SLOTS=len(table.slots),
         IS_SINGLE=tiles.listed == SINGLE.value,
         TILE=tiles.width,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
+from tests.kernels.triton.compile_adapters import adapter_kernels
 from tests.kernels.triton.compile_attention import attention_kernels
 from tests.kernels.triton.compile_latent import latent_kernels
 from tests.kernels.triton.compile_recurrent import recurrent_kernels
@@ -19,5 +20,6 @@ if __name__ == "__main__":
         "attention": attention_kernels(),
         "latent": latent_kernels(),
         "recurrent": recurrent_kernels(),
+        "adapters": adapter_kernels(),
     }
     json.dump(found, sys.stdout)

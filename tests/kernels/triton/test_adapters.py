@@ -144,6 +144,16 @@ def test_a_slot_takes_another_adapter_and_none() -> None:
     assert torch.equal(rows.added(everyone), before)
 
 
+def test_programs_that_take_several_blocks_of_outputs_give_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = make("small", 5, torch.float16)
+    everyone = torch.arange(5, device=DEVICE)
+    expected = rows.added(everyone)
+    monkeypatch.setattr("quire.backends.triton.adapters._EXPANDING", 1)
+    assert torch.equal(rows.added(everyone), expected)
+
+
 def test_rows_are_grouped_once_a_step() -> None:
     slots = torch.tensor([2, -1, 0, 2], dtype=torch.int32, device=DEVICE)
     tiles = KERNELS._row_tiles.of(slots, 5)

@@ -1,0 +1,29 @@
+"""Compiles the kernels of adapters for an H200, which needs none. Called by `compile_kernels`."""
+
+from __future__ import annotations
+
+from quire.backends.triton.adapters import _expand_kernel, _shrink_kernel
+from tests.kernels.triton.compile_latent import compiled
+from tests.long_runs import IS_LONG
+
+_TYPES = {
+    **dict.fromkeys(("x", "out"), "*bf16"),
+    **dict.fromkeys(("tile_slots", "tile_counts", "order"), "*i32"),
+    "table": "*i64",
+    "sums": "*fp32",
+}
+
+
+def adapter_kernels() -> dict[str, dict[str, int]]:
+    """What each takes; in the short form nothing."""
+    found = {}
+    for tile in (16, 64) if IS_LONG else ():
+        constants = {"NUM_SLOTS": 32, "IS_SINGLE": False, "TILE": tile, "STRIDE": 1024, "PDL": True}
+        more = {"K": 4096, "RANKS": 64, "BLOCK_K": 128, "SEGMENT": 1024}
+        more["SEGMENTS"] = 1 if tile == 16 else 4
+        found[f"shrink {tile}"] = compiled(
+            _shrink_kernel, constants | more, 4, _TYPES, num_stages=4
+        )
+        more = {"BLOCK_N": 128, "RANK_TILE": 16, "PARTS": 4 if tile == 16 else 1}
+        found[f"expand {tile}"] = compiled(_expand_kernel, constants | more, 4, _TYPES)
+    return found
