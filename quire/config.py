@@ -3,7 +3,6 @@ elsewhere (`runner/memory.py`) and never written back."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -90,16 +89,20 @@ class Duration(check.Values):
             if match:
                 seconds = float(match[1]) * (0.001 if match[2] == "ms" else 1.0)
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            seconds = float(value)
+            seconds = check.as_float(value)
         if seconds is None or not 0 < seconds < 1e9:
-            shown = value[:64] if isinstance(value, str) else value
+            shown = repr(value[:64]) if isinstance(value, str) else check.shown(value)
             raise InvalidRequestError(
-                name, f"must be a time above 0 such as 40ms, 1.5s or 0.04, not {shown!r}"
+                name, f"must be a time above 0 such as 40ms, 1.5s or 0.04, not {shown}"
             )
         return seconds
 
     def __str__(self) -> str:
         return "a time (40ms, 1.5s)"
+
+
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
+"""Of a tenant: its counter is tokens over its weight, which must stay a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +114,21 @@ class Weights(check.Values):
         if isinstance(value, str):
             pairs = dict(one.rpartition("=")[::2] for one in filter(None, value.split(",")))
         try:
-            weights = {tenant: float(weight) for tenant, weight in pairs.items()}
+            weights = {tenant: check.as_float(weight) for tenant, weight in pairs.items()}
         except (AttributeError, TypeError, ValueError):
             weights = {"": 0.0}
         if any(
-            not isinstance(tenant, str) or not tenant or "," in tenant or not 0 < weight < math.inf
+            not isinstance(tenant, str)
+            or not tenant
+            or "," in tenant
+            or not LEAST_WEIGHT <= weight <= MOST_WEIGHT
             for tenant, weight in weights.items()
         ):
-            shown = value[:64] if isinstance(value, str) else value
+            shown = value[:64] if isinstance(value, str) else str(weights)[:64]
             raise InvalidRequestError(
-                name, f"must be names with numbers above 0 such as gold=4,free=1, not {shown!r}"
+                name,
+                f"must be names with numbers from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g} such as gold=4,free=1, "
+                f"not {shown!r}",
             )
         return ",".join(f"{tenant}={weight:g}" for tenant, weight in weights.items())
 
@@ -138,7 +146,7 @@ def read_weights(text: str) -> tuple[tuple[str, float], ...]:
 class File(check.Values):
     def check(self, name: str, value: Any) -> Path | str:
         if not isinstance(value, Path | str):
-            raise InvalidRequestError(name, f"must be a path, not {value!r}")
+            raise InvalidRequestError(name, f"must be a path, not {check.shown(value)}")
         return value
 
     def __str__(self) -> str:
@@ -410,9 +418,9 @@ def parse_bytes(field: str, value: int | str, low: int = 0) -> int:
     elif isinstance(value, int) and not isinstance(value, bool):
         number = value
     if number is None or number < low:
-        shown = value[:64] if isinstance(value, str) else value
+        shown = repr(value[:64]) if isinstance(value, str) else check.shown(value)
         raise InvalidRequestError(
-            field, f"must be a number of bytes such as 536870912, 512MiB or 2GB, not {shown!r}"
+            field, f"must be a number of bytes such as 536870912, 512MiB or 2GB, not {shown}"
         )
     return number
 

@@ -88,7 +88,7 @@ class Choice(Values):
     def check(self, name: str, value: Any) -> Any:
         if value not in self.names:
             raise InvalidRequestError(
-                name, f"must be one of {', '.join(self.names)}, not {value!r}"
+                name, f"must be one of {', '.join(self.names)}, not {shown(value)}"
             )
         return value
 
@@ -105,7 +105,7 @@ class Pattern(Values):
 
     def check(self, name: str, value: Any) -> str:
         if not isinstance(value, str) or not re.fullmatch(self.regex, value):
-            raise InvalidRequestError(name, f"must be {self.words}, not {value!r}")
+            raise InvalidRequestError(name, f"must be {self.words}, not {shown(value)}")
         return value
 
     def __str__(self) -> str:
@@ -285,7 +285,7 @@ def _on_page(about: About) -> About:
 
 def check_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise InvalidRequestError(name, f"must be true or false, not {value!r}")
+        raise InvalidRequestError(name, f"must be true or false, not {shown(value)}")
     return value
 
 
@@ -297,11 +297,11 @@ def check_text(name: str, value: Any, longest: int) -> str:
 
 def check_int(name: str, value: Any, low: int, high: int) -> Any:
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise InvalidRequestError(name, f"must be a whole number, not {value!r}")
+        raise InvalidRequestError(name, f"must be a whole number, not {shown(value)}")
     if value < low and high == NO_LIMIT:
-        raise InvalidRequestError(name, f"must be at least {low}, not {value}")
+        raise InvalidRequestError(name, f"must be at least {low}, not {shown(value)}")
     if not low <= int(value) <= high:
-        raise InvalidRequestError(name, f"must be from {low} to {high}, not {value}")
+        raise InvalidRequestError(name, f"must be from {low} to {high}, not {shown(value)}")
     return value
 
 
@@ -315,14 +315,29 @@ def check_real(
     high_open: bool = False,
 ) -> Any:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise InvalidRequestError(name, f"must be a number, not {value!r}")
-    number = float(value)
+        raise InvalidRequestError(name, f"must be a number, not {shown(value)}")
+    number = as_float(value)
     too_low = number <= low if low_open else number < low
     too_high = number >= high if high_open else number > high
     if math.isnan(number) or too_low or too_high:
         words = f"{'above' if low_open else 'at least'} {low:g} and {'below' if high_open else 'at most'} {high:g}"
-        raise InvalidRequestError(name, f"must be {words}, not {value!r}")
+        raise InvalidRequestError(name, f"must be {words}, not {shown(value)}")
     return value
+
+
+def as_float(value: Any) -> float:
+    """A number as a float; infinite where no float is as large."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def shown(value: Any) -> str:
+    """A number in an error: Python refuses to write those of thousands of digits."""
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return f"a whole number of about {value.bit_length() * 3 // 10} digits"
+    return repr(value)
 
 
 def checked_ids(name: str, value: Any, most: int, least: int = 0) -> tuple[int, ...]:

@@ -136,7 +136,7 @@ def _check_structured(name: str, value: Any) -> StructuredOutput:
             raise InvalidRequestError(name, f"has no field {min(map(repr, unknown))}")
         return StructuredOutput(**value)
     if not isinstance(value, StructuredOutput):
-        raise InvalidRequestError(name, f"must be a StructuredOutput, not {value!r}")
+        raise InvalidRequestError(name, f"must be a StructuredOutput, not {check.shown(value)}")
     return value
 
 

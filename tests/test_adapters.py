@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import transformers
 from torch import Tensor
 
 from quire import LLM, LoRARequest, QuireError, SamplingParams
-from quire.errors import CapacityError, InvalidRequestError
+from quire.checkpoints.adapter_files import open_adapter, read_adapter_settings
+from quire.errors import CapacityError, InvalidRequestError, ModelFormatError
 from quire.frontend.adapter_names import parse_lora
-from tests.adapters import random_adapter, save_adapter
+from tests.adapters import SETTINGS, random_adapter, save_adapter
 from tests.models.random_configurations import random_model
 
 ENGINE: dict[str, Any] = {
@@ -364,3 +366,24 @@ def test_what_is_no_adapter_is_an_error_at_once(
         pytest.raises(InvalidRequestError, match="max_loras=0"),
     ):
         tokens(without, LoRARequest("a", 1, str(adapters[0])))
+
+
+def test_thousands_of_patterns_are_looked_through_quickly() -> None:
+    """`re` remembers a few hundred compiled ones, and would compile the rest for each module."""
+    names = {f"layers.{number}.self_attn.q_proj": 8 for number in range(4000)}
+    settings = read_adapter_settings({**SETTINGS, "rank_pattern": names}, "adapter_config.json")
+    settings.rank_of("model.layers.3999.self_attn.q_proj")
+    began = time.process_time()
+    ranks = [settings.rank_of(f"model.layers.{number}.mlp.up_proj") for number in range(20)]
+    assert time.process_time() - began < 2
+    assert ranks == [4] * 20
+    assert settings.rank_of("model.layers.3999.self_attn.q_proj") == 8
+    patterns = {f".*.*{number}": 8 for number in range(65)}
+    with pytest.raises(ModelFormatError, match=r"rank_pattern should be .* at most 64 patterns"):
+        read_adapter_settings({**SETTINGS, "rank_pattern": patterns}, "adapter_config.json")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a/" + "x" * 5000])
+def test_a_folder_whose_name_is_too_long_is_none(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ModelFormatError, match="there is no such folder"):
+        open_adapter(tmp_path / name)

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from quire.checkpoints.fields import Fields
 from quire.checkpoints.files import open_checked, quote, read_json, safe_member
 from quire.checkpoints.safetensors_checkpoint import open_shards
 from quire.errors import ModelFormatError, UnsupportedModelError
+from quire.field_checks import as_float
 from quire.kernels.low_rank import MAX_RANK
 
 CONFIG_FILE = "adapter_config.json"
@@ -28,6 +30,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLED_FILE = "adapter_model.bin"
 _MAX_CONFIG_BYTES = 2**20
 _MAX_PATTERNS = 4096
+_MAX_REPEATING = 64
+"""Of these, regular expressions that repeat something: each is tried with every module's name."""
 _HASHED_AT_ONCE = 2**20
 
 _REFUSED: Mapping[str, tuple[object, ...]] = {
@@ -108,7 +112,11 @@ def open_adapter(folder: Path) -> AdapterFiles:
     """Opens a folder that PEFT wrote; ModelFormatError or UnsupportedModelError says what is wrong
     with it.
     """
-    if not folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+    except OSError:  # a name that is too long, a folder that may not be looked into
+        is_folder = False
+    if not is_folder:
         raise ModelFormatError(
             f"{folder}: there is no such folder; an adapter is one with {CONFIG_FILE}"
         )
@@ -182,10 +190,17 @@ def _patterns(
         raise fields.error(name, f"at most {_MAX_PATTERNS} numbers by modules' names", found)
     for key, value in found.items():
         is_number = isinstance(value, int if whole else (int, float)) and type(value) is not bool
-        if not is_number or not low <= value <= high or not math.isfinite(value):
+        if not is_number or not low <= value <= high or not math.isfinite(as_float(value)):
             raise fields.error(f"{name}[{quote(key)}]", f"a number from {low:g} to {high:g}", value)
         if not _is_simple(key):
             raise fields.error(name, "names of modules, or simple patterns of them", key)
+    repeating = sum(_QUANTIFIERS.search(key) is not None for key in found)
+    if repeating > _MAX_REPEATING:
+        raise fields.error(
+            name,
+            f"names of modules, and at most {_MAX_REPEATING} patterns with * + or ?",
+            repeating,
+        )
     return found
 
 
@@ -205,9 +220,15 @@ def _is_simple(pattern: str) -> bool:
 def _by_pattern(patterns: Mapping[str, float], module: str, default: float) -> float:
     """The number of the first pattern that the module's name ends with, as PEFT finds it."""
     for pattern, value in patterns.items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+        if _compiled(pattern).fullmatch(module):
             return value
     return default
+
+
+@lru_cache(maxsize=2 * _MAX_PATTERNS)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Each is tried with every module: `re` remembers a few hundred only."""
+    return re.compile(rf"(.*\.)?({pattern})")
 
 
 def _digest(settings: AdapterSettings, weights: Path, checkpoint: Checkpoint) -> str:

@@ -4,13 +4,17 @@ file.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ModelFormatError
+from quire.field_checks import as_float
 
 _MISSING: Any = object()
+
+
+MOST = 1e30
+"""Of any number that is no size: products of a few such are still numbers."""
 
 
 class Fields:
@@ -66,10 +70,9 @@ class Fields:
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or value < low
+            or not low <= as_float(value) <= MOST
         ):
-            raise self.error(key, f"a finite number of at least {low:g}", value)
+            raise self.error(key, f"a number from {low:g} to {MOST:g}", value)
         return float(value)
 
     def boolean(self, key: str, default: bool = _MISSING) -> bool:
@@ -96,7 +99,7 @@ class Fields:
     def numbers(self, key: str) -> tuple[float, ...]:
         found = self._take(key, _MISSING)
         if not isinstance(found, list) or not all(
-            isinstance(one, int | float) and 0 < one < math.inf for one in found
+            isinstance(one, int | float) and 0 < as_float(one) <= MOST for one in found
         ):
             raise self.error(key, "a list of positive numbers", found)
         return tuple(map(float, found))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quire.block_groups import BlockGroup, StateSpec
+from quire.config import LEAST_WEIGHT, MOST_WEIGHT
 from quire.errors import InvalidRequestError
 
 
@@ -70,9 +71,10 @@ class SchedulerConfig:
                 "policy", f"must be 'fcfs', 'priority' or 'fair', not {self.policy!r}"
             )
         for tenant, weight in self.tenant_weights:
-            if not 0 < weight < float("inf"):
+            if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
                 raise InvalidRequestError(
-                    "tenant_weights", f"must be above 0, not {weight} for {tenant!r}"
+                    "tenant_weights",
+                    f"must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}, not {weight} for {tenant!r}",
                 )
         if self.tenant_weights and self.policy != "fair":
             raise InvalidRequestError(

@@ -31,7 +31,7 @@ ENDPOINTS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "/v1/embeddings": (EmbeddingsRequest, {"input": "hi"}),
 }
 NO_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "true", "false", "[]", "{}")
-NO_NUMBERS += ('"one"', '"NaN"', '"1e400"', '""')
+NO_NUMBERS += ('"one"', '"NaN"', '"1e400"', '""', "9" * 400)
 NEGATIVE_IS_FINE = {
     "presence_penalty",
     "frequency_penalty",

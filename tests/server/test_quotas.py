@@ -36,7 +36,7 @@ def test_a_line_is_a_key_and_what_it_may_do() -> None:
     [
         *("weight=0", "weight=nan", "weight=x", "weight=inf", "weight=1 weight=2", "x"),
         *("max_requests=0", "max_requests=1.5", "color=red", "tokens_per_minute=-5"),
-        "requests_per_minute=",
+        *("requests_per_minute=", "weight=5e-324", "weight=1e300", "max_requests=" + "9" * 400),
     ],
 )
 def test_a_wrong_line_is_told_without_its_key(settings: str) -> None:

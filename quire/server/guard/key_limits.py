@@ -6,10 +6,14 @@ sk-free requests_per_minute=60 tokens_per_minute=20000 max_requests=2
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
+from quire.config import LEAST_WEIGHT, MOST_WEIGHT
 from quire.errors import InvalidRequestError
+from quire.field_checks import shown
+
+MOST_IN_A_MINUTE = 10**12
+"""Counts stand in a table of 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +29,16 @@ class KeyLimits:
     """That run or wait at a time."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.weight < math.inf:
-            raise InvalidRequestError("weight", f"must be above 0, not {self.weight}")
+        if not LEAST_WEIGHT <= self.weight <= MOST_WEIGHT:
+            raise InvalidRequestError(
+                "weight", f"must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}, not {self.weight}"
+            )
         for name in ("requests_per_minute", "tokens_per_minute", "max_requests"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidRequestError(name, f"must be at least 1, not {value}")
+            if value is not None and not 1 <= value <= MOST_IN_A_MINUTE:
+                raise InvalidRequestError(
+                    name, f"must be from 1 to {MOST_IN_A_MINUTE}, not {shown(value)}"
+                )
 
     @property
     def has_bounds(self) -> bool:
