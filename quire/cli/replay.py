@@ -14,6 +14,7 @@ from quire.cli import options
 from quire.cli.terminal import say
 from quire.config import format_bytes
 from quire.errors import InvalidRequestError
+from quire.frontend.adapter_names import LoRARequest, parse_lora
 from quire.frontend.progress import BatchBar
 
 if TYPE_CHECKING:
@@ -57,6 +58,13 @@ def replay(
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "auto",
     kv_cache_dtype: options.KVCacheDtype = "auto",
+    lora: Annotated[
+        list[str] | None,
+        Option(
+            metavar="NAME=PATH",
+            help="With --model: an adapter that recorded requests had. Repeat for several.",
+        ),
+    ] = None,
     json_output: Annotated[bool, Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Send the requests of a step log again, at the times they came.
@@ -92,6 +100,8 @@ def replay(
         "kv_cache_dtype": kv_cache_dtype,
     }
     if model is None or what_if:
+        if lora:
+            raise InvalidRequestError("--lora", "goes with --model, without --what-if")
         from quire.cli.what_if import play_and_print
 
         if engine is None:
@@ -108,7 +118,8 @@ def replay(
             json_output,
         )
         return
-    _run_again(model, engine, requests, chosen, wait=not no_wait, json_output=json_output)
+    adapters = [parse_lora(one) for one in lora or ()]
+    _run_again(model, engine, requests, chosen, adapters, wait=not no_wait, json_output=json_output)
 
 
 def _run_again(
@@ -116,17 +127,19 @@ def _run_again(
     engine: LoggedEngine | None,
     requests: list[RecordedRequest],
     chosen: dict[str, Any],
+    adapters: list[LoRARequest],
     wait: bool,
     json_output: bool,
 ) -> None:
     """On the real engine; exits with 1 if a token differs."""
     from quire.observe.engine_metrics import EngineMetrics
-    from quire.tools.verify.replay import open_engine
+    from quire.tools.verify.replay import load_adapters, open_engine
     from quire.tools.verify.replay import replay as run_again
 
     metrics = EngineMetrics(keep=10**9)
     running = open_engine(model, engine, metrics.observe, **chosen)
     say(running.description)
+    load_adapters(running, requests, adapters)
     seconds = requests[-1].admission.arrival - requests[0].admission.arrival
     how = f"as they came, over {seconds:,.1f} s (--no-wait: all at once)" if wait else "all at once"
     say(f"Sending {len(requests):,} requests again, {how}")

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from quire import LLM, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams
 from quire.cli.main import app
 from quire.errors import InvalidRequestError
 from quire.observe.step_log import last_run, read_step_log
+from tests.adapters import random_adapter
 from tests.ladder.conftest import tiny_model as tiny_model
 
 
@@ -130,3 +131,19 @@ def test_what_if_measures_steps_that_the_log_does_not_have(
     assert "no file or folder /no/such/model" in done.stdout
     assert "could not be measured" in done.stderr
     assert "were measured on" in invoke(gone, *change, "--model", tiny_model)[1]
+
+
+def test_requests_of_adapters_need_them_again(tiny_model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "steps.jsonl"
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(tiny_model, step_log=log, device="cpu", kv_cache_memory="400KiB") as llm:
+        paths = [random_adapter(tmp_path / f"a{i}", llm.engine.decoder, i) for i in range(2)]
+        asked = [None, *(LoRARequest(path.name, 1, str(path)) for path in paths)]
+        outputs = llm.generate(["some text"] * 3, params, lora_request=asked, progress=False)
+    assert len({one.completions[0].token_ids for one in outputs}) == 3
+    given = [f"--lora=a{i}={path}" for i, path in enumerate(paths)]
+    with pytest.raises(InvalidRequestError, match=r"--lora.*had the adapters a1 \(content"):
+        invoke(log, "--model", tiny_model, "--no-wait", given[0])
+    code, text = invoke(log, "--model", tiny_model, "--no-wait", *given)
+    assert code == 0, text
+    assert "The same: 3 requests" in text

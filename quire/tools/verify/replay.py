@@ -14,6 +14,7 @@ from quire.backends.select import pick_device
 from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.errors import InvalidRequestError
+from quire.frontend.adapter_names import LoRARequest
 from quire.frontend.progress import ModelBars
 from quire.models.load import open_model
 from quire.observe.engine_metrics import EngineMetrics
@@ -75,6 +76,27 @@ def open_engine(
                 "host_cache_memory": config.num_host_blocks * block // config.num_groups,
             }
         return build_engine(source, EngineConfig(**options), bars("load"), [listener])
+
+
+def load_adapters(
+    engine: Engine, requests: Sequence[RecordedRequest], given: Sequence[LoRARequest]
+) -> None:
+    """Loads these; all that the requests had must be among them, with the content they had then."""
+    for one in given:
+        engine.adapters.add(one.lora_name, one.lora_path)
+    loaded = {one.digest for one in engine.adapters.loaded}
+    had = {one.admission.resolved.adapter: one.admission.resolved.adapter_name for one in requests}
+    missing = [
+        f"{name} (content {digest[:12]})"
+        for digest, name in had.items()
+        if digest and digest not in loaded
+    ]
+    if missing:
+        raise InvalidRequestError(
+            "--lora",
+            f"the log's requests had the adapters {', '.join(missing)}: give NAME=PATH for each, with the content of "
+            "then",
+        )
 
 
 def replay(
