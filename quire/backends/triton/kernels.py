@@ -185,10 +185,16 @@ class TritonKernels(ReferenceKernels):
         spec: MoeSpec,
         transform_activated: TransformActivated | None = None,
     ) -> Tensor:
-        # Experts without gates, and other ways to weigh them, have no kernel of their own yet.
-        has_own = spec.gated and not spec.expert_scales and not spec.scales_inputs
-        compute = experts_kernels.moe if has_own else super().moe
+        compute = experts_kernels.moe if _has_own_experts(spec) else super().moe
         return compute(x, router_logits, experts, spec, transform_activated)
+
+    def choose_experts(
+        self, router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None
+    ) -> Tensor:
+        if not _has_own_experts(spec):
+            return super().choose_experts(router_logits, spec, choice_bias)
+        chosen, _ = experts_kernels.route(router_logits, spec, choice_bias)
+        return chosen.view(-1, spec.top_k).long()
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         return (
@@ -286,6 +292,11 @@ class TritonKernels(ReferenceKernels):
                     "cuBLAS has no exact product for weights %s: using our own kernel", kind
                 )
         return self._is_exact[key]
+
+
+def _has_own_experts(spec: MoeSpec) -> bool:
+    """Experts without gates, and other ways to weigh them, have no kernel of their own yet."""
+    return spec.gated and not spec.expert_scales and not spec.scales_inputs
 
 
 def _own_product(x: Tensor, weight: Tensor, silu_mul: bool) -> Callable[..., Tensor] | None:
