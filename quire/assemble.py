@@ -72,6 +72,8 @@ class Engine:
     """As it was asked for."""
     reload: Callable[[], None] | None = None
     """Reads the weights from the model's files again; None where there are no files."""
+    path: Path | None = None
+    """Where these files are."""
 
     def sleep(self, level: int = 1) -> None:
         """Gives the memory of weights and cache back; requests are refused until `wake_up`. At
@@ -201,7 +203,7 @@ def build_engine(
         engine = assemble(
             loaded.decoder, config, name=source.name, listeners=listeners, ranks=ranks, **about
         )
-        return replace(engine, reload=reload)
+        return replace(engine, reload=reload, path=source.path)
     except BaseException as error:
         if ranks is None:
             raise

@@ -45,7 +45,7 @@ def test_every_example_is_listed_and_tested() -> None:
     listed = (ROOT / "examples" / "README.md").read_text()
     tested = Path(__file__).read_text()
     names = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
-    assert len(names) == 8
+    assert len(names) == 9
     for name in names:
         assert f"[{name}.py]({name}.py)" in listed
         assert f'run("{name}"' in tested
@@ -113,6 +113,28 @@ def test_tiny_model_is_right_and_readable(
     out = run("tiny_model", monkeypatch, capfd)
     assert float(re.findall(r"logprob: (\S+)", out)[0]) < 1e-4
     assert "abcdefghijklmnopqrstuvwxyz abc" in out
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("usual", [False, True])
+def test_grpo(
+    usual: bool,
+    tiny: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = ("--steps", "2", "--group", "2", "--max-tokens", "6", "--layers", "1")
+    plot = tmp_path / "plot.svg"
+    options = (*sizes, "--plot", str(plot), *(["--usual"] if usual else []))
+    out = run("grpo", monkeypatch, capsys, tiny, *options)
+    divergences = [float(text) for text in re.findall(r"KL (\S+),", out)]
+    assert len(divergences) == 2
+    assert plot.read_text().count("<polyline") == 2
+    if usual:  # near, as it is the same model, but not the same bits
+        assert 0 < max(map(abs, divergences)) < 0.05
+    else:
+        assert re.findall(r"KL (\S+),", out) == ["0.0", "0.0"]
 
 
 @pytest.mark.usefixtures("small")

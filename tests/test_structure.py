@@ -45,6 +45,7 @@ LAYERS = (
     ("load",),
     ("parallel",),
     ("assemble", "engine_control", "llm", "__init__"),
+    ("train",),
     ("tools",),
     ("server",),
     ("cluster",),
@@ -325,7 +326,12 @@ def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:
 PRODUCTS = ("linear", "linear_gated", "linear_heads", "moe", "embedding")
 """The methods of `Kernels` that take a weight."""
 DOOR = "quire.models.linear"
-BEHIND_THE_DOOR = ("quire.kernels", "quire.backends", "quire.parallel.kernels")
+BEHIND_THE_DOOR = (
+    "quire.kernels",
+    "quire.backends",
+    "quire.parallel.kernels",
+    "quire.train.routing",
+)
 """Backends, which compute the products."""
 WITH_MATRICES_OF_THEIR_OWN = ("quire.tools.plan.devices", "quire.tools.bench")
 """Measure kernels, with no model."""

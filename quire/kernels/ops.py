@@ -738,6 +738,11 @@ class Kernels(Protocol):
         add to any (`adapted_linear`).
         """
 
+    def choose_experts(
+        self, router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None
+    ) -> Tensor:
+        """int64 [rows, top_k]: the experts that `moe` takes for each row, in any order."""
+
     def gumbel_argmax(
         self, logits: Tensor, temperature: Tensor, keys: Tensor
     ) -> tuple[Tensor, Tensor]:

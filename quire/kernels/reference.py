@@ -346,6 +346,11 @@ class ReferenceKernels(AdaptedProducts):
             output[part] += product.float() if spec.scales_inputs else product.float() * scale
         return output.to(x.dtype)
 
+    def choose_experts(
+        self, router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None
+    ) -> Tensor:
+        return route(router_logits, spec, choice_bias)[1]
+
     def gumbel_argmax(
         self, logits: Tensor, temperature: Tensor, keys: Tensor
     ) -> tuple[Tensor, Tensor]:

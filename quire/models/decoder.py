@@ -369,6 +369,8 @@ class Decoder:
                 for mixer in layer.mixers
             ]
             self.layers.append(DecoderLayer(parameters, f"layers.{i}", spec, layer, own))
+        self.num_updates = 0
+        """How often weights were replaced, or lost in sleep."""
         self._parameters = parameters
         self._tables = TensorMemory((*tables.values(), *parameters.constants.values()))
 
@@ -396,6 +398,10 @@ class Decoder:
             end = first + len(layer.attention.parts)
             x, residual = layer(batch, x, residual, caches[first:end])
             first = end
+        return self.finish(batch, x, residual)
+
+    def finish(self, batch: Batch, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The final hidden states of what the last layer returns."""
         return enter(batch, x, residual, self.final_norm)[0]
 
     def embed(self, batch: Batch, token_ids: Tensor) -> Tensor:
@@ -435,6 +441,11 @@ class Decoder:
         return scores
 
     @property
+    def formats(self) -> Mapping[str, str]:
+        """The names of the formats that weights were loaded in, by the weights' names."""
+        return self._parameters.formats
+
+    @property
     def nbytes(self) -> int:
         """What the weights take."""
         return sum(weight.nbytes for weight in self.weights.values())
@@ -446,6 +457,7 @@ class Decoder:
 
     def update(self, weights: Mapping[str, Weight]) -> None:
         """Replaces weights by those loaded here, where they lie: see `Parameters.update`."""
+        self.num_updates += 1
         self._parameters.update(weights)
 
     @property
@@ -457,6 +469,7 @@ class Decoder:
 
     def sleep(self, level: SleepLevel) -> None:
         """Gives the weights' memory back; nothing can be computed before `wake`."""
+        self.num_updates += level == 2
         self._parameters.sleep(level)
         # not among the weights that a caller has, so they are never lost
         self._tables.sleep(keep=True)

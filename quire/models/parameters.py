@@ -59,7 +59,7 @@ class Parameters:
         """Those whose numbers are gone, since the decoder slept at level 2, or are of an earlier
         version than others', since an update failed halfway; and that were not replaced yet.
         """
-        self._forms: dict[str, str] = {}
+        self.formats: dict[str, str] = {}
         """By name, the formats that a weight was loaded in: only such a weight fits into its place."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         """By name, the shape that a weight was loaded in."""
@@ -85,7 +85,7 @@ class Parameters:
     def matrix(self, name: str, pack: bool = True) -> Weight:
         """A weight as the kernels want it laid out, unless `pack` says to leave it as it is."""
         loaded = self._loaded.pop(name)
-        self._forms[name], self._shapes[name] = _form(loaded), loaded.shape
+        self.formats[name], self._shapes[name] = _form(loaded), loaded.shape
         if pack:
             self._packed.add(name)
         self.weights[name] = self._kernels.pack(self._as_packed(name, loaded)) if pack else loaded
@@ -157,9 +157,9 @@ class Parameters:
             raise ModelFormatError(
                 f"{name} has shape {list(weight.shape)}; in this model it is {shape}"
             )
-        if (form := _form(weight)) != self._forms[name]:
+        if (form := _form(weight)) != self.formats[name]:
             raise ModelFormatError(
-                f"{name} is {form}; it was loaded, and can be replaced, as {self._forms[name]}"
+                f"{name} is {form}; it was loaded, and can be replaced, as {self.formats[name]}"
             )
 
     def sleep(self, level: SleepLevel) -> None:

@@ -102,6 +102,7 @@ class ParallelKernels:
         self.xielu = kernels.xielu
         self.sigmoid_mul = kernels.sigmoid_mul
         self.multiply = kernels.multiply
+        self.choose_experts = kernels.choose_experts
         self.captures = kernels.captures
         self.has_kernels_for = kernels.has_kernels_for
         # Of the rank's own heads and channels; the product behind them gathers.

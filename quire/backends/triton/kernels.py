@@ -242,6 +242,14 @@ class TritonKernels(ReferenceKernels):
             return experts_kernels.moe(x, router_logits, experts, spec, transform_activated)
         return super().moe(x, router_logits, experts, spec, transform_activated, adapters)
 
+    def choose_experts(
+        self, router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None
+    ) -> Tensor:
+        if not _has_own_experts(spec):
+            return super().choose_experts(router_logits, spec, choice_bias)
+        chosen, _ = experts_kernels.route(router_logits, spec, choice_bias)
+        return chosen.view(-1, spec.top_k).long()
+
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         return (
             rowwise.embedding(token_ids, weight.tensor)

@@ -1,0 +1,113 @@
+"""Sampling, scoring and training agree in every bit, after each of many updates of the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire import LLM, RequestOutput, SamplingParams
+from quire.errors import InvalidRequestError
+from quire.train import Weights, logprobs
+from tests.frontend.templates import QWEN
+from tests.models.test_given_weights import stored
+from tests.server.random_model import write_model
+
+TEXTS = ("the quick", "a b c d", "one two three", "once")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path, QWEN)
+    return tmp_path
+
+
+def answers(llm: LLM, count: int, max_tokens: int, seed: int) -> list[RequestOutput]:
+    params = [
+        SamplingParams(
+            max_tokens=max_tokens, temperature=1.0, seed=seed + i, logprobs=0, ignore_eos=True
+        )
+        for i in range(count)
+    ]
+    return llm.generate([TEXTS[i % len(TEXTS)] for i in range(count)], params, progress=False)
+
+
+def sampled(output: RequestOutput) -> Tensor:
+    assert output.logprobs is not None
+    return torch.tensor([one.logprob for one in output.logprobs])
+
+
+def scored(llm: LLM, sequences: list[list[int]]) -> list[Tensor]:
+    """Of all tokens but the first."""
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    found = []
+    for output in llm.generate(sequences, params, progress=False):
+        assert output.prompt_logprobs is not None
+        found.append(torch.tensor([one.logprob for one in output.prompt_logprobs[1:] if one]))
+    return found
+
+
+def count_differences(
+    folder: Path, dtype: str, updates: int, count: int, max_tokens: int
+) -> tuple[int, int]:
+    """How many logprobs of sampled tokens were compared, after each update, and how many of them
+    differ between sampling, scoring and training.
+    """
+    compared = differing = 0
+    options = {"dtype": dtype, "max_model_len": 128, "kv_cache_memory": "16MiB"}
+    with LLM(str(folder), **options) as llm:  # type: ignore[arg-type]
+        weights = Weights(llm)
+        optimizer = torch.optim.Adam(weights.parameters(), lr=1e-3)
+        before = None
+        for step in range(updates):
+            outputs = answers(llm, count, max_tokens, step)
+            sequences = [[*one.prompt_token_ids, *one.token_ids] for one in outputs]
+            starts = [len(one.prompt_token_ids) for one in outputs]
+            trained = logprobs(weights, sequences, starts)
+            sides = zip(outputs, trained, scored(llm, sequences), starts, strict=True)
+            for output, own, whole, start in sides:
+                first, second = sampled(output), whole[start - 1 :]
+                assert len(own) == len(first) == len(second) == len(output.token_ids)
+                alike = (own.detach() == first) & (first == second)
+                compared += len(own)
+                differing += int((~alike).sum())
+            present = trained[0].detach()
+            assert before is None or not torch.equal(present, before)  # weights did change
+            before = present
+            optimizer.zero_grad()
+            (-torch.cat(trained).mean()).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            weights.update()
+    return compared, differing
+
+
+def test_no_logprob_differs_after_updates(folder: Path) -> None:
+    assert count_differences(folder, "bfloat16", updates=3, count=4, max_tokens=10) == (120, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_logprob_of_ten_thousand_differs_after_fifty_updates(folder: Path, dtype: str) -> None:
+    assert count_differences(folder, dtype, updates=50, count=8, max_tokens=25) == (10_000, 0)
+
+
+def test_tensors_are_those_of_the_files(folder: Path) -> None:
+    with LLM(str(folder), dtype="float32", kv_cache_memory="4MiB", max_model_len=64) as llm:
+        weights = Weights(llm)
+        expected = stored(folder)
+        assert weights.tensors.keys() == expected.keys()
+        assert all(torch.equal(one, expected[name]) for name, one in weights.tensors.items())
+        llm.sleep(level=2)
+        with pytest.raises(InvalidRequestError, match=r"asleep"):
+            logprobs(weights, [[1, 2, 3]])
+
+
+def test_a_quantized_cache_is_refused(folder: Path) -> None:
+    options = {"kv_cache_dtype": "int8", "kv_cache_memory": "4MiB", "max_model_len": 64}
+    with (
+        LLM(str(folder), **options) as llm,  # type: ignore[arg-type]
+        pytest.raises(InvalidRequestError, match=r"keeps keys and values in torch.int8"),
+    ):
+        Weights(llm)
