@@ -174,7 +174,7 @@ class ServerMetrics:
         text = "Draft tokens that were right, by their place among a request's draft tokens."
         per_place = "vllm:spec_decode_num_accepted_tokens_per_pos"
         self._accepted = Counter(per_place, text, [*names, "position"], registry=registry)
-        text = "Requests that wait, by what for: room in the batch or in the cache is all there is to wait for."
+        text = "Requests that wait, by what for: room in the batch or in the cache (capacity), or for an adapter."
         self._waiting = Gauge(
             "vllm:num_requests_waiting_by_reason", text, [*names, "reason"], registry=registry
         )
