@@ -142,9 +142,7 @@ def measure_needs(
         groups = LayerGroups.of(
             decoder.spec, block_size, cache_dtype, longest=1, model_dtype=decoder.dtype
         )
-        cache = KVCache(
-            decoder.spec, 1, 0, block_size, cache_dtype, decoder.device, groups=groups
-        )
+        cache = KVCache(decoder.spec, 1, 0, block_size, cache_dtype, decoder.device, groups=groups)
         largest = _peak_of_step(decoder, limits.max_batched_tokens, limits.max_num_seqs, cache)
         return largest, _peak_of_step(decoder, tokens, tokens, cache) if tokens else 0
 

@@ -34,6 +34,8 @@ from quire.kernels.recurrent import RecurrentCache, RecurrentSpec, RecurrentWeig
 
 _STAGES = 8
 """Of 16 rows of the state, or tokens, that are asked for ahead."""
+_REGISTERS = 168
+"""Of a thread, so that three programs run on a multiprocessor: each waits most of its time."""
 _FEW_PROGRAMS = 264
 """Up to so many programs there are twice as many, of half as many columns."""
 _FEW_ROWS = 512
@@ -127,7 +129,9 @@ def _recur_kernel(
     bias = tl.load(time_bias + head).to(tl.float32)
     while goes_on:
         chunk = position // CHUNK * CHUNK
-        new = in_step(tables, positions, rows, row + (chunk + order - position), table, chunk + order)
+        new = in_step(
+            tables, positions, rows, row + (chunk + order - position), table, chunk + order
+        )
         new = new & (chunk + order >= position)
         count = tl.max(tl.where(new, order + 1, 0))
         state = head_of_state(
@@ -218,7 +222,9 @@ def _recur_kernel(
             change = tl.where(own[:, None], beta[:, None] * (value - said), known)
             if DELTA:
                 weights = -beta[:, None] * _faded(taken, now, before_it)
-                for j in range(count - tile * TILE - 1 if tile == (count - 1) // TILE else TILE - 1):
+                for j in range(
+                    count - tile * TILE - 1 if tile == (count - 1) // TILE else TILE - 1
+                ):
                     of_one = tl.sum(tl.where(in_tile[:, None] == j, change, 0.0), 0)
                     factor = tl.sum(tl.where(in_tile[None, :] == j, weights, 0.0), 1)
                     added = tl.fma(
@@ -258,7 +264,9 @@ def _recur_kernel(
                     block = tl.sum(tl.where(in_tile == tile, blocks, 0))
                     offset = (chunk + tile * TILE) % BLOCK_SIZE
                     key = keys + block * key_stride + (key_head * BLOCK_SIZE + offset) * KEY_DIM
-                    mine = changes + block * change_stride + (head * BLOCK_SIZE + offset) * VALUE_DIM
+                    mine = (
+                        changes + block * change_stride + (head * BLOCK_SIZE + offset) * VALUE_DIM
+                    )
                     left = tl.load(
                         key + in_tile[:, None] * KEY_DIM + k[None, :],
                         mask=(in_tile >= 0)[:, None] & (k < KEY_DIM)[None, :],
@@ -294,7 +302,8 @@ def recur_(
     out = torch.empty(rows, spec.value_size, dtype=mixed.dtype, device=mixed.device)
     if rows == 0:
         return out
-    if batch.state_tables is None or cache.convolution.tail is None:
+    tail = cache.convolution.tail
+    if batch.state_tables is None or tail is None:
         raise ValueError("A recurrent layer needs the tables of its states.")
     if cache.block_size % int(TILE):
         raise DeviceError(
@@ -345,7 +354,7 @@ def recur_(
         log_rate=weights.log_rate,
         inputs=convolution.inputs,
         input_stride=convolution.inputs.stride(0),
-        tail_places=convolution.tail.places,
+        tail_places=tail.places,
         HEADS_PAD=next_power_of_2(value_heads),
         CHANNELS=spec.convolution.channels,
         TAPS=spec.taps,
@@ -377,6 +386,7 @@ def recur_(
         STAGES=_STAGES,
         INTERPRETED=INTERPRETED,
         num_stages=1,
+        maxnreg=_REGISTERS,
         **shared,
     )
     return out

@@ -256,7 +256,9 @@ def _scores_of_tile(
         of_queries = product(q, others, of_queries)
         if DELTA:
             of_keys = product(own_key, others, of_keys)
-        tl.store(queries + (target[:, None] * KEY_HEADS + head) * KEY_DIM + k[None, :], q, mask=mask)
+        tl.store(
+            queries + (target[:, None] * KEY_HEADS + head) * KEY_DIM + k[None, :], q, mask=mask
+        )
         tl.store(own_record[:, None] + k[None, :], own_key, mask=mask)
     place = scores + (target[:, None] * KEY_HEADS + head) * 2 * CHUNK
     place += tl.arange(0, CHUNK)[None, :]
@@ -355,9 +357,7 @@ def _keep_last_inputs(
     row = first + (end - 1 - position)
     is_last_tile = position >= end - TILE
     ends = in_step(tables, positions, rows, row, table, end - 1)
-    is_replaced = in_step(
-        tables, positions, rows, row + 2 * CHUNK, table, end - 1 + 2 * CHUNK
-    )
+    is_replaced = in_step(tables, positions, rows, row + 2 * CHUNK, table, end - 1 + 2 * CHUNK)
     if is_last_tile & ends & (is_replaced == 0):
         for tap in range(TAPS - 1):
             start, offset = records_at(

@@ -53,7 +53,9 @@ def in_step(tables, positions, rows, row, table, position):
 
 
 @triton.jit
-def records_at(block_tables, table_stride, table, position, exists, block_stride, SIZE: tl.constexpr):
+def records_at(
+    block_tables, table_stride, table, position, exists, block_stride, SIZE: tl.constexpr
+):
     """Where the first head's record of a token lies, and how far apart the tokens' places are that
     it has within its block: (start of the block, offset in it).
     """

@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 
 from quire.backends.triton.convolution import _convolve_kernel
 from quire.backends.triton.gated_norm import _gated_norm_kernel
-from quire.backends.triton.recurrent import _recur_kernel
+from quire.backends.triton.recurrent import _REGISTERS, _recur_kernel
 from quire.backends.triton.recurrent_scores import scores_kernel
 from tests.kernels.triton.compile_small_batches import stack_size
 from tests.long_runs import IS_LONG
@@ -58,7 +58,14 @@ def compiled(kernel: Any, constants: dict[str, Any], num_warps: int = 4, **optio
 def recurrent_kernels() -> dict[str, dict[str, int]]:
     """Of each: bytes of shared memory, and of registers that did not fit."""
     found = {}
-    common = {"BLOCK_SIZE": 16, "TAPS": 4, "PDL": True, "INTERPRETED": False, "ALIGNMENT": 16, "STAGES": 8}
+    common = {
+        "BLOCK_SIZE": 16,
+        "TAPS": 4,
+        "PDL": True,
+        "INTERPRETED": False,
+        "ALIGNMENT": 16,
+        "STAGES": 8,
+    }
     for name, shape in {"delta": _DELTA, **({"mamba": _MAMBA} if IS_LONG else {})}.items():
         channels = (
             2 * shape["KEY_HEADS"] * shape["KEY_DIM"] + shape["VALUE_HEADS"] * shape["VALUE_DIM"]
@@ -66,7 +73,10 @@ def recurrent_kernels() -> dict[str, dict[str, int]]:
         shared = common | shape | {"PIECES": shape["KEY_DIM"] // 32, "CHANNELS": channels}
         shared |= {"SKIP": not shape["DELTA"], "HEADS_PAD": 64}
         shared |= {"BIAS": False, "SILU": True, "TAIL": True, "BLOCK": 512}
-        cases = {"scores": (scores_kernel, {"ROWS": 1}), "convolution": (_convolve_kernel, {"ROWS": 1})}
+        cases = {
+            "scores": (scores_kernel, {"ROWS": 1}),
+            "convolution": (_convolve_kernel, {"ROWS": 1}),
+        }
         for columns in (32, 64) if IS_LONG else (64,):
             for single in (True, False) if IS_LONG else (True,):
                 more = {"COLUMNS": columns, "SINGLE": single}
@@ -75,7 +85,8 @@ def recurrent_kernels() -> dict[str, dict[str, int]]:
             cases["scores of prompts"] = scores_kernel, {"ROWS": 16}
             cases["convolution of prompts"] = _convolve_kernel, {"ROWS": 8}
         for case, (kernel, more) in cases.items():
-            done = compiled(kernel, shared | more, num_stages=1 if kernel is _recur_kernel else 3)
+            options = {"num_stages": 1, "maxnreg": _REGISTERS} if kernel is _recur_kernel else {}
+            done = compiled(kernel, shared | more, **options)
             found[f"{name} {case}"] = {
                 "shared": done.metadata.shared,
                 "stack": stack_size(done.asm["cubin"]),
