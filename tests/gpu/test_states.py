@@ -70,7 +70,10 @@ def test_untried_kernels_in_every_scenario(name: str, monkeypatch: pytest.Monkey
         right = expected.tokens[request.request_id][position : position + min(count, 4)]
         return [token if i % 3 else (token + position % 2) % 97 for i, token in enumerate(right)]
 
-    assert_same(Bench(decoder, propose=draft).run(*prompts()), expected)
+    drafted = Bench(decoder, propose=draft).run(*prompts())
+    assert drafted.tokens == expected.tokens
+    for key, logits in expected.logits.items():
+        assert torch.equal(drafted.logits[key], logits)
 
 
 @pytest.mark.parametrize("name", ["delta rule", "state space", "convolution"])

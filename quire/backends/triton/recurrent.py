@@ -34,6 +34,8 @@ from quire.kernels.recurrent import RecurrentCache, RecurrentSpec, RecurrentWeig
 
 _STAGES = 8
 """Of 16 rows of the state, or tokens, that are asked for ahead."""
+_REGISTERS = 168
+"""Of a thread, so that three programs run on a multiprocessor: each waits most of its time."""
 _FEW_PROGRAMS = 264
 """Up to so many programs there are twice as many, of half as many columns."""
 _FEW_ROWS = 512
@@ -300,7 +302,8 @@ def recur_(
     out = torch.empty(rows, spec.value_size, dtype=mixed.dtype, device=mixed.device)
     if rows == 0:
         return out
-    if batch.state_tables is None or cache.convolution.tail is None:
+    tail = cache.convolution.tail
+    if batch.state_tables is None or tail is None:
         raise ValueError("A recurrent layer needs the tables of its states.")
     if cache.block_size % int(TILE):
         raise DeviceError(
@@ -351,7 +354,7 @@ def recur_(
         log_rate=weights.log_rate,
         inputs=convolution.inputs,
         input_stride=convolution.inputs.stride(0),
-        tail_places=convolution.tail.places,
+        tail_places=tail.places,
         HEADS_PAD=next_power_of_2(value_heads),
         CHANNELS=spec.convolution.channels,
         TAPS=spec.taps,
@@ -383,6 +386,7 @@ def recur_(
         STAGES=_STAGES,
         INTERPRETED=INTERPRETED,
         num_stages=1,
+        maxnreg=_REGISTERS,
         **shared,
     )
     return out
