@@ -25,7 +25,8 @@ long: it was disturbed. If steps have become slower, they are believed after som
 """
 _FIRST_OUTLIER = 3.0
 """The same while little is known: of the first steps, and of those larger than any before."""
-_FEW_STEPS = 8.0
+_FEW_STEPS = 17.0
+"""Sum of the steps' weights, which tends to 20: the first 37 are few."""
 _FIT_EVERY = 4
 """Steps: the fit takes longer than everything else here."""
 AIM = 0.9

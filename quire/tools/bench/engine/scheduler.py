@@ -166,13 +166,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.targets:
         with full_collections_put_off():
-            seconds, ratio = compare_targets(options.requests, options.prompt, options.steps)
+            plain, ratio = compare_targets(options.requests, options.prompt, options.steps)
         print(
             f"{options.requests} running decodes and one that waits, {options.steps} steps each, in turn"
         )
-        print(
-            f"without a target {1e3 * seconds:.3f} ms a step; with one {ratio:.3f} of it (medians)"
-        )
+        print(f"without a target {1e3 * plain:.3f} ms a step; with one {ratio:.3f} of it (medians)")
         print(f"load at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         return
     print(f"{options.requests} running decodes, {options.steps} steps, milliseconds per step")
