@@ -13,7 +13,7 @@ from quire.checkpoints.fields import Fields
 from quire.checkpoints.files import read_json
 from quire.errors import UnsupportedModelError
 from quire.kernels.ops import Activation, AttentionSpec, HeadShape, MoeSpec
-from quire.models.spec import MlpSpec, ModelSpec, RopeSpec
+from quire.models.spec import MlpSpec, ModelSpec, QueryScale, RopeSpec
 
 MAX_CONFIG_BYTES = 16 * 2**20
 _ACTIVATIONS = {
@@ -184,6 +184,14 @@ def mscale_of(config: Fields, rope: RopeSpec) -> float:
             f"{config.file}: mscale_all_dim is not supported with rope of type {kind!r}."
         )
     return yarn_mscale(rope.factor, all_dim)
+
+
+def query_scale(config: Fields) -> QueryScale:
+    """How Ministral 3 and Mistral 4 sharpen attention late in a sequence."""
+    rope = rope_settings(config, "full_attention")[0]
+    key = "original_max_position_embeddings"  # as in `read_rope`
+    interval = (config if key in config else rope).integer(key, high=2**31)
+    return QueryScale(rope.number("llama_4_scaling_beta"), interval)
 
 
 def read_window(config: Fields, default: int | None) -> int | None:

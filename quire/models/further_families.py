@@ -9,8 +9,8 @@ from quire.errors import UnsupportedModelError
 from quire.kernels.ops import Activation, MoeSpec
 from quire.models.config_parts import (
     activation_of,
+    query_scale,
     read_window,
-    rope_settings,
     with_deepseek_experts,
     with_window,
     with_windows,
@@ -30,7 +30,7 @@ from quire.models.quirks import (
     refuse,
     with_biases,
 )
-from quire.models.spec import MlpSpec, ModelSpec, QueryScale, RopeSpec
+from quire.models.spec import MlpSpec, ModelSpec, RopeSpec
 
 
 def _gemma1(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -232,11 +232,7 @@ def _nanochat(config: Fields, spec: ModelSpec) -> ModelSpec:
 
 def _ministral3(config: Fields, spec: ModelSpec) -> ModelSpec:
     refuse(config, "layer_types")
-    rope = rope_settings(config, "full_attention")[0]
-    key = "original_max_position_embeddings"  # as in `read_rope`
-    interval = (config if key in config else rope).integer(key, high=2**31)
-    scale = QueryScale(rope.number("llama_4_scaling_beta"), interval)
-    return with_window(config, spec, None).with_layers(query_scale=scale)
+    return with_window(config, spec, None).with_layers(query_scale=query_scale(config))
 
 
 _PRE_MLP_NORM = {"mlp_norm": "pre_feedforward_layernorm"}

@@ -8,9 +8,14 @@ from quire.checkpoints.fields import Fields
 from quire.errors import UnsupportedModelError
 from quire.kernels.latent import LatentSpec, latent_heads
 from quire.kernels.ops import MoeSpec
-from quire.models.config_parts import mscale_of, with_deepseek_experts
+from quire.models.config_parts import (
+    mscale_of,
+    query_scale,
+    rope_settings,
+    with_deepseek_experts,
+)
 from quire.models.family import Family
-from quire.models.quirks import refuse
+from quire.models.quirks import SEEING_PREFIXES, TOWERS, refuse
 from quire.models.spec import ModelSpec
 
 WITH_INDEXER = (
@@ -126,6 +131,42 @@ def _glm4_moe_lite(config: Fields, spec: ModelSpec) -> ModelSpec:
     return _deepseek_v3(config, spec, dense)
 
 
+def _mistral4_settings(config: Fields) -> Fields:
+    """Rope's share of a head is said twice: once as a number of dimensions, which counts."""
+    config = _settings(config)
+    rotated = config.integer("qk_rope_head_dim")
+    share = rotated / (rotated + config.integer("qk_nope_head_dim"))
+    key, changed = "partial_rotary_factor", dict[str, object]()
+    for name in ("", "rope_parameters", "rope_scaling"):
+        part = config.part(name) if name else config
+        if key not in part:
+            continue
+        found = part.number(key)
+        if abs(found - share) > 1e-6:
+            raise part.error(key, f"{share:g} (by qk_rope_head_dim) or absent", found)
+        rest = {one: part.raw(one) for one in part.names() if one != key}
+        changed[name or key] = rest if name else None
+    return config.with_values(changed)
+
+
+def _mistral4(config: Fields, spec: ModelSpec) -> ModelSpec:
+    """Softmax scores of experts in groups, and queries that are scaled by their position."""
+    rope = rope_settings(config, "full_attention")[0]
+    refuse(rope, "rope_type", "yarn")  # transformers rotates too many dimensions in others
+    spec = with_deepseek_experts(config, spec)
+    layers = tuple(
+        replace(layer, mlp=replace(layer.mlp, sigmoid_scores=False, choice_bias=False))
+        if isinstance(layer.mlp, MoeSpec)
+        else layer
+        for layer in spec.layers
+    )
+    spec = replace(spec, layers=layers)
+    _check_experts(config, spec)
+    interleaved = config.boolean("rope_interleave", True)
+    spec = _with_latents(config, spec, _query_rank(config, 1024), interleaved)
+    return spec.with_layers(query_scale=query_scale(config))
+
+
 _NAMES = {
     "query": "self_attn.q_proj",
     "query_down": "self_attn.q_a_proj",
@@ -145,6 +186,10 @@ LATENT: tuple[Family, ...] = (
     Family(
         "deepseek_v3", "DeepSeek-V3, R1, Kimi K2", ("DeepseekV3ForCausalLM",), _deepseek_v3, names=_NAMES,
         settings=_settings, has_drafting_layers=True,
+    ),
+    Family(
+        "mistral4", "Mistral 4 (text)", ("Mistral4ForCausalLM", "Mistral3ForConditionalGeneration"), _mistral4,
+        names=_NAMES, settings=_mistral4_settings, prefixes=SEEING_PREFIXES, unused=TOWERS,
     ),
     Family(
         "glm4_moe_lite", "GLM-4.7-Flash", ("Glm4MoeLiteForCausalLM",), _glm4_moe_lite, names=_NAMES,

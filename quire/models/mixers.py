@@ -49,6 +49,14 @@ class MixerModule(Protocol):
     def __call__(self, batch: Batch, x: Tensor, cache: MixerCache) -> Tensor: ...
 
 
+def position_factors(parameters: Parameters, layer: LayerSpec) -> Tensor | None:
+    """What a layer's queries are multiplied with, by position."""
+    if (scale := layer.query_scale) is None:
+        return None
+    positions = parameters.num_positions
+    return parameters.constant(scale, lambda: query_factors(scale, positions))
+
+
 class Attention:
     """Packed query, key and value projections, perhaps normed heads, rope, attention over the
     cache.
@@ -80,10 +88,7 @@ class Attention:
             key = parameters.vector(f"{name}.key_norm") if has_own else query
             offset = spec.norm_offset if has_weights else 0.0
             self.norms = HeadNorms(query, key, spec.rms_norm_eps, offset, layer.qk_norm_after_rope)
-        self.factors: Tensor | None = None
-        if (scale := layer.query_scale) is not None:
-            positions = parameters.num_positions
-            self.factors = parameters.constant(scale, lambda: query_factors(scale, positions))
+        self.factors = position_factors(parameters, layer)
         self.sinks = parameters.vector(f"{name}.sinks") if layer.sinks else None
         self.qkv = parameters.linear(f"{name}.qkv")
         self.output = parameters.linear(f"{name}.output")
@@ -135,6 +140,7 @@ class LatentAttention:
         self,
         parameters: Parameters,
         name: str,
+        layer: LayerSpec,
         mixer: LatentSpec,
         cos_sin: Tensor | None,
     ) -> None:
@@ -152,6 +158,7 @@ class LatentAttention:
         self.key_up = parameters.heads(f"{name}.key_up", heads, is_turned=True)
         self.value_up = parameters.heads(f"{name}.value_up", heads)
         self.output = parameters.linear(f"{name}.output")
+        self.factors = position_factors(parameters, layer)
 
     def __call__(self, batch: Batch, x: Tensor, cache: MixerCache) -> Tensor:
         assert isinstance(cache, LayerCache)
@@ -160,7 +167,10 @@ class LatentAttention:
         if self.query_down is not None:
             down = self.query_down(batch, x)
             source = kernels.rms_norm(down, self.query_norm, spec.norm_eps)
-        query = self.query(batch, source).view(len(x), -1, spec.query_dim)
+        query = self.query(batch, source)
+        if self.factors is not None:
+            query = kernels.scale_rows(query, self.factors, batch.positions)
+        query = query.view(len(x), -1, spec.query_dim)
         plain, rotated = query.split_with_sizes((spec.nope_dim, spec.rope_dim), 2)
         query = kernels.latent_to_cache_(
             self.key_up(batch, plain),
@@ -248,7 +258,7 @@ def make_mixer(
 ) -> MixerModule:
     """The mixer with the parameters of this name."""
     if isinstance(mixer, LatentSpec):
-        return LatentAttention(parameters, name, mixer, cos_sin)
+        return LatentAttention(parameters, name, layer, mixer, cos_sin)
     if isinstance(mixer, AttentionSpec):
         return Attention(parameters, name, spec, layer, mixer, cos_sin)
     if isinstance(mixer, ConvolutionSpec):

@@ -20,6 +20,8 @@ from quire.models.families import family_named
 
 Values = dict[str, Any]
 Draw = Callable[[Random, Values], Any]
+UNLISTED: dict[str, Any] = {"mistral4": transformers.Mistral4ForCausalLM}
+"""Classes that transformers has and its table of classes lacks."""
 ABSENT = object()
 """Drawn for a field that is not set."""
 
@@ -337,6 +339,15 @@ def adjust(rng: Random, family: str, values: Values) -> None:
     if family == "ministral3":
         values["rope_parameters"] |= {"llama_4_scaling_beta": rng.choice([0.1, 0.5])}
         values["rope_parameters"]["original_max_position_embeddings"] = rng.choice([8, 32])
+    if family == "mistral4":
+        values["rope_parameters"] = {
+            "rope_type": "yarn",
+            "rope_theta": rng.choice([10_000.0, 500_000.0]),
+            "factor": rng.choice([2.0, 8.0]),
+            "llama_4_scaling_beta": rng.choice([0.1, 0.5]),
+            "original_max_position_embeddings": rng.choice([8, 32]),
+            **rng.choice([{}, {"mscale": 1.0, "mscale_all_dim": 0.5}]),
+        }
     if family == "hunyuan_v1_moe":  # transformers can't run it without
         values["head_dim"] = rng.choice([8, 12, 16, 20])
     if family == "helium":
@@ -383,7 +394,10 @@ def random_model(config: Any, seed: int) -> Any:
     """
     torch.manual_seed(seed)
     config._attn_implementation = config._experts_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
+    if config.model_type in UNLISTED:
+        model = UNLISTED[config.model_type](config).eval().float()
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "sinks" in name or "alpha" in name:
@@ -453,9 +467,14 @@ def add_head(folder: Path, family: str) -> None:
 
 def load_reference(folder: Path) -> Any:
     """What transformers makes of the folder."""
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    family = json.loads((folder / "config.json").read_text())["model_type"]
+    return (
+        UNLISTED.get(family, transformers.AutoModelForCausalLM)
+        .from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        )
+        .eval()
+    )
 
 
 def reference_logits(model: Any, tokens: list[int]) -> torch.Tensor:

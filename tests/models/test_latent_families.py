@@ -281,3 +281,24 @@ def test_sizes_that_the_tensors_do_not_have_name_the_tensor(
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     with pytest.raises(ModelFormatError, match=tensor):
         logits_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rope_type": "default"}, r"rope_type 'default' is not supported, only 'yarn' is"),
+        ({"partial_rotary_factor": 0.9}, r"partial_rotary_factor should be 0\.5 \(by qk_rope"),
+    ],
+)
+def test_rope_of_mistral_4_that_is_not_computed_is_refused(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    config = json.loads(config_class("mistral4")().to_json_string(use_diff=False))
+    config |= {"architectures": ["Mistral4ForCausalLM"]}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    assert read_config(file).layers[0].query_scale is not None
+    config["rope_parameters"] |= changed
+    file.write_text(json.dumps(config))
+    with pytest.raises((UnsupportedModelError, ModelFormatError), match=message):
+        read_config(file)
