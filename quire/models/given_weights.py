@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.checkpoints.cache_scales import StoredCache
-from quire.checkpoints.checkpoint import Checkpoint, Chunk, TensorInfo, chunks_of
+from quire.checkpoints.checkpoint import Checkpoint, Chunk, StoredCache, TensorInfo, chunks_of
 from quire.errors import ModelFormatError
 from quire.kernels.formats import PLAIN
 from quire.kernels.weights import Weight

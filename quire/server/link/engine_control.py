@@ -18,6 +18,7 @@ from typing import Any
 
 from quire.assemble import Engine
 from quire.checkpoints.checkpoint import Checkpoint, TensorInfo
+from quire.checkpoints.files import FileStamp
 from quire.checkpoints.safetensors_checkpoint import open_safetensors, open_shards
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.server.link.messages import Control, Described
@@ -51,7 +52,7 @@ class _Update:
 
     def joined(self) -> Checkpoint:
         tensors: dict[str, TensorInfo] = {}
-        stamps = {}
+        stamps: dict[Path, FileStamp] = {}
         for one in self.checkpoints:
             tensors |= one.tensors
             stamps |= {info.file: one.stamp_of(info.file) for info in one.tensors.values()}

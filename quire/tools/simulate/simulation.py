@@ -47,7 +47,7 @@ from quire.tools.simulate.timed import TimedError, run_timed_seed
 
 MAX_FOLLOWERS = 12
 MAX_DRAFT_TOKENS = 6
-_PAUSE_MODES: tuple[PauseMode, ...] = (*["wait", "keep"] * 3, "abort")
+_PAUSE_MODES: tuple[PauseMode, ...] = ("wait", "keep", "wait", "keep", "wait", "keep", "abort")
 _LAST_DISTURBED_TURN = 150
 """Not for ever: someone preempted again and again gets nowhere, and rightly so."""
 
