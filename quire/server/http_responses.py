@@ -11,6 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from quire.errors import InvalidRequestError
 from quire.server.errors import ApiError, to_api_error
 from quire.server.tasks import running
 
@@ -117,6 +118,21 @@ def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
             held = []
             size = 0
     yield b"".join(held)
+
+
+def list_page(ids: Sequence[str], limit: int, after: str | None) -> tuple[slice, dict[str, Any]]:
+    """What a page of one of OpenAI's lists has of these, and its fields besides `data`."""
+    if after is not None and after not in ids:
+        raise InvalidRequestError("after", "is the id of none of these")
+    first = 0 if after is None else ids.index(after) + 1
+    part = slice(first, first + limit)
+    shown = ids[part]
+    return part, {
+        "object": "list",
+        "first_id": shown[0] if shown else None,
+        "last_id": shown[-1] if shown else None,
+        "has_more": first + limit < len(ids),
+    }
 
 
 def one_line(body: object) -> bytes:

@@ -13,7 +13,7 @@ from quire.errors import InvalidRequestError
 from quire.server.errors import CANCELLED, ApiError
 from quire.server.guard.auth import owner_of
 from quire.server.guard.connection import ignored_header
-from quire.server.http_responses import JsonResponse
+from quire.server.http_responses import JsonResponse, list_page
 from quire.server.service import get_service
 from quire.server.stored.store import StoredResponse
 
@@ -86,18 +86,8 @@ def _page(
     items = _input_items(chain)
     if order == "desc":
         items.reverse()
-    ids = [item["id"] for item in items]
-    if after is not None and after not in ids:
-        raise InvalidRequestError("after", "is the id of none of these items")
-    first = 0 if after is None else ids.index(after) + 1
-    shown = items[first : first + limit]
-    ends = (
-        {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]}
-        if shown
-        else {"first_id": None, "last_id": None}
-    )
-    body = {"object": "list", "data": shown, **ends, "has_more": first + limit < len(items)}
-    return JsonResponse(body, headers=headers)
+    part, page = list_page([item["id"] for item in items], limit, after)
+    return JsonResponse({**page, "data": items[part]}, headers=headers)
 
 
 def _input_items(chain: list[StoredResponse]) -> list[dict[str, Any]]:

@@ -12,13 +12,15 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from quire.errors import InvalidRequestError
 from quire.server.api.body import ApiRequest
 from quire.server.api.chat import ChatCompletionRequest, ChatWriter
 from quire.server.api.completions import CompletionRequest, CompletionWriter
 from quire.server.api.embeddings import EmbeddingsRequest, EmbeddingWriter
 from quire.server.api.writer import Writer
-from quire.server.batches.requests import BatchRequest
+from quire.server.batches.requests import BAD_JSON, BatchRequest
 from quire.server.calls.generation import GenerationRequest
 from quire.server.errors import ApiError, error_body, to_api_error
 from quire.server.guard.connection import parse_body, refuse_unsupported
@@ -179,6 +181,24 @@ def _line(
     name = request.answer_id
     line = {"id": name, "custom_id": request.custom_id, "response": response, "error": error}
     return one_line(line) + b"\n"
+
+
+class WrittenAnswer(msgspec.Struct):
+    """What `_line` wrote, as far as somebody who goes on with a batch has to know it."""
+
+    id: str
+    error: msgspec.Raw = msgspec.Raw(b"null")
+    response: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def read_answer_line(line: bytes) -> WrittenAnswer | None:
+    """None for what is no whole line of a batch's answers."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        return msgspec.json.decode(line, type=WrittenAnswer)
+    except BAD_JSON:
+        return None
 
 
 def _is_open(service: GenerationService) -> bool:

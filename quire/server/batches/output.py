@@ -21,6 +21,7 @@ from typing import BinaryIO
 import msgspec
 
 from quire.errors import InvalidRequestError, QuireError
+from quire.server.batches.answers import WrittenAnswer, read_answer_line
 from quire.server.batches.requests import BAD_JSON, BatchRequest, import_pyarrow
 from quire.server.disk import create, write_all
 
@@ -29,12 +30,6 @@ _SYNC_SECONDS = 5.0
 _ROWS_AT_ONCE = 1000
 """Of a Parquet file, that are in memory while it is written."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class _Written(msgspec.Struct):
-    id: str
-    error: msgspec.Raw = msgspec.Raw(b"null")
-    response: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class AnswerFile:
@@ -110,11 +105,11 @@ class AnswerFile:
         left = (request for request, known in zip(requests, is_known, strict=True) if not known)
         return len(answered), failed, left
 
-    def _found_lines(self) -> Iterator[tuple[_Written, int]]:
+    def _found_lines(self) -> Iterator[tuple[WrittenAnswer, int]]:
         """Whole lines, and how long each is."""
         with self._found.open("rb") as reader:
             for line in reader:
-                written = _decoded(line)
+                written = read_answer_line(line)
                 if written is None:  # it was being written
                     return
                 yield written, len(line)
@@ -167,16 +162,7 @@ class AnswerFile:
         self._file.close()
 
 
-def _decoded(line: bytes) -> _Written | None:
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        return msgspec.json.decode(line, type=_Written)
-    except BAD_JSON:
-        return None
-
-
-def _is_error(written: _Written) -> bool:
+def _is_error(written: WrittenAnswer) -> bool:
     if bytes(written.error) != b"null":
         return True
     try:

@@ -22,7 +22,7 @@ from quire.server.batches.upload import FormReader
 from quire.server.disk import disk_errors_for_client
 from quire.server.guard.auth import owner_of, seen_by
 from quire.server.guard.connection import body_schema, ignored_header, new_id, read_body
-from quire.server.http_responses import JsonResponse, LargeJsonResponse
+from quire.server.http_responses import JsonResponse, LargeJsonResponse, list_page
 from quire.server.service import get_service
 from quire.server.tasks import in_thread
 
@@ -207,18 +207,8 @@ class OpenFileResponse(Response):
 
 def _page(entries: Sequence[StoredFile | StoredBatch], limit: int, after: str | None) -> Response:
     """Of a size that clients choose: to be called beside the event loop."""
-    ids = [one.id for one in entries]
-    if after is not None and after not in ids:
-        raise InvalidRequestError("after", "is the id of none of these")
-    first = 0 if after is None else ids.index(after) + 1
-    shown = [one.shown() for one in entries[first : first + limit]]
-    ends = (
-        {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]}
-        if shown
-        else {"first_id": None, "last_id": None}
-    )
-    body = {"object": "list", "data": shown, **ends, "has_more": first + limit < len(entries)}
-    return LargeJsonResponse.of(lambda: body)
+    part, page = list_page([one.id for one in entries], limit, after)
+    return LargeJsonResponse.of(lambda: {**page, "data": [one.shown() for one in entries[part]]})
 
 
 def _queue(request: Request) -> BatchQueue:

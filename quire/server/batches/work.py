@@ -15,20 +15,14 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-import msgspec
-
-from quire.server.batches.answers import BatchAnswer
-from quire.server.batches.requests import BAD_JSON, BatchRequest
+from quire.server.batches.answers import BatchAnswer, read_answer_line
+from quire.server.batches.requests import BatchRequest
 from quire.server.batches.room import Take
 from quire.server.disk import open_plain, write_all
 
 _SYNC_SECONDS = 5.0
 """So much is computed again, at most, if not only the process ends but the machine."""
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class _Written(msgspec.Struct):
-    id: str
 
 
 class _Part:
@@ -132,7 +126,5 @@ class _Head:
         self.num_lines += 1
         line = next(self._file, b"")
         self._length = len(line)
-        self.id = None
-        if line.endswith(b"\n"):
-            with contextlib.suppress(*BAD_JSON):
-                self.id = msgspec.json.decode(line, type=_Written).id
+        written = read_answer_line(line)
+        self.id = None if written is None else written.id

@@ -152,9 +152,9 @@ def named_device(name: str) -> PlannedDevice:
     return PlannedDevice(title, int(size) - _RESERVED, rates, H200_SHARES, origin, link, capability)
 
 
-def this_device(name: str = "auto") -> PlannedDevice:
+def this_device() -> PlannedDevice:
     """The device an engine would take here."""
-    device = pick_device(name)
+    device = pick_device("auto")
     if device.is_gpu:
         title = device.name
         for short in ("h200", *_SHEETS):

@@ -283,15 +283,14 @@ def run_cases(
     preempt_every: int = 0,
     displace: bool = False,
     predictions: Sequence[Sequence[int]] = (),
-    seed: int = 0,
 ) -> CaseRun:
     """Puts the requests into an engine, all at once or a few before each step, and drives it until
-    they are done. Every so many steps a running request, drawn from `seed`, is preempted, or all of
+    they are done. Every so many steps a running request, drawn by chance, is preempted, or all of
     them, and a request that takes all blocks goes first (`displace`); `predictions` are draft tokens at
     the answers, one for each.
     """
     core = engine.core
-    source = random.Random(seed)
+    source = random.Random(0)
     run = CaseRun([[] for _ in cases])
     live: dict[str, tuple[Request, Answer]] = {}
     prompts: dict[str, dict[int, TokenLogprob]] = {}

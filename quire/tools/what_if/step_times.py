@@ -186,7 +186,6 @@ def _counts(step: Step) -> tuple[int, int]:
 def fit_step_times(
     entries: Sequence[StepLogEntry],
     costs: RowCosts = _UNKNOWN,
-    seed: int = 0,
     others: Sequence[TimedStep] = (),
     graph_tokens: int = 0,
 ) -> StepTimes:
@@ -204,7 +203,7 @@ def fit_step_times(
 
     seen = SeenSteps((StepMix.of(one.step) for one in [*timeline.steps, *others]), limit)
     measured = list(timeline.steps)
-    random.Random(seed).shuffle(measured)
+    random.Random(0).shuffle(measured)
     cut = max(1, int(len(measured) * _HELD_OUT))
     held = [one for one in measured[:cut] if not one.is_bound] or measured[:cut]
     known = StepTimes(
