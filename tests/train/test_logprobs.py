@@ -35,7 +35,7 @@ def drawn_prompts(seed: int, vocab_size: int = 97) -> list[list[int]]:
     return [[rng.randrange(1, vocab_size) for _ in range(length)] for length in LENGTHS]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_are_those_of_sampling_and_of_scoring(name: str, dtype: torch.dtype) -> None:
@@ -91,7 +91,7 @@ def total(found: list[Tensor]) -> Tensor:
     ).sum()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.usefixtures("float64_is_plain")
 def test_gradients_are_finite_differences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ FAMILIES = (
 )
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Each within 1e-4 of its largest number; where float32 itself is further off, at most twice as
