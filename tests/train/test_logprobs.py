@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,7 +19,7 @@ from quire.kernels import formats
 from quire.kernels.quantize import INT8, quantize
 from quire.kernels.weights import Weight
 from quire.models.load import open_model
-from quire.train import Weights, logprobs
+from quire.train import Weights, forward, logprobs
 from tests.decoding import load_decoder
 from tests.models.random_configurations import draw_values, load_reference, save_model
 from tests.random_models import SPECS, WITH_STATES, Bench, random_decoder
@@ -96,7 +95,6 @@ def total(found: list[Tensor]) -> Tensor:
 @pytest.mark.usefixtures("float64_is_plain")
 def test_gradients_are_finite_differences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the definition alone, in float64: along some random directions."""
-    module = sys.modules[logprobs.__module__]  # whose name is the function's
     weights = random_weights(ALL[name], CpuKernels(), torch.float32)
     prompts = drawn_prompts(3)
     total(logprobs(weights, prompts)).backward()  # type: ignore[no-untyped-call]
@@ -108,7 +106,7 @@ def test_gradients_are_finite_differences(name: str, monkeypatch: pytest.MonkeyP
                 segment.exact(tuple(one.to(segment.input_dtype) for one in inputs))
             return segment.definition(tuple(inputs), parameters)
 
-    monkeypatch.setattr(module._Segment, "__call__", by_definition)
+    monkeypatch.setattr(forward._Segment, "__call__", by_definition)
     monkeypatch.setattr(weights, "check", lambda: None)
     plain = {name: one.detach().double() for name, one in weights.tensors.items()}
     weights.gradient_dtype = torch.float64
