@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--layers", type=int, default=6, help="how many are trained, the last ones")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--usual", action="store_true", help="the trainer's side by transformers")
     parser.add_argument("--plot", default="grpo.svg")
     chosen = parser.parse_args()

@@ -124,7 +124,7 @@ def test_grpo(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    sizes = ("--steps", "2", "--group", "2", "--max-tokens", "6", "--layers", "1")
+    sizes = ("--steps=2", "--group=2", "--max-tokens=6", "--layers=1", "--dtype=bfloat16")
     plot = tmp_path / "plot.svg"
     options = (*sizes, "--plot", str(plot), *(["--usual"] if usual else []))
     out = run("grpo", monkeypatch, capsys, tiny, *options)

@@ -2,7 +2,7 @@
 the engine gets back after each step.
 """
 
-from quire.train.logprobs import logprobs
+from quire.train.forward import logprobs
 from quire.train.weights import Weights
 
 __all__ = ["Weights", "logprobs"]
