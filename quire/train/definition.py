@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.low_rank import ExpertAdapters
 from quire.kernels.ops import (
     Activation,
     AttentionSpec,
@@ -123,7 +124,9 @@ class Definition(ReferenceKernels):
         experts: ExpertWeights,
         spec: MoeSpec,
         transform_activated: TransformActivated | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> Tensor:
+        assert adapters is None, "rows that are trained have no adapters"
         chosen = self._chosen.pop(0)
         weights = _weights_of(chosen, router_logits, spec)
         if experts.scales is not None:
