@@ -294,8 +294,7 @@ class EngineConfig:
         "off",
         r"off|ngram|self|mtp|draft:.+",
         "off, ngram, self, mtp or draft:MODEL",
-        help="Draft tokens and check several at once: from repetitions, 4-bit weights, a layer for it or a model. "
-        "Same answers.",
+        help="Draft tokens and check several at once: from repetitions, a layer for it or a model. Same answers.",
     )
     """ngram: what followed the last time the same tokens occurred in the text; self: the same
     weights in 4 bits; mtp: the checkpoint's own layer for multi-token prediction; draft:MODEL: a

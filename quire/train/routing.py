@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quire.kernels.low_rank import ExpertAdapters
 from quire.kernels.ops import ExpertWeights, Kernels, MoeSpec
 
 
@@ -21,8 +22,13 @@ class RoutedKernels:
         return getattr(self._kernels, name)
 
     def moe(
-        self, x: Tensor, router_logits: Tensor, experts: ExpertWeights, spec: MoeSpec
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        experts: ExpertWeights,
+        spec: MoeSpec,
+        adapters: ExpertAdapters | None = None,
     ) -> Tensor:
         own = self._kernels
         self.chosen.append(own.choose_experts(router_logits, spec, experts.choice_bias))
-        return own.moe(x, router_logits, experts, spec)
+        return own.moe(x, router_logits, experts, spec, adapters=adapters)

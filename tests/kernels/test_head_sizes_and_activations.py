@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from quire import LLM, SamplingParams
 from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.ops import Activation, Kernels, MoeSpec
-from quire.kernels.reference import ReferenceKernels, route
+from quire.kernels.reference import ReferenceKernels
+from quire.kernels.routing import route
 from quire.models.config_parts import plain_attention
 from tests.models.random_configurations import config_class, random_model
 from tests.random_models import SPECS, random_decoder

@@ -20,7 +20,7 @@ from quire.backends.triton.linear import Tile
 from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, row_stride
 from quire.backends.triton.tile_product import quantize_rows, tile_product
 from quire.kernels.ops import ExpertWeights, MoeSpec, TransformActivated
-from quire.kernels.reference import route as reference_route
+from quire.kernels.routing import route as reference_route
 from quire.kernels.weights import Weight
 
 if HAS_GLUON:

@@ -140,7 +140,7 @@ class EngineClient:
 
     def abandon(self) -> None:
         """Tells everybody who waits that the server is going down."""
-        self._lose_all(ApiError(503, "the server is going down", code="shutting_down"))
+        self._lose_all(going_down())
 
     @property
     def seconds_silent(self) -> float:
@@ -389,3 +389,7 @@ def one_line(error: Exception) -> str:
 
 def unavailable(message: str = "the engine is being restarted; try again in a moment") -> ApiError:
     return ApiError(503, message, code="engine_unavailable", retry_after=5.0)
+
+
+def going_down() -> ApiError:
+    return ApiError(503, "the server is going down", code="shutting_down")

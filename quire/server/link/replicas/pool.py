@@ -18,7 +18,7 @@ from quire.observe.prometheus import ServerMetrics
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.link import messages
-from quire.server.link.engine_client import EngineClient, Listener, State, unavailable
+from quire.server.link.engine_client import EngineClient, Listener, State, going_down, unavailable
 from quire.server.link.replicas.adapter_places import AdapterPlaces, answer_of_all
 from quire.server.link.replicas.metrics import PoolMetrics
 from quire.server.link.replicas.relay import Relay, bind_to
@@ -131,13 +131,13 @@ class ReplicaPool:
         """Ends all engine processes; what is running is lost."""
         self._is_stopped = True
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
-        self._fail_stranded(_going_down())
+        self._fail_stranded(going_down())
 
     def abandon(self) -> None:
         """Tells everybody who waits that the server is going down."""
         for replica in self.replicas:
             replica.abandon()
-        self._fail_stranded(_going_down())
+        self._fail_stranded(going_down())
 
     @property
     def state(self) -> State:
@@ -448,7 +448,3 @@ class ReplicaPool:
     @staticmethod
     def _fingerprint(replica: Replica) -> str | None:
         return None if replica.ready is None else replica.ready.fingerprint
-
-
-def _going_down() -> ApiError:
-    return ApiError(503, "the server is going down", code="shutting_down")
