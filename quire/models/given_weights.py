@@ -17,7 +17,7 @@ from quire.kernels.formats import PLAIN
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
 from quire.models.families import family_named
-from quire.models.load import reading
+from quire.models.load import as_stored, reading
 from quire.models.names import huggingface_pieces, ignored_names
 from quire.models.pieces import Piece
 from quire.models.spec import ModelSpec
@@ -77,7 +77,7 @@ def stored_weights(decoder: Decoder, quantization: str, stored: Checkpoint) -> d
     spec = decoder.spec
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for piece in _pieces(spec, tensors):
-        pieces[piece.parameter].append(piece)
+        pieces[piece.parameter].append(as_stored(piece, stored))
     touched = {
         parameter: own
         for parameter, own in pieces.items()

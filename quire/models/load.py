@@ -80,7 +80,7 @@ def open_model(path: Path) -> ModelFiles:
         if spec.tie_embeddings and has_own_head(spec, checkpoint):
             spec = replace(spec, tie_embeddings=False)
         _check_constants(spec, checkpoint)
-        pieces = (_as_stored(one, checkpoint) for one in huggingface_pieces(spec, names))
+        pieces = (as_stored(one, checkpoint) for one in huggingface_pieces(spec, names))
     return ModelFiles(replace(spec, cache=checkpoint.cache), checkpoint, tuple(pieces))
 
 
@@ -112,7 +112,7 @@ def has_own_head(spec: ModelSpec, checkpoint: Checkpoint) -> bool:
     )
 
 
-def _as_stored(piece: Piece, checkpoint: Checkpoint) -> Piece:
+def as_stored(piece: Piece, checkpoint: Checkpoint) -> Piece:
     """Blocks of a quantised format lie with outputs before inputs in all files; a choice bias may be
     a matrix of one row.
     """
