@@ -51,6 +51,10 @@ class CapacityError(QuireError):
     """Model, cache or request can't fit into memory: the message shows the sum and what to change."""
 
 
+class NoRoomNowError(CapacityError):
+    """It would fit, but what others use is in the way: it may be tried again later."""
+
+
 class EngineError(QuireError):
     """The engine failed while computing; requests in flight end with this."""
 

@@ -206,8 +206,8 @@ FAULTS = (
         "batches",
         "a batch that is resumed cuts off the last answer it had",
         "quire/server/batches/output.py",
-        "failed, end = failed + _is_error(written), end + length",
-        "failed, end = failed + _is_error(written), length",
+        "            done += 1\n            failed += _is_error(written)\n            end += length\n",
+        "            done += 1\n            failed += _is_error(written)\n            end = length\n",
         ("tests/server/test_batches.py",),
     ),
     Fault(

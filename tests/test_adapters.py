@@ -18,7 +18,12 @@ from torch import Tensor
 
 from quire import LLM, LoRARequest, QuireError, SamplingParams
 from quire.checkpoints.adapter_files import open_adapter, read_adapter_settings
-from quire.errors import CapacityError, InvalidRequestError, ModelFormatError
+from quire.errors import (
+    CapacityError,
+    InvalidRequestError,
+    ModelFormatError,
+    NoRoomNowError,
+)
 from quire.frontend.adapter_names import parse_lora
 from tests.adapters import SETTINGS, random_adapter, save_adapter
 from tests.models.random_configurations import random_model
@@ -163,6 +168,22 @@ def test_more_adapters_than_slots_and_than_memory_change_no_answer(
         pytest.raises(CapacityError, match="lora_memory"),
     ):
         tokens(none, names[2])
+
+
+def test_an_adapter_for_which_there_is_no_room_now_may_be_asked_for_again(
+    llm: LLM, model: Path, adapters: list[Path]
+) -> None:
+    large = LoRARequest("large", 1, str(adapters[2]))
+    other = LoRARequest("other", 2, str(adapters[3]))
+    expected = tokens(llm, other)
+    size = max(one.nbytes for one in llm.engine.adapters.loaded)
+    with LLM(model, **ENGINE, lora_memory=int(1.2 * size)) as little:
+        little.add_request(PROMPT, GREEDY, lora_request=large)
+        with pytest.raises(NoRoomNowError, match="try again later"):
+            little.add_request(PROMPT, GREEDY, lora_request=other)
+        while little.has_work:
+            little.step()
+        assert tokens(little, other) == expected
 
 
 @pytest.mark.parametrize(

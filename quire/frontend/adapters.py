@@ -18,7 +18,13 @@ from typing import Any, NamedTuple, Protocol
 from quire.checkpoints.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from quire.checkpoints.files import is_gguf
 from quire.config import format_bytes
-from quire.errors import CapacityError, InvalidRequestError, ModelFormatError, QuireError
+from quire.errors import (
+    CapacityError,
+    InvalidRequestError,
+    ModelFormatError,
+    NoRoomNowError,
+    QuireError,
+)
 from quire.frontend.adapter_names import check_name
 from quire.models.adapters import Adapter
 
@@ -218,9 +224,12 @@ class AdapterRegistry:
                 self._holder.remove_adapter(digest)
 
     def _too_large(self, name: str, size: int) -> CapacityError:
-        return CapacityError(
-            f"the adapter {name} takes {format_bytes(size)}, and with those in use there is no room for it in "
-            f"lora_memory ({format_bytes(self._budget)}): raise it, or try again later"
+        budget = f"lora_memory ({format_bytes(self._budget)})"
+        takes = f"the adapter {name} takes {format_bytes(size)}"
+        if size > self._budget:
+            return CapacityError(f"{takes}, more than {budget}: raise it")
+        return NoRoomNowError(
+            f"{takes}, and with those in use there is no room for it in {budget}: raise it, or try again later"
         )
 
 

@@ -12,18 +12,28 @@ import pytest
 import quire
 
 FOLDER = Path(quire.__file__).parent / "backends" / "triton"
+PACKAGE = "quire.backends.triton."
 OPTIONS = {"num_warps", "num_stages", "maxnreg"}
 FILES = sorted(path.name for path in FOLDER.glob("*.py"))
 
 
 def kernels_and_launches(source: str) -> tuple[dict[str, set[str]], list[ast.Call]]:
-    """The parameters of each function, and the calls of what is named `..._kernel[grid]`."""
+    """The parameters of each function, also of those from another file here, and the calls of what
+    is named `..._kernel[grid]`.
+    """
     nodes = list(ast.walk(ast.parse(source)))
     parameters = {
         node.name: {arg.arg for arg in node.args.args}
         for node in nodes
         if isinstance(node, ast.FunctionDef)
     }
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(PACKAGE):
+            names = [one.name for one in node.names if one.name.endswith("_kernel")]
+            if names:
+                file = FOLDER / f"{str(node.module).removeprefix(PACKAGE)}.py"
+                others, _ = kernels_and_launches(file.read_text())
+                parameters |= {name: others[name] for name in names}
     calls = [
         node
         for node in nodes
@@ -60,15 +70,21 @@ def test_launches_give_each_argument_by_its_name(name: str) -> None:
 def test_launches_are_found() -> None:
     counts = {name: len(kernels_and_launches((FOLDER / name).read_text())[1]) for name in FILES}
     assert {name: count for name, count in counts.items() if count} == {
+        "adapters.py": 2,
         "attention.py": 2,
+        "convolution.py": 1,
         "few_rows_int4.py": 1,
         "filters.py": 4,
+        "gated_norm.py": 1,
         "grouping.py": 2,
         "heads.py": 1,
         "inputs.py": 1,
+        "latent.py": 2,
+        "latent_attention.py": 1,
         "linear.py": 1,
         "moe.py": 2,
         "prompt_attention.py": 1,
+        "recurrent.py": 2,
         "repeats.py": 1,
         "rowwise.py": 1,
         "sampling.py": 2,

@@ -43,6 +43,7 @@ NEGATIVE_IS_FINE = {
 }
 """-1 means something there; -10**6 does not, but for a seed."""
 ZERO_IS_FINE = {
+    "weights_version",
     "temperature",
     "presence_penalty",
     "frequency_penalty",

@@ -66,11 +66,13 @@ def server(small_model: str, folder: Path) -> Iterator[Server]:
 
 def manage(server: Server, path: str, key: str = ADMIN, **body: Any) -> Any:
     headers = {"authorization": f"Bearer {key}"}
-    return server.client().post(path, headers=headers, **({"json": body} if body else {}))
+    with server.client() as client:
+        return client.post(path, headers=headers, **({"json": body} if body else {}))
 
 
 def ask(server: Server, path: str) -> Any:
-    response = server.client().get(path, headers={"authorization": f"Bearer {ADMIN}"})
+    with server.client() as client:
+        response = client.get(path, headers={"authorization": f"Bearer {ADMIN}"})
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -78,7 +80,8 @@ def ask(server: Server, path: str) -> Any:
 def complete(server: Server, **more: Any) -> Any:
     headers = {"authorization": f"Bearer {KEY}"}
     body = {"prompt": PROMPT, "return_token_ids": True, **PARAMS, **more}
-    return server.client().post("/v1/completions", json=body, headers=headers)
+    with server.client() as client:
+        return client.post("/v1/completions", json=body, headers=headers)
 
 
 def answer(server: Server, **more: Any) -> list[int]:
@@ -145,7 +148,8 @@ def test_a_request_may_want_one_version(server: Server, expected: list[list[int]
 
 def running(server: Server) -> int:
     headers = {"authorization": f"Bearer {ADMIN}"}
-    records = server.client().get("/v1/requests", headers=headers).json()["data"]
+    with server.client() as client:
+        records = client.get("/v1/requests", headers=headers).json()["data"]
     return sum(one["state"] == "running" for one in records)
 
 

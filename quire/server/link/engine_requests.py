@@ -20,6 +20,7 @@ from quire.errors import (
     EngineError,
     InvalidRequestError,
     ModelFormatError,
+    NoRoomNowError,
     QuireError,
     UnsupportedModelError,
 )
@@ -241,7 +242,7 @@ class EngineRequests:
             said = f"the adapter {message.adapter.name} can't be loaded; the server's log says why"
             self._refused.append(Refused(message.request_id, f"model: {said}", "model", "invalid"))
             return
-        if isinstance(error, EngineError):  # it sleeps, say
+        if isinstance(error, EngineError | NoRoomNowError):  # it sleeps, say
             self._refused.append(Refused(message.request_id, str(error), None, "unavailable"))
             return
         if isinstance(error, QuireError):
