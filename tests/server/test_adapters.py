@@ -14,7 +14,7 @@ import pytest
 
 from quire import LLM, LoRARequest, SamplingParams
 from tests.adapters import random_adapter
-from tests.server.harness import SMALL_ENGINE, Server
+from tests.server.harness import SMALL_ENGINE, Server, wait_for
 
 KEY, ADMIN = "key-for-all", "key-for-admins"
 PROMPT = list(range(20, 60))
@@ -235,3 +235,29 @@ def test_every_process_knows_what_was_loaded_when_the_answer_comes(
         assert server.log.count("adapter later: rank 4") == 3 * num_engines
         assert manage(server, "unload", lora_name="given").status_code == 200
         assert complete(server, "given").status_code == 404
+
+
+@pytest.mark.slow  # a server of its own
+def test_who_finds_no_room_for_an_adapter_is_told_to_come_again(
+    small_model: str, folders: dict[str, Path], expected: dict[str | None, list[int]]
+) -> None:
+    with LLM(small_model, **SMALL_ENGINE) as llm:
+        llm.load_adapter("given", folders["given"])
+        size = llm.engine.adapters.nbytes
+    with Server(
+        model=small_model,
+        engine={**SMALL_ENGINE, "lora_memory": int(1.5 * size)},
+        adapters=[(name, str(folders[name])) for name in ("given", "later")],
+    ) as server:
+        assert server.post("/pause?mode=keep", {}).status_code == 200
+        with ThreadPoolExecutor(1) as threads:
+            first = threads.submit(answer, server, "given")
+            # once at the start, before the other one took its place, and once for this request
+            wait_for(lambda: server.log.count("adapter given: rank 4") == 2, "the first adapter")
+            refused = complete(server, "later")
+            assert refused.status_code == 503, refused.text
+            assert "try again later" in refused.json()["error"]["message"]
+            assert int(refused.headers["retry-after"]) > 0
+            assert server.post("/resume", {}).status_code == 200
+            assert first.result() == expected["given"]
+        assert answer(server, "later") == expected["later"]
