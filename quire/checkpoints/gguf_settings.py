@@ -18,7 +18,9 @@ KEYS = {
     "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length", "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon", "layer_norm_eps": "attention.layer_norm_epsilon",
-    "norm_epsilon": "attention.layer_norm_epsilon", "sliding_window": "attention.sliding_window",
+    "norm_epsilon": "attention.layer_norm_epsilon", "norm_eps": "attention.layer_norm_rms_epsilon",
+    "conv_L_cache": "shortconv.l_cache", "num_dense_layers": "leading_dense_block_count",
+    "sliding_window": "attention.sliding_window",
     "rope_local_base_freq": "rope.freq_base_swa", "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping", "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
@@ -79,10 +81,23 @@ def gguf_settings(checkpoint: Checkpoint, file: str, of_family: Mapping[str, Any
         "use_qk_norm": "blk.0.attn_q_norm.weight" in tensor_names,
         "norm_topk_prob": fields.boolean("expert_weights_norm", False),
     }
+    kv_heads = fields.raw("attention.head_count_kv")
+    if isinstance(kv_heads, list | tuple):  # 0 where a layer has no attention
+        made["num_key_value_heads"] = _one_count(fields, "attention.head_count_kv", num_blocks)
+        made["layer_types"] = ["full_attention" if one else "linear_attention" for one in kv_heads]
     for key, value in of_family.items():
         made[key] = made[key] | value if isinstance(value, dict) else value
     renamed = {key: prefix + own for key, own in KEYS.items() if key not in made}
     return Fields({**metadata, **made}, file, renamed=renamed)
+
+
+def _one_count(fields: Fields, key: str, num_blocks: int) -> int:
+    """What a list has for each layer, or 0 for it."""
+    found = fields.list_of(key, int)
+    counts = set(found) - {0}
+    if len(found) != num_blocks or len(counts) != 1 or min(counts) < 0:
+        raise fields.error(key, f"a list of {num_blocks} numbers, each one the same or 0", found)
+    return int(counts.pop())
 
 
 def _rope(fields: Fields, head_dim: int, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -44,6 +44,8 @@ from quire.models.quirks import (
 )
 from quire.models.recurrent_families import (
     BAMBA_NAMES,
+    LFM2_GGUF_NAMES,
+    LFM2_GGUF_SETTINGS,
     LFM2_MOE_NAMES,
     LFM2_NAMES,
     MAMBA_NAMES,
@@ -51,6 +53,7 @@ from quire.models.recurrent_families import (
     OLMO_HYBRID_NAMES,
     QWEN3_5_NAMES,
     QWEN3_NEXT_NAMES,
+    SIGMOID_GATING,
     bamba,
     falcon_h1,
     lfm2,
@@ -332,10 +335,21 @@ FAMILIES: tuple[Family, ...] = (
         "bamba", "Bamba", ("BambaForCausalLM",), bamba, has_partial_rope=True, names=BAMBA_NAMES,
         final_norm="final_layernorm",
     ),
-    Family("lfm2", "LFM2", ("Lfm2ForCausalLM",), lfm2, names=LFM2_NAMES, final_norm="embedding_norm"),
     Family(
-        "lfm2_moe", "LFM2 with experts", ("Lfm2MoeForCausalLM",), lfm2_moe, names=LFM2_MOE_NAMES,
-        final_norm="embedding_norm",
+        "lfm2", "LFM2", ("Lfm2ForCausalLM",), lfm2, "lfm2", names=LFM2_NAMES, final_norm="embedding_norm",
+        gguf_names=LFM2_GGUF_NAMES, gguf_final_norm="token_embd_norm", gguf_settings=LFM2_GGUF_SETTINGS,
+        gguf_needs=("shortconv.l_cache", "feed_forward_length", "attention.head_count_kv"),
+        gguf_fixed={"attention.sliding_window": 0},
+    ),
+    Family(
+        "lfm2_moe", "LFM2 with experts", ("Lfm2MoeForCausalLM",), lfm2_moe, "lfm2moe", names=LFM2_MOE_NAMES,
+        final_norm="embedding_norm", gguf_names=LFM2_GGUF_NAMES, gguf_final_norm="token_embd_norm",
+        gguf_settings=LFM2_GGUF_SETTINGS | {"norm_topk_prob": True, "use_expert_bias": True},
+        gguf_needs=(
+            "shortconv.l_cache", "attention.head_count_kv", "expert_count", "expert_used_count",
+            "expert_feed_forward_length", "leading_dense_block_count",
+        ),
+        gguf_fixed={"attention.sliding_window": 0, "expert_gating_func": SIGMOID_GATING},
     ),
     Family(
         "glm", "GLM-4-9B", ("GlmForCausalLM",), _glm,

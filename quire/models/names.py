@@ -241,16 +241,18 @@ def prediction_pieces(
 
 def gguf_pieces(spec: ModelSpec, present: Collection[str] = ()) -> Iterator[Piece]:
     """Which tensor of a GGUF file belongs to which parameter."""
-    family, ends = family_named(spec.family), _Ends("token_embd", "output_norm", "output")
-    return _pieces(
+    family = family_named(spec.family)
+    pieces = _pieces(
         spec,
-        ends,
+        _Ends("token_embd", family.gguf_final_norm, "output"),
         "blk",
         {**_GGUF, **family.gguf_names},
         family.gguf_interleaved_rope,
         present,
         {},
     )
+    for piece in pieces:  # convolutions have no dimension of one there
+        yield replace(piece, has_middle=False) if piece.has_middle else piece
 
 
 def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
