@@ -5,7 +5,7 @@ config.json has for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quire.checkpoints.checkpoint import Checkpoint
@@ -20,6 +20,8 @@ KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon", "layer_norm_eps": "attention.layer_norm_epsilon",
     "norm_epsilon": "attention.layer_norm_epsilon", "norm_eps": "attention.layer_norm_rms_epsilon",
     "conv_L_cache": "shortconv.l_cache", "num_dense_layers": "leading_dense_block_count",
+    "mamba_n_heads": "ssm.time_step_rank", "mamba_n_groups": "ssm.group_count", "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size", "mamba_d_ssm": "ssm.inner_size",
     "sliding_window": "attention.sliding_window",
     "rope_local_base_freq": "rope.freq_base_swa", "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping", "attention_multiplier": "attention.scale",
@@ -79,6 +81,10 @@ def gguf_settings(checkpoint: Checkpoint, file: str, of_family: Mapping[str, Any
         ),
         "mlp_bias": "blk.0.ffn_gate.bias" in tensor_names,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in tensor_names,
+        **dict.fromkeys(
+            ("mamba_conv_bias", "use_conv_bias"), _is_in_a_layer("ssm_conv1d.bias", tensor_names)
+        ),
+        "mamba_rms_norm": _is_in_a_layer("ssm_norm.weight", tensor_names),
         "norm_topk_prob": fields.boolean("expert_weights_norm", False),
     }
     kv_heads = fields.raw("attention.head_count_kv")
@@ -89,6 +95,10 @@ def gguf_settings(checkpoint: Checkpoint, file: str, of_family: Mapping[str, Any
         made[key] = made[key] | value if isinstance(value, dict) else value
     renamed = {key: prefix + own for key, own in KEYS.items() if key not in made}
     return Fields({**metadata, **made}, file, renamed=renamed)
+
+
+def _is_in_a_layer(name: str, tensor_names: Iterable[str]) -> bool:
+    return any(one.startswith("blk.") and one.endswith(f".{name}") for one in tensor_names)
 
 
 def _one_count(fields: Fields, key: str, num_blocks: int) -> int:

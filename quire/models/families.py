@@ -44,6 +44,7 @@ from quire.models.quirks import (
 )
 from quire.models.recurrent_families import (
     BAMBA_NAMES,
+    FALCON_H1_GGUF_SETTINGS,
     LFM2_GGUF_NAMES,
     LFM2_GGUF_SETTINGS,
     LFM2_MOE_NAMES,
@@ -54,6 +55,8 @@ from quire.models.recurrent_families import (
     QWEN3_5_NAMES,
     QWEN3_NEXT_NAMES,
     SIGMOID_GATING,
+    STATE_SPACE_GGUF_NAMES,
+    STATE_SPACE_KEYS,
     bamba,
     falcon_h1,
     lfm2,
@@ -329,7 +332,9 @@ FAMILIES: tuple[Family, ...] = (
         prefixes=("backbone", "model"), settings=nemotron_h_settings, numbers_blocks=True, has_drafting_layers=True,
     ),
     Family(
-        "falcon_h1", "Falcon-H1", ("FalconH1ForCausalLM",), falcon_h1, names=BAMBA_NAMES, final_norm="final_layernorm",
+        "falcon_h1", "Falcon-H1", ("FalconH1ForCausalLM",), falcon_h1, "falcon-h1", names=BAMBA_NAMES,
+        final_norm="final_layernorm", gguf_names=STATE_SPACE_GGUF_NAMES, gguf_settings=FALCON_H1_GGUF_SETTINGS,
+        gguf_needs=("feed_forward_length", "attention.head_count_kv", *STATE_SPACE_KEYS),
     ),
     Family(
         "bamba", "Bamba", ("BambaForCausalLM",), bamba, has_partial_rope=True, names=BAMBA_NAMES,

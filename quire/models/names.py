@@ -252,7 +252,10 @@ def gguf_pieces(spec: ModelSpec, present: Collection[str] = ()) -> Iterator[Piec
         {},
     )
     for piece in pieces:  # convolutions have no dimension of one there
-        yield replace(piece, has_middle=False) if piece.has_middle else piece
+        is_rate = piece.parameter.endswith(".log_rate")
+        bare = piece.name.removesuffix(".weight")
+        name = bare if bare in present else piece.name  # Falcon-H1's norms before its MLPs
+        yield replace(piece, name=name, has_middle=False, is_rate=is_rate)
 
 
 def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:

@@ -462,3 +462,18 @@ LFM2_GGUF_NAMES = {
 LFM2_GGUF_SETTINGS = {"block_auto_adjust_ff_dim": False, "conv_bias": False}
 SIGMOID_GATING = 2
 """What GGUF files call experts whose scores are sigmoids."""
+STATE_SPACE_KEYS = tuple(
+    f"ssm.{one}"
+    for one in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
+)
+STATE_SPACE_GGUF_NAMES = {
+    "mixer_input": "ssm_in",
+    "convolution": "ssm_conv1d",
+    "mixer_log_rate": "ssm_a",
+    "mixer_time_bias": "ssm_dt.bias",
+    "mixer_skip": "ssm_d",
+    "mixer_norm": "ssm_norm",
+    "mixer_output": "ssm_out",
+}
+FALCON_H1_GGUF_SETTINGS = {"mamba_norm_before_gate": False, "mamba_proj_bias": False}
+"""Its many factors are already multiplied with the weights."""
