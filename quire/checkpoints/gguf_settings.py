@@ -91,6 +91,8 @@ def gguf_settings(checkpoint: Checkpoint, file: str, of_family: Mapping[str, Any
     if isinstance(kv_heads, list | tuple):  # 0 where a layer has no attention
         made["num_key_value_heads"] = _one_count(fields, "attention.head_count_kv", num_blocks)
         made["layer_types"] = ["full_attention" if one else "linear_attention" for one in kv_heads]
+    if not fields.integer("expert_count", 0, low=0):
+        made["shared_intermediate_size"] = made["intermediate_size"]
     for key, value in of_family.items():
         made[key] = made[key] | value if isinstance(value, dict) else value
     renamed = {key: prefix + own for key, own in KEYS.items() if key not in made}

@@ -163,7 +163,8 @@ def _granite_hybrid(config: Fields, spec: ModelSpec) -> ModelSpec:
         shared = config.integer("shared_intermediate_size", 1024)
         dense = MlpSpec(shared, activation_of(spec))
         spec = granite(config, spec).with_layers(mlp=dense)
-    mamba = mamba2(config, spec)
+    inner = config.integer("mamba_d_ssm", 0, low=0) if "general.architecture" in config else 0
+    mamba = mamba2(config, spec, inner)
     kinds = {"mamba": mamba, "linear_attention": mamba}
     return mixed_layers(config, spec, ["mamba"] * spec.num_layers, kinds)
 
@@ -307,8 +308,14 @@ FAMILIES: tuple[Family, ...] = (
         names=_GRANITE_MOE_NAMES, stacked_names=_STACKED_GRANITE_NAMES, gguf_interleaved_rope=True,
     ),
     Family(
-        "granitemoehybrid", "Granite 4", ("GraniteMoeHybridForCausalLM",), _granite_hybrid,
-        names=_GRANITE4_NAMES | MAMBA_NAMES, stacked_names=_STACKED_GRANITE_NAMES,
+        "granitemoehybrid", "Granite 4", ("GraniteMoeHybridForCausalLM",), _granite_hybrid, "granitehybrid",
+        names=_GRANITE4_NAMES | MAMBA_NAMES, stacked_names=_STACKED_GRANITE_NAMES, gguf_interleaved_rope=True,
+        gguf_names=STATE_SPACE_GGUF_NAMES, gguf_settings={"mamba_proj_bias": False},
+        gguf_needs=(
+            "attention.head_count_kv", "attention.scale", "expert_count", "expert_used_count", "feed_forward_length",
+            "rope.scaling.finetuned", *STATE_SPACE_KEYS,
+        ),
+        gguf_fixed={"rope.scaling.finetuned": False},  # what stands there for rope
     ),
     Family(
         "qwen3_next", "Qwen3-Next", ("Qwen3NextForCausalLM",), qwen3_next,

@@ -21,6 +21,7 @@ from quire.models.load import open_model
 from quire.sampling_params import SamplingParams
 from tests.decoding import load_decoder
 from tests.models.random_configurations import random_model
+from tests.models.test_gguf_models import interleave
 from tests.random_models import Bench
 
 SIZES: dict[str, Any] = {
@@ -179,6 +180,70 @@ def state_space_settings(config: Any, inner: int) -> Settings:
     }
 
 
+def granite_tensor(config: Any, name: str, value: Tensor) -> Tensors:
+    block = f"blk.{name.split('.')[2]}" if name.startswith("model.layers.") else ""
+    ending = "_shexp" if config.num_local_experts else ""
+    if ".shared_mlp.input" in name:
+        gate, up = value.chunk(2)
+        return {f"{block}.ffn_gate{ending}.weight": gate, f"{block}.ffn_up{ending}.weight": up}
+    if ".shared_mlp." in name:
+        return {f"{block}.ffn_down{ending}.weight": value}
+    if name.endswith(("input_linear.weight", "experts.gate_up_proj")):
+        gate, up = value.chunk(2, 1)
+        return {f"{block}.ffn_gate_exps.weight": gate, f"{block}.ffn_up_exps.weight": up}
+    if name.endswith(("output_linear.weight", "experts.down_proj")):
+        return {f"{block}.ffn_down_exps.weight": value}
+    for part, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
+        if f".{part}_proj." in name:
+            value = interleave(value, heads)
+    name = name.replace(".router.weight", ".router.layer.weight")
+    return mamba_tensor(name, value, config.mamba_n_groups)
+
+
+def granite(**changes: Any) -> Any:
+    sizes = {
+        "layer_types": [
+            "linear_attention",
+            "full_attention",
+            "linear_attention",
+            "linear_attention",
+        ],
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 10,
+        "mamba_d_conv": 3,
+        "num_experts_per_tok": 2,
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    }
+    return transformers.GraniteMoeHybridConfig(**SIZES | sizes | changes)
+
+
+GRANITE = granite(num_local_experts=4, shared_intermediate_size=12, position_embedding_type=None)
+GRANITE_DENSE = granite(
+    num_local_experts=0,
+    shared_intermediate_size=48,
+    mamba_conv_bias=False,
+    layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"],
+)
+
+
+def granite_settings(config: Any) -> Settings:
+    return state_space_settings(config, 64) | {
+        "attention.head_count_kv": kv_heads(config),
+        "attention.scale": config.attention_multiplier,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": config.logits_scaling,
+        "expert_count": config.num_local_experts,
+        "expert_used_count": 2,
+        "expert_shared_feed_forward_length": config.shared_intermediate_size,
+        "rope.scaling.finetuned": False,
+    }
+
+
 FALCON_SETTINGS = state_space_settings(FALCON, 48) | {
     "attention.head_count_kv": 2,
     "attention.key_length": 8,
@@ -189,6 +254,12 @@ MODELS: dict[str, Written] = {
     "falcon": Written("falcon-h1", FALCON, FALCON_SETTINGS, falcon_tensor, "scaled"),
     "falcon without norms": Written(
         "falcon-h1", FALCON_PLAIN, FALCON_SETTINGS, falcon_tensor, "scaled"
+    ),
+    "granite": Written(
+        "granitehybrid", GRANITE, granite_settings(GRANITE), granite_tensor, "numbers"
+    ),
+    "granite without experts": Written(
+        "granitehybrid", GRANITE_DENSE, granite_settings(GRANITE_DENSE), granite_tensor, "numbers"
     ),
     "lfm2": Written("lfm2", LFM2, lfm2_settings(LFM2), lfm2_tensor),
     "lfm2 tied": Written(
@@ -303,6 +374,10 @@ def refuse(written: Written, path: Path, says: str, settings: Settings, **change
 
 
 NEEDED = [
+    ("granite", "rope.scaling.finetuned"),
+    ("granite", "attention.scale"),
+    ("granite", "expert_count"),
+    ("granite", "ssm.inner_size"),
     *(("lfm2", key) for key in ("shortconv.l_cache", "feed_forward_length")),
     *(("lfm2", key) for key in ("attention.head_count_kv", "attention.layer_norm_rms_epsilon")),
     *(("lfm2 with experts", f"expert_{key}count") for key in ("", "used_")),
@@ -334,6 +409,14 @@ REFUSED: list[tuple[str, Settings, str]] = [
     ("falcon", {"ssm.state_size": 12}, r"blk\.0\.ssm_in\.weight should have shape 174 x 32"),
     ("falcon", {"ssm.inner_size": 46}, r"falcon-h1\.ssm\.time_step_rank should be a divisor of 46"),
     ("falcon", {"ssm.group_count": 4}, r"6 value heads can't share 4 key heads"),
+    (
+        "granite",
+        {"rope.scaling.finetuned": True},
+        r"rope\.scaling\.finetuned True is not supported",
+    ),
+    ("granite", {"ssm.inner_size": 50}, r"ssm\.time_step_rank should be a divisor of 50"),
+    ("granite", {"ssm.inner_size": 96}, r"blk\.0\.ssm_in\.weight should have shape"),
+    ("granite", {"ssm.conv_kernel": 4}, r"blk\.0\.ssm_conv1d\.weight should have shape 104 x 4"),
     ("lfm2 with experts", {"expert_gating_func": 1}, r"lfm2moe\.expert_gating_func 1 is not"),
 ]
 
