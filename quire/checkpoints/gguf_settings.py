@@ -21,6 +21,9 @@ KEYS = {
     "norm_epsilon": "attention.layer_norm_epsilon", "norm_eps": "attention.layer_norm_rms_epsilon",
     "conv_L_cache": "shortconv.l_cache", "num_dense_layers": "leading_dense_block_count",
     "mamba_n_heads": "ssm.time_step_rank", "mamba_n_groups": "ssm.group_count", "mamba_d_conv": "ssm.conv_kernel",
+    "linear_num_value_heads": "ssm.time_step_rank", "linear_num_key_heads": "ssm.group_count",
+    "linear_key_head_dim": "ssm.state_size", "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "full_attention_interval": "full_attention_interval",
     "mamba_d_state": "ssm.state_size", "mamba_d_ssm": "ssm.inner_size",
     "sliding_window": "attention.sliding_window",
     "rope_local_base_freq": "rope.freq_base_swa", "attn_logit_softcapping": "attn_logit_softcapping",
@@ -93,6 +96,11 @@ def gguf_settings(checkpoint: Checkpoint, file: str, of_family: Mapping[str, Any
         made["layer_types"] = ["full_attention" if one else "linear_attention" for one in kv_heads]
     if not fields.integer("expert_count", 0, low=0):
         made["shared_intermediate_size"] = made["intermediate_size"]
+    if "ssm.inner_size" in fields:
+        inner, state_heads = fields.integer("ssm.inner_size"), fields.integer("ssm.time_step_rank")
+        if inner % state_heads:
+            raise fields.error("ssm.inner_size", f"a multiple of {state_heads} heads", inner)
+        made["linear_value_head_dim"] = inner // state_heads
     for key, value in of_family.items():
         made[key] = made[key] | value if isinstance(value, dict) else value
     renamed = {key: prefix + own for key, own in KEYS.items() if key not in made}

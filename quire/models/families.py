@@ -53,6 +53,7 @@ from quire.models.recurrent_families import (
     NEMOTRON_H_NAMES,
     OLMO_HYBRID_NAMES,
     QWEN3_5_NAMES,
+    QWEN3_NEXT_GGUF_NAMES,
     QWEN3_NEXT_NAMES,
     SIGMOID_GATING,
     STATE_SPACE_GGUF_NAMES,
@@ -318,8 +319,13 @@ FAMILIES: tuple[Family, ...] = (
         gguf_fixed={"rope.scaling.finetuned": False},  # what stands there for rope
     ),
     Family(
-        "qwen3_next", "Qwen3-Next", ("Qwen3NextForCausalLM",), qwen3_next,
+        "qwen3_next", "Qwen3-Next", ("Qwen3NextForCausalLM",), qwen3_next, "qwen3next",
         has_partial_rope=True, names=QWEN3_NEXT_NAMES, has_drafting_layers=True,
+        gguf_names=QWEN3_NEXT_GGUF_NAMES, gguf_settings={"norm_topk_prob": True},
+        gguf_needs=(
+            "rope.dimension_count", "expert_count", "expert_used_count", "expert_feed_forward_length",
+            "expert_shared_feed_forward_length", "full_attention_interval", *STATE_SPACE_KEYS,
+        ),
     ),
     Family(
         "qwen3_5_text", "Qwen3.5 (text)", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), qwen_linear,

@@ -130,15 +130,17 @@ def with_flat_vectors(
     checkpoint: Checkpoint, pieces: Iterable[Piece], spec: ModelSpec
 ) -> Checkpoint:
     """GGUF files have some vectors of state spaces as a column, and their norms as a row for each
-    group.
+    group; and the one row of a shared expert's gate as a vector.
     """
     parameters, tensors = spec.parameters(), dict(checkpoint.tensors)
     for piece in pieces:
         name, info = piece.parameter.rpartition(".")[2], tensors.get(piece.name)
-        if info is None or info.format.dtype is None or len(info.shape) != 2:
+        if info is None or info.format.dtype is None:
             continue
         (size, *others) = parameters[piece.parameter].shape
-        if not others and name in ("log_rate", "skip", "norm") and math.prod(info.shape) == size:
+        if piece.parameter.endswith(".shared_gate.weight") and info.shape == tuple(others):
+            tensors[piece.name] = replace(info, shape=(1, *info.shape))
+        elif not others and name in ("log_rate", "skip", "norm") and math.prod(info.shape) == size:
             tensors[piece.name] = replace(info, shape=(size,))
     return checkpoint.with_tensors(tensors)
 

@@ -154,12 +154,7 @@ def input_rows(
             step = sum(per_head)
             runs = tuple((step * head + first, size) for head in range(mixer.num_key_heads))
             yield names["mixer_input"], runs, total
-        shared = heads // mixer.num_key_heads
-        for first in (shared, 0):  # betas are before decays
-            gates = tuple(
-                (2 * shared * head + first, shared) for head in range(mixer.num_key_heads)
-            )
-            yield names["mixer_gates"], gates, 2 * heads
+        yield from _gate_rows(mixer, names)
     else:
         total = 2 * rows + values
         sides = (("query", 0, rows), ("key", rows, rows), ("value", 2 * rows, values))
@@ -169,8 +164,21 @@ def input_rows(
             else:
                 yield names[f"mixer_{side}"], ((0, size),), size
         yield names["mixer_gate"], ((0, values),), values
+        if "mixer_gates" in names:
+            yield from _gate_rows(mixer, names)
+            return
         yield names["mixer_decay"], ((0, heads),), heads
         yield names["mixer_beta"], ((0, heads),), heads
+
+
+def _gate_rows(
+    mixer: RecurrentSpec, names: Mapping[str, str]
+) -> Iterator[tuple[str, tuple[tuple[int, int], ...], int]]:
+    """Decays and betas from one tensor that has each key head's together, betas first."""
+    shared = mixer.num_value_heads // mixer.num_key_heads
+    for first in (shared, 0):
+        runs = tuple((2 * shared * head + first, shared) for head in range(mixer.num_key_heads))
+        yield names["mixer_gates"], runs, 2 * mixer.num_value_heads
 
 
 def huggingface_pieces(spec: ModelSpec, present: Collection[str]) -> Iterator[Piece]:

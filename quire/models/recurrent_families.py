@@ -477,3 +477,14 @@ STATE_SPACE_GGUF_NAMES = {
 }
 FALCON_H1_GGUF_SETTINGS = {"mamba_norm_before_gate": False, "mamba_proj_bias": False}
 """Its many factors are already multiplied with the weights."""
+QWEN3_NEXT_GGUF_NAMES = {
+    "mlp_norm": "post_attention_norm",
+    "mixer_qkv": "attn_qkv",
+    "mixer_gate": "attn_gate",
+    "mixer_gates": "ssm_ba",
+    "convolution": "ssm_conv1d",
+    "mixer_log_rate": "ssm_a",
+    "mixer_time_bias": "ssm_dt.bias",
+    "mixer_norm": "ssm_norm",
+    "mixer_output": "ssm_out",
+}
