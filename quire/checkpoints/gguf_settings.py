@@ -23,6 +23,9 @@ KEYS = {
     "mamba_n_heads": "ssm.time_step_rank", "mamba_n_groups": "ssm.group_count", "mamba_d_conv": "ssm.conv_kernel",
     "linear_num_value_heads": "ssm.time_step_rank", "linear_num_key_heads": "ssm.group_count",
     "linear_key_head_dim": "ssm.state_size", "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "mamba_num_heads": "ssm.time_step_rank", "n_groups": "ssm.group_count", "ssm_state_size": "ssm.state_size",
+    "conv_kernel": "ssm.conv_kernel", "moe_latent_size": "moe_latent_size",
+    "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "full_attention_interval": "full_attention_interval",
     "mamba_d_state": "ssm.state_size", "mamba_d_ssm": "ssm.inner_size",
     "sliding_window": "attention.sliding_window",
@@ -66,11 +69,14 @@ def gguf_settings(checkpoint: Checkpoint, file: str, of_family: Mapping[str, Any
     num_blocks = fields.integer("block_count", high=MAX_LAYERS)
     if "attention.layer_norm_epsilon" not in fields:
         fields.number("attention.layer_norm_rms_epsilon")  # no family's default stands for it
+    sizes = fields.raw("feed_forward_length")
     made: dict[str, Any] = {
         "head_dim": head_dim,
         "vocab_size": fields.integer("vocab_size", num_tokens),
         "num_hidden_layers": num_blocks - fields.integer("nextn_predict_layers", 0, low=0),
-        "intermediate_size": fields.integer("feed_forward_length", 0, low=0) or 1,
+        "intermediate_size": _one_count(fields, "feed_forward_length", num_blocks)
+        if isinstance(sizes, list | tuple)
+        else fields.integer("feed_forward_length", 0, low=0) or 1,
         "tie_word_embeddings": "output.weight" not in tensor_names,
         "rope_parameters": _rope(fields, head_dim, checkpoint),
         "bos_token_id": bos,
@@ -93,14 +99,20 @@ def gguf_settings(checkpoint: Checkpoint, file: str, of_family: Mapping[str, Any
     kv_heads = fields.raw("attention.head_count_kv")
     if isinstance(kv_heads, list | tuple):  # 0 where a layer has no attention
         made["num_key_value_heads"] = _one_count(fields, "attention.head_count_kv", num_blocks)
-        made["layer_types"] = ["full_attention" if one else "linear_attention" for one in kv_heads]
+        kinds = ["full_attention" if one else "linear_attention" for one in kv_heads]
+        kinds = kinds[: made["num_hidden_layers"]]
+        made["layer_types"] = kinds
+        if isinstance(sizes, list | tuple):  # a layer is one of the three
+            mlp = "moe" if fields.integer("expert_count", 0, low=0) else "mlp"
+            pairs = zip(kinds, sizes, strict=False)
+            made["layers_block_type"] = [mlp if size else kind for kind, size in pairs]
     if not fields.integer("expert_count", 0, low=0):
         made["shared_intermediate_size"] = made["intermediate_size"]
     if "ssm.inner_size" in fields:
         inner, state_heads = fields.integer("ssm.inner_size"), fields.integer("ssm.time_step_rank")
         if inner % state_heads:
             raise fields.error("ssm.inner_size", f"a multiple of {state_heads} heads", inner)
-        made["linear_value_head_dim"] = inner // state_heads
+        made["linear_value_head_dim"] = made["mamba_head_dim"] = inner // state_heads
     for key, value in of_family.items():
         made[key] = made[key] | value if isinstance(value, dict) else value
     renamed = {key: prefix + own for key, own in KEYS.items() if key not in made}

@@ -50,6 +50,8 @@ from quire.models.recurrent_families import (
     LFM2_MOE_NAMES,
     LFM2_NAMES,
     MAMBA_NAMES,
+    NEMOTRON_H_GGUF_NAMES,
+    NEMOTRON_H_GGUF_SETTINGS,
     NEMOTRON_H_NAMES,
     OLMO_HYBRID_NAMES,
     QWEN3_5_NAMES,
@@ -340,7 +342,15 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("olmo_hybrid", "OLMo Hybrid", ("OlmoHybridForCausalLM",), olmo_hybrid, names=OLMO_HYBRID_NAMES),
     Family(
-        "nemotron_h", "Nemotron-H, Nemotron Nano 2 and 3", ("NemotronHForCausalLM",), nemotron_h,
+        "nemotron_h", "Nemotron-H, Nemotron Nano 2 and 3", ("NemotronHForCausalLM",), nemotron_h, "nemotron_h",
+        gguf_others={
+            "nemotron_h_moe": (
+                "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length",
+                "expert_weights_norm", "expert_weights_scale",
+            )
+        },
+        gguf_names=NEMOTRON_H_GGUF_NAMES, gguf_settings=NEMOTRON_H_GGUF_SETTINGS, gguf_interleaved_rope=True,
+        gguf_needs=("attention.head_count_kv", "attention.key_length", "feed_forward_length", *STATE_SPACE_KEYS),
         names=NEMOTRON_H_NAMES, final_norm="norm_f", embedding="embeddings",
         prefixes=("backbone", "model"), settings=nemotron_h_settings, numbers_blocks=True, has_drafting_layers=True,
     ),

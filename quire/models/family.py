@@ -28,6 +28,8 @@ class Family:
     """Where families share a GGUF architecture, the first one whose key the file has is taken; ""
     fits any file.
     """
+    gguf_others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Further names of its GGUF architecture, with the keys that such a file needs besides."""
     gguf_needs: tuple[str, ...] = ()
     """Keys after the architecture's name that a GGUF file must have, as no default stands for them."""
     gguf_fixed: Mapping[str, object] = field(default_factory=dict)

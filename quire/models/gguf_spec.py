@@ -66,7 +66,7 @@ def _settings(checkpoint: Checkpoint, file: str) -> tuple[Family, Fields]:
     """The family, and its settings by the names they have in config.json."""
     name = Fields(checkpoint.metadata, file).string("general.architecture")
     family = _find_family(name, checkpoint.metadata, file)
-    for key in family.gguf_needs:
+    for key in (*family.gguf_needs, *family.gguf_others.get(name, ())):
         if f"{name}.{key}" not in checkpoint.metadata:
             raise ModelFormatError(f"{file}: {name}.{key} is missing")
     for key, value in family.gguf_fixed.items():
@@ -79,7 +79,7 @@ def _settings(checkpoint: Checkpoint, file: str) -> tuple[Family, Fields]:
 
 def _find_family(name: str, metadata: Mapping[str, Any], file: str) -> Family:
     for family in FAMILIES:
-        if family.gguf == name and (
+        if name in (family.gguf, *family.gguf_others) and (
             not family.gguf_key or metadata.get(f"{name}.{family.gguf_key}")
         ):
             return family

@@ -488,3 +488,5 @@ QWEN3_NEXT_GGUF_NAMES = {
     "mixer_norm": "ssm_norm",
     "mixer_output": "ssm_out",
 }
+NEMOTRON_H_GGUF_NAMES = STATE_SPACE_GGUF_NAMES | {"mlp_norm": "attn_norm"}
+NEMOTRON_H_GGUF_SETTINGS = {"hidden_act": "relu2", "mlp_bias": False, "use_bias": False}

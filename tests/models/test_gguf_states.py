@@ -106,9 +106,9 @@ def mamba_tensor(name: str, value: Tensor, groups: int) -> Tensors:
     """As all converters of state spaces write it."""
     if name.endswith("A_log"):
         return {name: -value.exp()[:, None]}
-    if name.endswith("mamba.D"):
+    if name.endswith((".mamba.D", ".mixer.D")):
         return {name: value[:, None]}
-    if name.endswith("mamba.norm.weight"):
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         return {name: value.view(groups, -1)}
     return {
         name.replace("dt_bias", "dt_proj.bias"): value.squeeze(1) if "conv1d.w" in name else value
@@ -303,6 +303,70 @@ QWEN_SETTINGS: Settings = {
     "expert_shared_feed_forward_length": 12,
 }
 
+
+def nemotron_tensor(config: Any, name: str, value: Tensor) -> Tensors:
+    name = name.replace("model.", "backbone.", 1)
+    for part, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
+        if f".{part}_proj." in name:
+            value = interleave(value, heads)
+    if ".experts." in name:
+        part = name.rpartition(".")[2]
+        return {f"model.layers.{name.split('.')[2]}.mlp.experts.{part}.weight": value}
+    if name.endswith("dt_bias"):
+        return {name.replace("dt_bias", "dt.bias"): value}
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    return mamba_tensor(name, value, config.n_groups)
+
+
+def nemotron(mlp: str) -> Any:
+    sizes = {key: size for key, size in SIZES.items() if key != "num_hidden_layers"}
+    return transformers.NemotronHConfig(
+        **sizes,
+        layers_block_type=["linear_attention", mlp, "full_attention", mlp, "linear_attention"],
+        head_dim=12,
+        mamba_num_heads=6,
+        mamba_head_dim=5,
+        n_groups=3,
+        ssm_state_size=10,
+        conv_kernel=3,
+        use_conv_bias=mlp == "moe",
+        n_routed_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        moe_shared_expert_intermediate_size=12,
+        routed_scaling_factor=1.5,
+        tie_word_embeddings=False,
+    )
+
+
+NEMOTRON, NEMOTRON_MOE = nemotron("mlp"), nemotron("moe")
+NEMOTRON_SETTINGS: Settings = {
+    "ssm.conv_kernel": 3,
+    "ssm.inner_size": 30,
+    "ssm.state_size": 10,
+    "ssm.time_step_rank": 6,
+    "ssm.group_count": 3,
+    "block_count": 5,
+    "attention.layer_norm_rms_epsilon": NEMOTRON.layer_norm_epsilon,
+    "attention.layer_norm_epsilon": NEMOTRON.layer_norm_epsilon,
+    "attention.head_count_kv": [0, 0, 2, 0, 0],
+    "attention.key_length": 12,
+    "attention.value_length": 12,
+    "rope.scaling.finetuned": False,
+    "feed_forward_length": [0, 48, 0, 48, 0],
+}
+NEMOTRON_MOE_SETTINGS = NEMOTRON_SETTINGS | {
+    "feed_forward_length": [0, 8, 0, 8, 0],
+    "expert_count": 5,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 8,
+    "expert_shared_feed_forward_length": 12,
+    "expert_shared_count": 1,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1.5,
+    "expert_group_count": 1,
+}
+
 FALCON_SETTINGS = state_space_settings(FALCON, 48) | {
     "attention.head_count_kv": 2,
     "attention.key_length": 8,
@@ -321,6 +385,10 @@ MODELS: dict[str, Written] = {
         "granitehybrid", GRANITE_DENSE, granite_settings(GRANITE_DENSE), granite_tensor, "numbers"
     ),
     "qwen": Written("qwen3next", QWEN, QWEN_SETTINGS, qwen_tensor, "numbers"),
+    "nemotron": Written("nemotron_h", NEMOTRON, NEMOTRON_SETTINGS, nemotron_tensor, "numbers"),
+    "nemotron with experts": Written(
+        "nemotron_h_moe", NEMOTRON_MOE, NEMOTRON_MOE_SETTINGS, nemotron_tensor, "numbers"
+    ),
     "lfm2": Written("lfm2", LFM2, lfm2_settings(LFM2), lfm2_tensor),
     "lfm2 tied": Written(
         "lfm2", LFM2_TIED, lfm2_settings(LFM2_TIED) | {"feed_forward_length": 32}, lfm2_tensor
@@ -349,7 +417,9 @@ def settings_of(written: Written) -> Settings:
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.freq_base": float(
+            (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 1e4)
+        ),
         "vocab_size": config.vocab_size,
         **written.settings,
     }
@@ -435,6 +505,10 @@ def refuse(written: Written, path: Path, says: str, settings: Settings, **change
 
 
 NEEDED = [
+    ("nemotron", "ssm.group_count"),
+    ("nemotron", "feed_forward_length"),
+    ("nemotron with experts", "expert_used_count"),
+    ("nemotron with experts", "expert_weights_scale"),
     ("qwen", "rope.dimension_count"),
     ("qwen", "full_attention_interval"),
     ("qwen", "ssm.state_size"),
@@ -488,6 +562,18 @@ REFUSED: list[tuple[str, Settings, str]] = [
     ("qwen", {"full_attention_interval": 2}, r"blk\.1\.attn_q.* is missing"),
     ("qwen", {"ssm.state_size": 12}, r"blk\.0\.attn_qkv\.weight should have shape 84 x 32"),
     ("qwen", {"ssm.inner_size": 40}, r"qwen3next\.ssm\.inner_size should be a multiple of 6"),
+    (
+        "nemotron",
+        {"feed_forward_length": [0, 48, 0, 48]},
+        r"feed_forward_length should be a list of 5",
+    ),
+    (
+        "nemotron",
+        {"feed_forward_length": [0, 48, 48, 48, 0]},
+        r"blk\.2\.ffn_up\.weight .*is missing",
+    ),
+    ("nemotron", {"ssm.state_size": 4}, r"blk\.0\.ssm_in\.weight should have shape"),
+    ("nemotron with experts", {"moe_latent_size": 8}, r"moe_latent_size 8 is not supported"),
     ("lfm2 with experts", {"expert_gating_func": 1}, r"lfm2moe\.expert_gating_func 1 is not"),
 ]
 
