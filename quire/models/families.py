@@ -27,6 +27,17 @@ from quire.models.config_parts import (
 from quire.models.family import Family
 from quire.models.further_families import FURTHER
 from quire.models.gemma4_family import GEMMA4
+from quire.models.gguf_states import (
+    FALCON_H1_GGUF_SETTINGS,
+    LFM2_GGUF_NAMES,
+    LFM2_GGUF_SETTINGS,
+    NEMOTRON_H_GGUF_NAMES,
+    NEMOTRON_H_GGUF_SETTINGS,
+    QWEN3_NEXT_GGUF_NAMES,
+    SIGMOID_GATING,
+    STATE_SPACE_GGUF_NAMES,
+    STATE_SPACE_KEYS,
+)
 from quire.models.latent_families import LATENT
 from quire.models.llama4_family import LLAMA4
 from quire.models.quirks import (
@@ -44,22 +55,13 @@ from quire.models.quirks import (
 )
 from quire.models.recurrent_families import (
     BAMBA_NAMES,
-    FALCON_H1_GGUF_SETTINGS,
-    LFM2_GGUF_NAMES,
-    LFM2_GGUF_SETTINGS,
     LFM2_MOE_NAMES,
     LFM2_NAMES,
     MAMBA_NAMES,
-    NEMOTRON_H_GGUF_NAMES,
-    NEMOTRON_H_GGUF_SETTINGS,
     NEMOTRON_H_NAMES,
     OLMO_HYBRID_NAMES,
     QWEN3_5_NAMES,
-    QWEN3_NEXT_GGUF_NAMES,
     QWEN3_NEXT_NAMES,
-    SIGMOID_GATING,
-    STATE_SPACE_GGUF_NAMES,
-    STATE_SPACE_KEYS,
     bamba,
     falcon_h1,
     lfm2,

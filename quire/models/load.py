@@ -82,8 +82,9 @@ def open_model(path: Path) -> ModelFiles:
         if spec.tie_embeddings and has_own_head(spec, checkpoint):
             spec = replace(spec, tie_embeddings=False)
         _check_constants(spec, checkpoint)
-        pieces = (as_stored(one, checkpoint) for one in huggingface_pieces(spec, names))
-    return ModelFiles(replace(spec, cache=checkpoint.cache), checkpoint, tuple(pieces))
+        found = huggingface_pieces(spec, names)
+        pieces = tuple(as_stored(one, checkpoint) for one in found)
+    return ModelFiles(replace(spec, cache=checkpoint.cache), checkpoint, pieces)
 
 
 def _check_constants(spec: ModelSpec, checkpoint: Checkpoint) -> None:

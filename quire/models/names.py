@@ -260,10 +260,13 @@ def gguf_pieces(spec: ModelSpec, present: Collection[str] = ()) -> Iterator[Piec
         {},
     )
     for piece in pieces:  # convolutions have no dimension of one there
-        is_rate = piece.parameter.endswith(".log_rate")
         bare = piece.name.removesuffix(".weight")
-        name = bare if bare in present else piece.name  # Falcon-H1's norms before its MLPs
-        yield replace(piece, name=name, has_middle=False, is_rate=is_rate)
+        yield replace(
+            piece,
+            name=bare if bare in present else piece.name,  # Falcon-H1's norms before its MLPs
+            has_middle=False,
+            is_rate=piece.parameter.endswith(".log_rate"),
+        )
 
 
 def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:
