@@ -353,6 +353,7 @@ FAMILIES: tuple[Family, ...] = (
         },
         gguf_names=NEMOTRON_H_GGUF_NAMES, gguf_settings=NEMOTRON_H_GGUF_SETTINGS, gguf_interleaved_rope=True,
         gguf_needs=("attention.head_count_kv", "attention.key_length", "feed_forward_length", *STATE_SPACE_KEYS),
+        gguf_lists=("attention.head_count_kv", "feed_forward_length"),
         names=NEMOTRON_H_NAMES, final_norm="norm_f", embedding="embeddings",
         prefixes=("backbone", "model"), settings=nemotron_h_settings, numbers_blocks=True, has_drafting_layers=True,
     ),

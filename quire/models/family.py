@@ -32,6 +32,8 @@ class Family:
     """Further names of its GGUF architecture, with the keys that such a file needs besides."""
     gguf_needs: tuple[str, ...] = ()
     """Keys after the architecture's name that a GGUF file must have, as no default stands for them."""
+    gguf_lists: tuple[str, ...] = ()
+    """Of those, the ones that must have a number for each layer."""
     gguf_fixed: Mapping[str, object] = field(default_factory=dict)
     """Such keys that must have this value where a GGUF file has them: no other is computed."""
     gguf_final_norm: str = "output_norm"

@@ -69,6 +69,8 @@ def _settings(checkpoint: Checkpoint, file: str) -> tuple[Family, Fields]:
     for key in (*family.gguf_needs, *family.gguf_others.get(name, ())):
         if f"{name}.{key}" not in checkpoint.metadata:
             raise ModelFormatError(f"{file}: {name}.{key} is missing")
+    for key in family.gguf_lists:
+        Fields(checkpoint.metadata, file, f"{name}.").list_of(key, int)
     for key, value in family.gguf_fixed.items():
         if (found := checkpoint.metadata.get(f"{name}.{key}", value)) != value:
             raise UnsupportedModelError(
@@ -83,7 +85,8 @@ def _find_family(name: str, metadata: Mapping[str, Any], file: str) -> Family:
             not family.gguf_key or metadata.get(f"{name}.{family.gguf_key}")
         ):
             return family
-    supported = ", ".join(dict.fromkeys(family.gguf for family in FAMILIES if family.gguf))
+    names = (one for family in FAMILIES for one in (family.gguf, *family.gguf_others) if one)
+    supported = ", ".join(dict.fromkeys(names))
     raise UnsupportedModelError(
         f"{file}: the architecture {name!r} is not supported. Supported: {supported}."
     )

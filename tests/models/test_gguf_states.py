@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import gguf
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -19,6 +20,7 @@ from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.reference import ReferenceKernels
 from quire.models.load import open_model
 from quire.sampling_params import SamplingParams
+from quire.tools.quantize import quantize_model
 from tests.decoding import load_decoder
 from tests.models.random_configurations import random_model
 from tests.models.test_gguf_models import interleave
@@ -37,6 +39,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
 Tensors = dict[str, Tensor]
 Settings = dict[str, Any]
 
@@ -241,6 +244,7 @@ def granite_settings(config: Any) -> Settings:
         "expert_used_count": 2,
         "expert_shared_feed_forward_length": config.shared_intermediate_size,
         "rope.scaling.finetuned": False,
+        "rope.dimension_count": 8,
     }
 
 
@@ -353,6 +357,7 @@ NEMOTRON_SETTINGS: Settings = {
     "attention.key_length": 12,
     "attention.value_length": 12,
     "rope.scaling.finetuned": False,
+    "rope.dimension_count": 8,  # hidden size by heads, whatever a head has
     "feed_forward_length": [0, 48, 0, 48, 0],
 }
 NEMOTRON_MOE_SETTINGS = NEMOTRON_SETTINGS | {
@@ -455,7 +460,9 @@ def write(path: Path, written: Written, model: Any, settings: Settings, **change
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, tensor in (tensors_of(written, model) | changes).items():
-        if tensor is not None:
+        if isinstance(tensor, np.ndarray):  # bytes of blocks
+            writer.add_tensor(name, tensor, raw_dtype=Q8_0)
+        elif tensor is not None:
             writer.add_tensor(name, tensor.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -572,6 +579,8 @@ REFUSED: list[tuple[str, Settings, str]] = [
         {"feed_forward_length": [0, 48, 48, 48, 0]},
         r"blk\.2\.ffn_up\.weight .*is missing",
     ),
+    ("nemotron", {"feed_forward_length": 48}, r"feed_forward_length should be a list"),
+    ("nemotron", {"attention.head_count_kv": 2}, r"attention\.head_count_kv should be a list"),
     ("nemotron", {"ssm.state_size": 4}, r"blk\.0\.ssm_in\.weight should have shape"),
     ("nemotron with experts", {"moe_latent_size": 8}, r"moe_latent_size 8 is not supported"),
     ("lfm2 with experts", {"expert_gating_func": 1}, r"lfm2moe\.expert_gating_func 1 is not"),
@@ -611,3 +620,46 @@ def test_a_shared_experts_gate_may_be_a_vector(tmp_path: Path) -> None:
     for path, gate in zip(paths, (row, row[0]), strict=True):
         write(path, written, model, settings_of(written), **{name: gate})
     assert torch.equal(*map(logits, paths))
+
+
+@pytest.mark.parametrize("name", ["granite", "qwen", "nemotron", "lfm2"])
+def test_blocks_of_a_quantised_format_go_where_their_numbers_go(name: str, tmp_path: Path) -> None:
+    written = MODELS[name]
+    model, paths = random_model(written.config, seed=3), [tmp_path / "a.gguf", tmp_path / "b.gguf"]
+    blocks = {
+        own: gguf.quants.quantize(tensor.contiguous().numpy(), Q8_0)
+        for own, tensor in tensors_of(written, model).items()
+        if tensor.dim() == 2
+        and tensor.shape[1] % 32 == 0
+        and "_inp" not in own
+        and "norm" not in own
+    }
+    assert any("ssm_in" in own or "attn_qkv" in own or "in_proj" in own for own in blocks)
+    numbers = {
+        own: torch.from_numpy(gguf.quants.dequantize(block, Q8_0)) for own, block in blocks.items()
+    }
+    for path, changes in zip(paths, (blocks, numbers), strict=True):
+        write(path, written, model, settings_of(written), **changes)
+    assert torch.equal(*map(logits, paths))
+
+
+def test_such_a_file_is_not_written_in_hugging_face_layout(tmp_path: Path) -> None:
+    written, path = MODELS["granite"], tmp_path / "model.gguf"
+    write(path, written, random_model(written.config, seed=3), settings_of(written))
+    with pytest.raises(
+        UnsupportedModelError, match=r"granitemoehybrid has no form in Hugging Face"
+    ):
+        quantize_model(path, tmp_path / "out", "int8")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_architecture_that_is_not_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "deepseek2")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match=r"'deepseek2' is not supported.* nemotron_h"):
+        open_model(path)
