@@ -88,7 +88,7 @@ def quote_families(what: str, document: Path) -> str:
     for one in sorted(FAMILIES, key=lambda one: one.title.lower()):
         architectures, gguf = (
             ", ".join(f"`{name}`" for name in names if name)
-            for names in (one.architectures, [one.gguf])
+            for names in (one.architectures, [one.gguf, *one.gguf_others])
         )
         rows.append(f"| {one.title} | {architectures} | {gguf} |")
     return "\n".join(

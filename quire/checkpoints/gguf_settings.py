@@ -5,7 +5,7 @@ config.json has for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quire.checkpoints.checkpoint import Checkpoint
@@ -18,7 +18,17 @@ KEYS = {
     "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length", "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon", "layer_norm_eps": "attention.layer_norm_epsilon",
-    "norm_epsilon": "attention.layer_norm_epsilon", "sliding_window": "attention.sliding_window",
+    "norm_epsilon": "attention.layer_norm_epsilon", "norm_eps": "attention.layer_norm_rms_epsilon",
+    "conv_L_cache": "shortconv.l_cache", "num_dense_layers": "leading_dense_block_count",
+    "mamba_n_heads": "ssm.time_step_rank", "mamba_n_groups": "ssm.group_count", "mamba_d_conv": "ssm.conv_kernel",
+    "linear_num_value_heads": "ssm.time_step_rank", "linear_num_key_heads": "ssm.group_count",
+    "linear_key_head_dim": "ssm.state_size", "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "mamba_num_heads": "ssm.time_step_rank", "n_groups": "ssm.group_count", "ssm_state_size": "ssm.state_size",
+    "conv_kernel": "ssm.conv_kernel", "moe_latent_size": "moe_latent_size",
+    "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "full_attention_interval": "full_attention_interval",
+    "mamba_d_state": "ssm.state_size", "mamba_d_ssm": "ssm.inner_size",
+    "sliding_window": "attention.sliding_window",
     "rope_local_base_freq": "rope.freq_base_swa", "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping", "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
@@ -59,11 +69,14 @@ def gguf_settings(checkpoint: Checkpoint, file: str, of_family: Mapping[str, Any
     num_blocks = fields.integer("block_count", high=MAX_LAYERS)
     if "attention.layer_norm_epsilon" not in fields:
         fields.number("attention.layer_norm_rms_epsilon")  # no family's default stands for it
+    sizes = fields.raw("feed_forward_length")
     made: dict[str, Any] = {
         "head_dim": head_dim,
         "vocab_size": fields.integer("vocab_size", num_tokens),
         "num_hidden_layers": num_blocks - fields.integer("nextn_predict_layers", 0, low=0),
-        "intermediate_size": fields.integer("feed_forward_length", 0, low=0) or 1,
+        "intermediate_size": _one_count(fields, "feed_forward_length", num_blocks)
+        if isinstance(sizes, list | tuple)
+        else fields.integer("feed_forward_length", 0, low=0) or 1,
         "tie_word_embeddings": "output.weight" not in tensor_names,
         "rope_parameters": _rope(fields, head_dim, checkpoint),
         "bos_token_id": bos,
@@ -77,12 +90,46 @@ def gguf_settings(checkpoint: Checkpoint, file: str, of_family: Mapping[str, Any
         ),
         "mlp_bias": "blk.0.ffn_gate.bias" in tensor_names,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in tensor_names,
+        **dict.fromkeys(
+            ("mamba_conv_bias", "use_conv_bias"), _is_in_a_layer("ssm_conv1d.bias", tensor_names)
+        ),
+        "mamba_rms_norm": _is_in_a_layer("ssm_norm.weight", tensor_names),
         "norm_topk_prob": fields.boolean("expert_weights_norm", False),
     }
+    kv_heads = fields.raw("attention.head_count_kv")
+    if isinstance(kv_heads, list | tuple):  # 0 where a layer has no attention
+        made["num_key_value_heads"] = _one_count(fields, "attention.head_count_kv", num_blocks)
+        kinds = ["full_attention" if one else "linear_attention" for one in kv_heads]
+        kinds = kinds[: made["num_hidden_layers"]]
+        made["layer_types"] = kinds
+        if isinstance(sizes, list | tuple):  # a layer is one of the three
+            mlp = "moe" if fields.integer("expert_count", 0, low=0) else "mlp"
+            pairs = zip(kinds, sizes, strict=False)
+            made["layers_block_type"] = [mlp if size else kind for kind, size in pairs]
+    if not fields.integer("expert_count", 0, low=0):
+        made["shared_intermediate_size"] = made["intermediate_size"]
+    if "ssm.inner_size" in fields:
+        inner, state_heads = fields.integer("ssm.inner_size"), fields.integer("ssm.time_step_rank")
+        if inner % state_heads:
+            raise fields.error("ssm.inner_size", f"a multiple of {state_heads} heads", inner)
+        made["linear_value_head_dim"] = made["mamba_head_dim"] = inner // state_heads
     for key, value in of_family.items():
         made[key] = made[key] | value if isinstance(value, dict) else value
     renamed = {key: prefix + own for key, own in KEYS.items() if key not in made}
     return Fields({**metadata, **made}, file, renamed=renamed)
+
+
+def _is_in_a_layer(name: str, tensor_names: Iterable[str]) -> bool:
+    return any(one.startswith("blk.") and one.endswith(f".{name}") for one in tensor_names)
+
+
+def _one_count(fields: Fields, key: str, num_blocks: int) -> int:
+    """What a list has for each layer, or 0 for it."""
+    found = fields.list_of(key, int)
+    counts = set(found) - {0}
+    if len(found) != num_blocks or len(counts) != 1 or min(counts) < 0:
+        raise fields.error(key, f"a list of {num_blocks} numbers, each one the same or 0", found)
+    return int(counts.pop())
 
 
 def _rope(fields: Fields, head_dim: int, checkpoint: Checkpoint) -> dict[str, Any]:

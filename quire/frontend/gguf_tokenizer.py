@@ -79,6 +79,8 @@ _PRE_TOKENIZERS = {
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
     "falcon3": _PreTokenizer(_LLAMA3_WORDS, whole_words_first=True),
+    "falcon-h1": _LLAMA3,
+    "lfm2": _LLAMA3,
     "qwen2": _PreTokenizer(_QWEN2_WORDS, nfc=True),
     # SmolLM3 is a Llama 3 tokenizer without a beginning-of-sequence token, which llama.cpp calls
     # this.

@@ -27,6 +27,17 @@ from quire.models.config_parts import (
 from quire.models.family import Family
 from quire.models.further_families import FURTHER
 from quire.models.gemma4_family import GEMMA4
+from quire.models.gguf_states import (
+    FALCON_H1_GGUF_SETTINGS,
+    LFM2_GGUF_NAMES,
+    LFM2_GGUF_SETTINGS,
+    NEMOTRON_H_GGUF_NAMES,
+    NEMOTRON_H_GGUF_SETTINGS,
+    QWEN3_NEXT_GGUF_NAMES,
+    SIGMOID_GATING,
+    STATE_SPACE_GGUF_NAMES,
+    STATE_SPACE_KEYS,
+)
 from quire.models.latent_families import LATENT
 from quire.models.llama4_family import LLAMA4
 from quire.models.quirks import (
@@ -157,7 +168,8 @@ def _granite_hybrid(config: Fields, spec: ModelSpec) -> ModelSpec:
         shared = config.integer("shared_intermediate_size", 1024)
         dense = MlpSpec(shared, activation_of(spec))
         spec = granite(config, spec).with_layers(mlp=dense)
-    mamba = mamba2(config, spec)
+    inner = config.integer("mamba_d_ssm", 0, low=0) if "general.architecture" in config else 0
+    mamba = mamba2(config, spec, inner)
     kinds = {"mamba": mamba, "linear_attention": mamba}
     return mixed_layers(config, spec, ["mamba"] * spec.num_layers, kinds)
 
@@ -301,12 +313,23 @@ FAMILIES: tuple[Family, ...] = (
         names=_GRANITE_MOE_NAMES, stacked_names=_STACKED_GRANITE_NAMES, gguf_interleaved_rope=True,
     ),
     Family(
-        "granitemoehybrid", "Granite 4", ("GraniteMoeHybridForCausalLM",), _granite_hybrid,
-        names=_GRANITE4_NAMES | MAMBA_NAMES, stacked_names=_STACKED_GRANITE_NAMES,
+        "granitemoehybrid", "Granite 4", ("GraniteMoeHybridForCausalLM",), _granite_hybrid, "granitehybrid",
+        names=_GRANITE4_NAMES | MAMBA_NAMES, stacked_names=_STACKED_GRANITE_NAMES, gguf_interleaved_rope=True,
+        gguf_names=STATE_SPACE_GGUF_NAMES, gguf_settings={"mamba_proj_bias": False},
+        gguf_needs=(
+            "attention.head_count_kv", "attention.scale", "expert_count", "expert_used_count", "feed_forward_length",
+            "rope.scaling.finetuned", *STATE_SPACE_KEYS,
+        ),
+        gguf_fixed={"rope.scaling.finetuned": False},  # what stands there for rope
     ),
     Family(
-        "qwen3_next", "Qwen3-Next", ("Qwen3NextForCausalLM",), qwen3_next,
+        "qwen3_next", "Qwen3-Next", ("Qwen3NextForCausalLM",), qwen3_next, "qwen3next",
         has_partial_rope=True, names=QWEN3_NEXT_NAMES, has_drafting_layers=True,
+        gguf_names=QWEN3_NEXT_GGUF_NAMES, gguf_settings={"norm_topk_prob": True},
+        gguf_needs=(
+            "rope.dimension_count", "expert_count", "expert_used_count", "expert_feed_forward_length",
+            "expert_shared_feed_forward_length", "full_attention_interval", *STATE_SPACE_KEYS,
+        ),
     ),
     Family(
         "qwen3_5_text", "Qwen3.5 (text)", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), qwen_linear,
@@ -321,21 +344,43 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("olmo_hybrid", "OLMo Hybrid", ("OlmoHybridForCausalLM",), olmo_hybrid, names=OLMO_HYBRID_NAMES),
     Family(
-        "nemotron_h", "Nemotron-H, Nemotron Nano 2 and 3", ("NemotronHForCausalLM",), nemotron_h,
+        "nemotron_h", "Nemotron-H, Nemotron Nano 2 and 3", ("NemotronHForCausalLM",), nemotron_h, "nemotron_h",
+        gguf_others={
+            "nemotron_h_moe": (
+                "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length",
+                "expert_weights_norm", "expert_weights_scale",
+            )
+        },
+        gguf_names=NEMOTRON_H_GGUF_NAMES, gguf_settings=NEMOTRON_H_GGUF_SETTINGS, gguf_interleaved_rope=True,
+        gguf_needs=("attention.head_count_kv", "attention.key_length", "feed_forward_length", *STATE_SPACE_KEYS),
+        gguf_lists=("attention.head_count_kv", "feed_forward_length"),
         names=NEMOTRON_H_NAMES, final_norm="norm_f", embedding="embeddings",
         prefixes=("backbone", "model"), settings=nemotron_h_settings, numbers_blocks=True, has_drafting_layers=True,
     ),
     Family(
-        "falcon_h1", "Falcon-H1", ("FalconH1ForCausalLM",), falcon_h1, names=BAMBA_NAMES, final_norm="final_layernorm",
+        "falcon_h1", "Falcon-H1", ("FalconH1ForCausalLM",), falcon_h1, "falcon-h1", names=BAMBA_NAMES,
+        final_norm="final_layernorm", gguf_names=STATE_SPACE_GGUF_NAMES, gguf_settings=FALCON_H1_GGUF_SETTINGS,
+        gguf_needs=("feed_forward_length", "attention.head_count_kv", *STATE_SPACE_KEYS),
     ),
     Family(
         "bamba", "Bamba", ("BambaForCausalLM",), bamba, has_partial_rope=True, names=BAMBA_NAMES,
         final_norm="final_layernorm",
     ),
-    Family("lfm2", "LFM2", ("Lfm2ForCausalLM",), lfm2, names=LFM2_NAMES, final_norm="embedding_norm"),
     Family(
-        "lfm2_moe", "LFM2 with experts", ("Lfm2MoeForCausalLM",), lfm2_moe, names=LFM2_MOE_NAMES,
-        final_norm="embedding_norm",
+        "lfm2", "LFM2", ("Lfm2ForCausalLM",), lfm2, "lfm2", names=LFM2_NAMES, final_norm="embedding_norm",
+        gguf_names=LFM2_GGUF_NAMES, gguf_final_norm="token_embd_norm", gguf_settings=LFM2_GGUF_SETTINGS,
+        gguf_needs=("shortconv.l_cache", "feed_forward_length", "attention.head_count_kv"),
+        gguf_fixed={"attention.sliding_window": 0},
+    ),
+    Family(
+        "lfm2_moe", "LFM2 with experts", ("Lfm2MoeForCausalLM",), lfm2_moe, "lfm2moe", names=LFM2_MOE_NAMES,
+        final_norm="embedding_norm", gguf_names=LFM2_GGUF_NAMES, gguf_final_norm="token_embd_norm",
+        gguf_settings=LFM2_GGUF_SETTINGS | {"norm_topk_prob": True, "use_expert_bias": True},
+        gguf_needs=(
+            "shortconv.l_cache", "attention.head_count_kv", "expert_count", "expert_used_count",
+            "expert_feed_forward_length", "leading_dense_block_count",
+        ),
+        gguf_fixed={"attention.sliding_window": 0, "expert_gating_func": SIGMOID_GATING},
     ),
     Family(
         "glm", "GLM-4-9B", ("GlmForCausalLM",), _glm,

@@ -28,6 +28,15 @@ class Family:
     """Where families share a GGUF architecture, the first one whose key the file has is taken; ""
     fits any file.
     """
+    gguf_others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Further names of its GGUF architecture, with the keys that such a file needs besides."""
+    gguf_needs: tuple[str, ...] = ()
+    """Keys after the architecture's name that a GGUF file must have, as no default stands for them."""
+    gguf_lists: tuple[str, ...] = ()
+    """Of those, the ones that must have a number for each layer."""
+    gguf_fixed: Mapping[str, object] = field(default_factory=dict)
+    """Such keys that must have this value where a GGUF file has them: no other is computed."""
+    gguf_final_norm: str = "output_norm"
     gguf_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that GGUF files leave out, by their names in config.json."""
     has_partial_rope: bool = False

@@ -88,12 +88,13 @@ def _modules(
 
 
 def _check_architecture(checkpoint: Checkpoint, path: str, spec: ModelSpec) -> None:
-    own, found = family_named(spec.family).gguf, checkpoint.metadata.get("general.architecture")
+    family, found = family_named(spec.family), checkpoint.metadata.get("general.architecture")
+    own = family.gguf
     if own is None:
         raise UnsupportedModelError(
             f"{path}: models of the family {spec.family} have no GGUF files in Quire: give the folder that PEFT wrote"
         )
-    if found != own:
+    if found not in (own, *family.gguf_others):
         raise ModelFormatError(
             f"{path}: general.architecture is {quote(found)}, and this model's is {own!r}: the adapter is for another "
             "model"

@@ -8,7 +8,8 @@ quantised, some rows at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,14 +75,16 @@ def open_model(path: Path) -> ModelFiles:
     names = checkpoint.tensors.keys()
     if checkpoint.kind == "gguf":
         spec = read_gguf_spec(checkpoint, str(path))
-        pieces = gguf_pieces(spec, names)
+        pieces = tuple(gguf_pieces(spec, names))
+        checkpoint = with_flat_vectors(checkpoint, pieces, spec)
     else:
         spec = read_config(path / "config.json")
         if spec.tie_embeddings and has_own_head(spec, checkpoint):
             spec = replace(spec, tie_embeddings=False)
         _check_constants(spec, checkpoint)
-        pieces = (as_stored(one, checkpoint) for one in huggingface_pieces(spec, names))
-    return ModelFiles(replace(spec, cache=checkpoint.cache), checkpoint, tuple(pieces))
+        found = huggingface_pieces(spec, names)
+        pieces = tuple(as_stored(one, checkpoint) for one in found)
+    return ModelFiles(replace(spec, cache=checkpoint.cache), checkpoint, pieces)
 
 
 def _check_constants(spec: ModelSpec, checkpoint: Checkpoint) -> None:
@@ -122,6 +125,25 @@ def as_stored(piece: Piece, checkpoint: Checkpoint) -> Piece:
     if not piece.is_turned or info is None or info.format.dtype is not None:
         return piece
     return replace(piece, is_turned=False)
+
+
+def with_flat_vectors(
+    checkpoint: Checkpoint, pieces: Iterable[Piece], spec: ModelSpec
+) -> Checkpoint:
+    """GGUF files have some vectors of state spaces as a column, and their norms as a row for each
+    group; and the one row of a shared expert's gate as a vector.
+    """
+    parameters, tensors = spec.parameters(), dict(checkpoint.tensors)
+    for piece in pieces:
+        name, info = piece.parameter.rpartition(".")[2], tensors.get(piece.name)
+        if info is None or info.format.dtype is None:
+            continue
+        (size, *others) = parameters[piece.parameter].shape
+        if piece.parameter.endswith(".shared_gate.weight") and info.shape == tuple(others):
+            tensors[piece.name] = replace(info, shape=(1, *info.shape))
+        elif not others and name in ("log_rate", "skip", "norm") and math.prod(info.shape) == size:
+            tensors[piece.name] = replace(info, shape=(size,))
+    return checkpoint.with_tensors(tensors)
 
 
 def load_planned(
@@ -228,6 +250,8 @@ def read_piece(
         _read_as(checkpoint, piece.name, format, targets)
         if piece.added:
             targets[0].add_(piece.added)
+        if piece.is_rate:
+            _take_logarithm(checkpoint, piece.name, targets[0])
         return
     if isinstance(order, RowRuns):
         rows = tuple(target.new_empty(order.total, *target.shape[1:]) for target in targets)
@@ -238,6 +262,17 @@ def read_piece(
         target.copy_(
             source.index_select(order.axis, order.index(source.shape[order.axis]).to(source.device))
         )
+    if piece.is_rate:
+        _take_logarithm(checkpoint, piece.name, targets[0])
+
+
+def _take_logarithm(checkpoint: Checkpoint, name: str, rates: Tensor) -> None:
+    if not bool(((rates < 0) & rates.isfinite()).all()):
+        raise ModelFormatError(
+            f"{checkpoint.tensors[name].file}: the tensor {name} should have negative numbers, the rates at which "
+            "states decay, but has others"
+        )
+    rates.neg_().log_()
 
 
 def _read_turned(

@@ -154,12 +154,7 @@ def input_rows(
             step = sum(per_head)
             runs = tuple((step * head + first, size) for head in range(mixer.num_key_heads))
             yield names["mixer_input"], runs, total
-        shared = heads // mixer.num_key_heads
-        for first in (shared, 0):  # betas are before decays
-            gates = tuple(
-                (2 * shared * head + first, shared) for head in range(mixer.num_key_heads)
-            )
-            yield names["mixer_gates"], gates, 2 * heads
+        yield from _gate_rows(mixer, names)
     else:
         total = 2 * rows + values
         sides = (("query", 0, rows), ("key", rows, rows), ("value", 2 * rows, values))
@@ -169,8 +164,21 @@ def input_rows(
             else:
                 yield names[f"mixer_{side}"], ((0, size),), size
         yield names["mixer_gate"], ((0, values),), values
+        if "mixer_gates" in names:
+            yield from _gate_rows(mixer, names)
+            return
         yield names["mixer_decay"], ((0, heads),), heads
         yield names["mixer_beta"], ((0, heads),), heads
+
+
+def _gate_rows(
+    mixer: RecurrentSpec, names: Mapping[str, str]
+) -> Iterator[tuple[str, tuple[tuple[int, int], ...], int]]:
+    """Decays and betas from one tensor that has each key head's together, betas first."""
+    shared = mixer.num_value_heads // mixer.num_key_heads
+    for first in (shared, 0):
+        runs = tuple((2 * shared * head + first, shared) for head in range(mixer.num_key_heads))
+        yield names["mixer_gates"], runs, 2 * mixer.num_value_heads
 
 
 def huggingface_pieces(spec: ModelSpec, present: Collection[str]) -> Iterator[Piece]:
@@ -241,16 +249,24 @@ def prediction_pieces(
 
 def gguf_pieces(spec: ModelSpec, present: Collection[str] = ()) -> Iterator[Piece]:
     """Which tensor of a GGUF file belongs to which parameter."""
-    family, ends = family_named(spec.family), _Ends("token_embd", "output_norm", "output")
-    return _pieces(
+    family = family_named(spec.family)
+    pieces = _pieces(
         spec,
-        ends,
+        _Ends("token_embd", family.gguf_final_norm, "output"),
         "blk",
         {**_GGUF, **family.gguf_names},
         family.gguf_interleaved_rope,
         present,
         {},
     )
+    for piece in pieces:  # convolutions have no dimension of one there
+        bare = piece.name.removesuffix(".weight")
+        yield replace(
+            piece,
+            name=bare if bare in present else piece.name,  # Falcon-H1's norms before its MLPs
+            has_middle=False,
+            is_rate=piece.parameter.endswith(".log_rate"),
+        )
 
 
 def ignored_names(spec: ModelSpec, present: Collection[str]) -> set[str]:

@@ -94,6 +94,10 @@ class Piece:
     """Whether in the checkpoint columns come before rows."""
     added: float = 0.0
     """Added to its numbers."""
+    is_rate: bool = False
+    """Whether the checkpoint has rates, which are negative, and the decoder the logarithms of what
+    they are without the sign.
+    """
 
     def index(self, parameter: Parameter) -> tuple[int | slice, ...]:
         """The part of the parameter that it fills."""

@@ -141,7 +141,12 @@ def _with_convolutions(config: Fields, spec: ModelSpec) -> ModelSpec:
     full = config.list_of("full_attn_idxs", int, list(range(spec.num_layers)))
     default = ["full_attention" if i in full else "conv" for i in range(spec.num_layers)]
     spec = replace(spec, rms_norm_eps=config.number("norm_eps", 1e-5)).with_layers(qk_norm=True)
-    return mixed_layers(config, spec, default, {"conv": conv})
+    return mixed_layers(config, spec, default, {"conv": conv, **_in_gguf(config, conv)})
+
+
+def _in_gguf(config: Fields, mixer: Mixer) -> dict[str, Mixer]:
+    """What a GGUF file calls a layer without attention, whatever it has instead."""
+    return {"linear_attention": mixer} if "general.architecture" in config else {}
 
 
 def bamba(config: Fields, spec: ModelSpec) -> ModelSpec:

@@ -68,6 +68,8 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "glm4": (_WORDS % "{1,3}",),
     "chatglm-bpe": (_WORDS % "{1,3}",),
     "falcon3": (_WORDS % "{1,3}",),
+    "falcon-h1": (_WORDS % "{1,3}",),
+    "lfm2": (_WORDS % "{1,3}",),
     "starcoder": (),
     "refact": (),
     "command-r": (),

@@ -46,6 +46,9 @@ def files_of(
         one.name: torch.randn(one.shape(parameters[one.parameter]), generator=generator).to(dtype)
         for one in pieces
     }
+    for one in pieces:
+        if one.is_rate:  # of decays
+            tensors[one.name] = -1 - tensors[one.name].abs()
     save_file(tensors, folder / "model.safetensors")
     return ModelFiles(spec, open_safetensors(folder), tuple(pieces))
 
@@ -111,7 +114,13 @@ def test_a_rank_reads_its_rows_of_layers_with_states(
     kind: str, family: str, size: int, tmp_path: Path
 ) -> None:
     spec = replace(WITH_STATES[kind], family=family)
-    check(files_of(spec, list(huggingface_pieces(spec, ())), tmp_path), size)
+    ways = [huggingface_pieces(spec, ())]
+    if family_named(family).gguf is not None:
+        ways.append(gguf_pieces(spec, ()))
+    for number, pieces in enumerate(ways):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        check(files_of(spec, list(pieces), folder), size)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
