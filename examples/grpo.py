@@ -1,5 +1,5 @@
 """GRPO: a model learns by its own answers which ones are rewarded, here those with many words that
-begin with t. On a CPU, in minutes: `python examples/grpo.py`.
+begin with t. On a CPU: `python examples/grpo.py`; docs/training.md says how long its steps took.
 
 Each step samples a group of answers to every prompt, scores them, and makes those likelier that are
 better than their group. The trainer must know how likely the sampler found each token. Usually the
