@@ -607,6 +607,9 @@ class Kernels(Protocol):
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         """sigmoid(gate) * x of [rows, 1] or [rows, size], and [rows, size]."""
 
+    def sigmoid_mul_add(self, gate: Tensor, x: Tensor, other: Tensor) -> Tensor:
+        """other + sigmoid_mul(gate, x); the product is rounded before it is added."""
+
     def multiply(self, x: Tensor, other: Tensor) -> Tensor:
         """x * other of [rows, size] both."""
 

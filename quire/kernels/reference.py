@@ -215,6 +215,9 @@ class ReferenceKernels(AdaptedProducts):
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
         return sigmoid(gate).to(x.dtype) * x
 
+    def sigmoid_mul_add(self, gate: Tensor, x: Tensor, other: Tensor) -> Tensor:
+        return other + self.sigmoid_mul(gate, x)
+
     def multiply(self, x: Tensor, other: Tensor) -> Tensor:
         return x * other
 

@@ -130,10 +130,9 @@ class MoeMlp:
         output = self.experts(batch, x, logits)
         if self.shared is not None:
             shared = self.shared(batch, x)
-            gate = self.shared_gate
-            output = output + (
-                shared if gate is None else batch.kernels.sigmoid_mul(gate(batch, x), shared)
-            )
+            if self.shared_gate is None:
+                return output + shared
+            return batch.kernels.sigmoid_mul_add(self.shared_gate(batch, x), shared, output)
         return output
 
 

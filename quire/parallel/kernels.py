@@ -101,6 +101,7 @@ class ParallelKernels:
         self.activate = kernels.activate
         self.xielu = kernels.xielu
         self.sigmoid_mul = kernels.sigmoid_mul
+        self.sigmoid_mul_add = kernels.sigmoid_mul_add
         self.multiply = kernels.multiply
         self.choose_experts = kernels.choose_experts
         self.captures = kernels.captures

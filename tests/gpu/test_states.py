@@ -110,6 +110,7 @@ def test_engines_with_untried_kernels_are_exact(hybrid: Decoder) -> None:
         "chunks, preempted": {
             "arrivals_per_step": 3,
             "max_batched_tokens": 200,
+            "max_num_seqs": 100,
             "preempt_every": 4,
         },
         "n-gram drafts": {"speculation": "ngram"},

@@ -20,7 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.backends.triton.grouping import SINGLE, Tiles, group_pairs
-from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
+from quire.backends.triton.launch import (
+    LAUNCH,
+    ROUND_ALWAYS,
+    USE_PDL,
+    let_next_start,
+    wait_for_previous,
+)
 from quire.backends.triton.shapes import as_rows, cdiv, row_stride
 from quire.errors import UnsupportedModelError
 from quire.kernels.low_rank import LowRank, LowRankPart, PackedLowRank
@@ -106,11 +112,14 @@ class TritonTable:
 
 
 class RowTiles:
-    """Groups the rows of a step by their slots, once for all products of the step."""
+    """Groups the rows of a step by their slots, once for all products of the step. Each step has a
+    tensor of slots of its own: if it changes, nobody looks at it again.
+    """
 
     def __init__(self) -> None:
         self._slots: weakref.ref[Tensor] | None = None
         self._tiles: Tiles | None = None
+        self._fence: Tensor | None = None
 
     def of(self, slots: Tensor, num_slots: int) -> Tiles:
         """Tiles of rows that have the same slot; those without an adapter come last, as slot
@@ -120,6 +129,9 @@ class RowTiles:
             rows = len(slots)
             known = torch.where(slots < 0, num_slots, slots).int()
             self._tiles = group_pairs(known, num_slots + 1, rows, 16 if rows <= _MANY_ROWS else 64)
+            # Not launched early, so the tiles are there when it begins: kernels behind it read them
+            # before they wait for the one before them.
+            self._fence = torch.zeros(1, device=slots.device)
             self._slots = weakref.ref(slots)
         return self._tiles
 
@@ -135,6 +147,27 @@ def _tile_rows(tile, tile_counts, order, IS_SINGLE: tl.constexpr, TILE: tl.const
         exists = place < tl.load(tile_counts + tile)
         row = tl.load(order + tile * TILE + place, mask=exists, other=0)
     return row.to(tl.int64), exists
+
+
+@triton.jit
+def _slot_of(tile_slots, table, tile, field, NUM_SLOTS: tl.constexpr):
+    """A tile's slot and one number of its entry; 0 if the rows have no adapter."""
+    slot = tl.load(tile_slots + tile)
+    has_one = (slot >= 0) & (slot < NUM_SLOTS)
+    return slot, tl.load(table + slot * _FIELDS + field, mask=has_one, other=0).to(tl.int32)
+
+
+@triton.jit
+def _prefetch(places, mask):
+    """Asks for a cache line of each."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [places.to(tl.int64), mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -159,18 +192,18 @@ def _shrink_kernel(
     PDL: tl.constexpr,
 ):
     """sums [programs of a tile, rows, STRIDE]: SEGMENTS segments of a tile's rows times A."""
-    begin(PDL)
+    let_next_start(PDL)
     tile = tl.program_id(0)
-    slot = tl.load(tile_slots + tile)
-    if (slot < 0) | (slot >= NUM_SLOTS):
+    slot, ranks = _slot_of(tile_slots, table, tile, 2, NUM_SLOTS)
+    if ranks == 0:
+        if tile + tl.program_id(1) == 0:
+            wait_for_previous(PDL)
         return
     entry = table + slot * _FIELDS
-    ranks = tl.load(entry + 2).to(tl.int32)
-    if ranks == 0:
-        return
     dtype: tl.constexpr = x.dtype.element_ty
     a = tl.multiple_of(tl.load(entry).to(tl.pointer_type(dtype)), 16)
     row, exists = _tile_rows(tile, tile_counts, order, IS_SINGLE, TILE)
+    wait_for_previous(PDL)
     inner = tl.arange(0, BLOCK_K)[None, :]
     first_segment = tl.program_id(1) * SEGMENTS
     end_segment = tl.minimum(first_segment + SEGMENTS, tl.cdiv(K, SEGMENT))
@@ -219,19 +252,28 @@ def _expand_kernel(
     PDL: tl.constexpr,
 ):
     """Adds to a tile's rows their sums (of PARTS programs each) times B, BLOCK_N outputs at a time."""
-    begin(PDL)
+    let_next_start(PDL)
     tile = tl.program_id(1)
-    slot = tl.load(tile_slots + tile)
-    if (slot < 0) | (slot >= NUM_SLOTS):
+    slot, num_parts = _slot_of(tile_slots, table, tile, 3, NUM_SLOTS)
+    if num_parts == 0:
+        if tile + tl.program_id(0) == 0:
+            wait_for_previous(PDL)
         return
     entry = table + slot * _FIELDS
-    num_parts = tl.load(entry + 3).to(tl.int32)
-    if num_parts == 0:
-        return
     dtype: tl.constexpr = out.dtype.element_ty
     scales = tl.load(entry + 1).to(tl.pointer_type(tl.float32))
     parts = tl.load(entry + 4).to(tl.pointer_type(tl.int64))
     row, exists = _tile_rows(tile, tile_counts, order, IS_SINGLE, TILE)
+    if PDL:  # numbers of B for its first outputs are on their way while it waits
+        asked = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        for number in range(num_parts):
+            part = parts + number * _PART_FIELDS
+            wanted = asked - tl.load(part).to(tl.int32)
+            is_its = (wanted >= 0) & (wanted < tl.load(part + 1).to(tl.int32))
+            padded = (tl.load(part + 3).to(tl.int32) + RANK_TILE - 1) // RANK_TILE * RANK_TILE
+            numbers = tl.load(part + 4).to(tl.pointer_type(dtype))
+            _prefetch(numbers + wanted.to(tl.int64) * padded, is_its)
+    wait_for_previous(PDL)
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         begin_column = block * BLOCK_N
         column = begin_column + tl.arange(0, BLOCK_N)
@@ -244,6 +286,9 @@ def _expand_kernel(
                 b_stride = (ranks + RANK_TILE - 1) // RANK_TILE * RANK_TILE  # filled up with zeros
                 output = column - first
                 inside = (output >= 0) & (output < count)
+                target = out + row[:, None] * out_stride + column[None, :]
+                mask = exists[:, None] & inside[None, :]
+                value = tl.load(target, mask=mask, other=0.0).to(tl.float32)
                 total = tl.zeros((TILE, BLOCK_N), tl.float32)
                 for begin_rank in range(0, ranks, RANK_TILE):
                     rank = begin_rank + tl.arange(0, RANK_TILE)
@@ -251,7 +296,7 @@ def _expand_kernel(
                     scale = tl.load(scales + first_rank + rank, mask=within, other=0.0)
                     source = sums + row[:, None] * STRIDE + first_rank + rank[None, :]
                     inner = tl.zeros((TILE, RANK_TILE), tl.float32)
-                    for program in range(PARTS):
+                    for program in tl.static_range(PARTS):
                         inner += tl.load(
                             source + program * num_rows.to(tl.int64) * STRIDE,
                             mask=exists[:, None] & within[None, :],
@@ -269,9 +314,7 @@ def _expand_kernel(
                     if dtype != tl.float32:  # what rounding took of the sums
                         low = (inner - high.to(tl.float32)).to(dtype)
                         total = tl.dot(low, right, total, input_precision="ieee")
-                target = out + row[:, None] * out_stride + column[None, :]
-                mask = exists[:, None] & inside[None, :]
-                value = tl.load(target, mask=mask, other=0.0).to(tl.float32) + total
+                value += total
                 factors = tl.load(part + 5)
                 if factors != 0:
                     factor = tl.load(

@@ -42,7 +42,7 @@ from quire.backends.triton.attention_splits import (
 from quire.backends.triton.attention_tile import attend_tile, halves
 from quire.backends.triton.attention_work import DECODE_ROWS, PROGRAMS, PROMPT_ROWS, SPLIT
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin, num_multiprocessors
-from quire.backends.triton.shapes import next_power_of_2
+from quire.backends.triton.shapes import is_wide, next_power_of_2
 from quire.kernels.ops import AttentionSpec, LayerCache
 
 _ONES = 16
@@ -583,7 +583,7 @@ def _arguments(
         "ONES": _ONES,
         "STAGES": _STAGES,
         # 64-bit offsets only where needed: they take twice the registers
-        "WIDE": cache.keys.numel() >= 1 << 31,
+        "WIDE": is_wide(cache.keys),
         "PDL": USE_PDL,
     }
 

@@ -115,6 +115,7 @@ class TritonKernels(ReferenceKernels):
     linear_heads = staticmethod(latent.linear_heads)
     latent_to_cache_ = staticmethod(latent.latent_to_cache_)
     sigmoid_mul = staticmethod(rowwise.sigmoid_mul)
+    sigmoid_mul_add = staticmethod(rowwise.sigmoid_mul_add)
     gather_inputs = staticmethod(inputs.gather_inputs)
     shorten_attention_work_ = staticmethod(shorten_attention_work_)
     gumbel_argmax = staticmethod(sampling.gumbel_argmax)
@@ -160,11 +161,12 @@ class TritonKernels(ReferenceKernels):
     def linear(
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
+        if x.dtype == torch.float32 and weight.is_dense and len(weight.shape) == 2:
+            # The order in which kernels for experts add, so that rows without adapters have the same
+            # bits beside some that have them.
+            result = linear(x, weight.tensor.to(x.dtype), bias)
+            return result if out is None else out.copy_(result)
         if x.dtype == torch.float32 or weight.format is None:
-            if weight.is_dense and len(weight.shape) == 2 and self._takes_latent:
-                # the definition takes 32 rows at a time: too many launches for a router's prompts
-                result = linear(x, weight.tensor.to(x.dtype), bias)
-                return result if out is None else out.copy_(result)
             return super().linear(x, weight, bias, out)
         if not weight.is_dense:
             return self._quantized.linear(x, weight, bias, out, silu_mul=False)

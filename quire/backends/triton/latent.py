@@ -170,19 +170,20 @@ def _latent_cache_kernel(
         head = (tl.program_id(1) - 1) * EACH + tl.arange(0, EACH)[:, None]
         exists = head < HEADS
         whole = exists & (column[None, :] < RANK)
-        source = absorbed + (row * HEADS + head) * RANK + column[None, :]
-        target = query + (row * HEADS + head) * D
-        tl.store(target + column[None, :], tl.load(source, mask=whole, other=0.0), mask=whole)
-        place = rotated + row * rotated_stride + head * rotated_head_stride + half[None, :]
-        inside = exists & (half[None, :] < HALF)
-        low = tl.load(place, mask=inside, other=0.0)
-        high = tl.load(place + HALF, mask=inside, other=0.0)
-        low, high = _rotated(
-            low, high, 0.0, 0.0, cos, sin, 0.0, 0.0, ROPE, False, False, False, True
+        absorbed_place = absorbed + (row * HEADS + head) * RANK + column[None, :]
+        query_place = query + (row * HEADS + head) * D
+        numbers = tl.load(absorbed_place, mask=whole, other=0.0)
+        tl.store(query_place + column[None, :], numbers, mask=whole)
+        rotated_place = rotated + row * rotated_stride + head * rotated_head_stride + half[None, :]
+        halves = exists & (half[None, :] < HALF)
+        first = tl.load(rotated_place, mask=halves, other=0.0)
+        second = tl.load(rotated_place + HALF, mask=halves, other=0.0)
+        first, second = _rotated(
+            first, second, 0.0, 0.0, cos, sin, 0.0, 0.0, ROPE, False, False, False, True
         )
-        tail = target + RANK + half[None, :]
-        tl.store(tail, low, mask=inside)
-        tl.store(tail + HALF, high, mask=inside)
+        query_tail = query_place + RANK + half[None, :]
+        tl.store(query_tail, first, mask=halves)
+        tl.store(query_tail + HALF, second, mask=halves)
 
 
 def latent_to_cache_(

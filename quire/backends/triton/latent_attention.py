@@ -35,7 +35,7 @@ from quire.backends.triton.attention_tile import raised
 from quire.backends.triton.attention_work import SPLIT
 from quire.backends.triton.latent_work import LATENT_ROWS, MAX_LATENT_PARTIALS
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
-from quire.backends.triton.shapes import next_power_of_2
+from quire.backends.triton.shapes import is_wide, next_power_of_2
 from quire.kernels.latent import LatentSpec
 from quire.kernels.ops import LayerCache
 
@@ -408,5 +408,5 @@ def arguments(query: Tensor, cache: LayerCache, spec: LatentSpec) -> dict[str, A
         "ONES": _ONES,
         "STAGES": stages,
         "KEPT": _KEPT,
-        "WIDE": cache.keys.numel() >= 1 << 31,
+        "WIDE": is_wide(cache.keys),
     }

@@ -64,6 +64,23 @@ def num_multiprocessors(device: torch.device) -> int:
 @triton.jit
 def begin(PDL: tl.constexpr):
     """The first lines of a kernel: let the next one start, then wait for the one before."""
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """`begin` in two halves, for kernels that read something in between which no kernel of this step
+    writes, or one that ended before another began that was not launched early.
+    """
     if PDL:
         cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """At least one program of each kernel must call it: the next one waits for this kernel only, and
+    by this for all before it.
+    """
+    if PDL:
         cuda.gdc_wait()

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, num_warps, row_stride
-from quire.kernels.elementwise import sigmoid
 from quire.kernels.ops import Activation
 
 MAX_SIZE = 16384
@@ -238,16 +237,36 @@ def _gate_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["gate"])
 def _sigmoid_mul_kernel(
-    gate, x, out, gate_stride, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    gate,
+    x,
+    other,
+    out,
+    gate_stride,
+    x_stride,
+    other_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+    ADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """WIDE: each number has a gate of its own; else a row has one. ADDED: to the other's numbers."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < SIZE
     value = tl.load(x + row * x_stride + column, mask=exists, other=0.0)
-    share = 1.0 / (1.0 + tl.exp(-tl.load(gate + row * gate_stride).to(tl.float32)))
-    result = share.to(value.dtype).to(tl.float32) * value.to(tl.float32)
-    tl.store(out + row * SIZE + column, result.to(value.dtype), mask=exists)
+    dtype: tl.constexpr = value.dtype
+    if WIDE:
+        found = tl.load(gate + row * gate_stride + column, mask=exists, other=0.0)
+    else:
+        found = tl.load(gate + row * gate_stride)
+    share = 1.0 / (1.0 + tl.exp(-found.to(tl.float32)))
+    result = (share.to(dtype).to(tl.float32) * value.to(tl.float32)).to(dtype)
+    if ADDED:
+        first = tl.load(other + row * other_stride + column, mask=exists, other=0.0)
+        result = (first.to(tl.float32) + result.to(tl.float32)).to(dtype)
+    tl.store(out + row * SIZE + column, result, mask=exists)
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
@@ -278,26 +297,36 @@ def _activated(x: Tensor, activation: Activation, size: int) -> Tensor:
     return out
 
 
-def sigmoid_mul(gate: Tensor, x: Tensor) -> Tensor:
-    """sigmoid(gate) * x of [rows, 1] or [rows, size], and [rows, size]; the sigmoid is rounded to
-    the dtype first.
+def sigmoid_mul(gate: Tensor, x: Tensor, other: Tensor | None = None) -> Tensor:
+    """`Kernels.sigmoid_mul`, added to the other if there is one; the sigmoid is rounded to the dtype
+    first, the product before it is added.
     """
-    if gate.shape[1] != 1:
-        return sigmoid(gate).to(x.dtype) * x
     x = as_rows(x)
     rows, size = x.shape
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    is_wide = gate.shape[1] != 1
+    gates, added = as_rows(gate) if is_wide else gate, x if other is None else as_rows(other)
     _launch_by_blocks(
         _sigmoid_mul_kernel,
         rows,
         size,
-        gate=gate,
+        gate=gates,
         x=x,
+        other=added,
         out=out,
-        gate_stride=gate.stride(0),
+        gate_stride=row_stride(gates) if is_wide else gates.stride(0),
         x_stride=row_stride(x),
+        other_stride=row_stride(added),
+        WIDE=is_wide,
+        ADDED=other is not None,
+        **ROUND_ALWAYS,
     )
     return out
+
+
+def sigmoid_mul_add(gate: Tensor, x: Tensor, other: Tensor) -> Tensor:
+    """`Kernels.sigmoid_mul_add`."""
+    return sigmoid_mul(gate, x, other)
 
 
 @triton.jit

@@ -34,6 +34,13 @@ def row_stride(rows: Tensor) -> int:
     return rows.shape[1] if rows.is_contiguous() else rows.stride(0)
 
 
+def is_wide(blocks: Tensor) -> bool:
+    """Whether places in it need more than 32 bits. Its blocks may be parts of larger ones, so that
+    they lie further apart than they are long.
+    """
+    return blocks.shape[0] * blocks.stride(0) >= 1 << 31
+
+
 def cdiv(size: int, by: int) -> int:
     """Division rounded up; Triton's own function takes microseconds on the host."""
     return -(-size // by)

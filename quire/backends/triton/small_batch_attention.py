@@ -36,6 +36,7 @@ from quire.backends.triton.attention_splits import (
 from quire.backends.triton.attention_tile import raised
 from quire.backends.triton.attention_work import DECODE_ROWS, KEY_TILE, SPLIT
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
+from quire.backends.triton.shapes import is_wide
 from quire.kernels.ops import AttentionSpec, LayerCache
 
 _WARPS = 8
@@ -97,7 +98,7 @@ def small_batch_attention(
         SPLIT=SPLIT,
         WINDOW=spec.sliding_window is not None,
         SINKS=sinks is not None,
-        WIDE=cache.keys.numel() >= 1 << 31,
+        WIDE=is_wide(cache.keys),
         PDL=USE_PDL,
         num_warps=_WARPS,
         **ROUND_ALWAYS,

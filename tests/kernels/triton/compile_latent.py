@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quire.backends.triton.latent import _heads_kernel
+from quire.backends.triton.latent import _heads_kernel, _latent_cache_kernel
 from quire.backends.triton.latent_attention import _latent_kernel
 from tests.kernels.triton.compile_small_batches import stack_size
 from tests.long_runs import IS_LONG
@@ -69,4 +69,11 @@ def latent_kernels() -> dict[str, dict[str, int]]:
         found[f"heads {rows}"] = compiled(
             _heads_kernel, constants, warps, _TYPES, num_stages=stages
         )
+    for scaled, cache in ((False, "*bf16"), (True, "*fp8e4nv")):
+        constants = {"HEADS": 20, "RANK": 512, "ROPE": 64, "RANK_PAD": 512, "HALF_PAD": 32}
+        constants |= {"EACH": 4, "BLOCK_SIZE": 16, "SCALED": scaled, "PDL": True}
+        types = dict.fromkeys(("absorbed", "rotated", "latent", "norm", "query"), "*bf16")
+        types |= {"positions": "*i64", "slots": "*i64", "cos_sin": "*fp32", "keys": cache}
+        types |= {"eps": "fp32", "key_scale": "fp32"}
+        found[f"to cache {cache}"] = compiled(_latent_cache_kernel, constants, 4, types)
     return found

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 # isort: skip  (after the check for Triton)
-from quire.backends.triton.rowwise import activate, gate, sigmoid_mul, soft_cap_
+from quire.backends.triton.rowwise import activate, gate, sigmoid_mul, sigmoid_mul_add, soft_cap_
 from quire.kernels.ops import Activation
 from tests.kernels.triton.support import (
     DEVICE,
@@ -63,6 +63,10 @@ def test_gates_are_those_of_float64(dtype: torch.dtype, rows: int, size: int) ->
     )
     share = random(rows, 1, dtype=dtype, seed=5)
     assert_close(sigmoid_mul(share, up.to(dtype)), share.double().sigmoid() * up, roundings=2)
+    left, right = gate_up.chunk(2, -1)  # neither begins where a row does, nor are rows together
+    product = sigmoid_mul(left, right)
+    assert_close(product, left.double().sigmoid() * right.double(), roundings=2)
+    assert torch.equal(sigmoid_mul_add(left, right, left), left + product)
 
 
 @pytest.mark.slow
@@ -76,6 +80,8 @@ def test_a_row_is_alone(dtype: torch.dtype) -> None:
             assert_rows_alone(partial(gate, activation=activation), [gate_up])
             assert_rows_alone(partial(activate, activation=activation), [gate_up])
         assert_rows_alone(sigmoid_mul, [share, gate_up])
+        assert_rows_alone(sigmoid_mul_add, [share, gate_up, -gate_up])
+        assert_rows_alone(sigmoid_mul, [gate_up, -gate_up])
 
 
 def test_gates_far_from_zero() -> None:

@@ -262,7 +262,9 @@ def test_each_head_is_multiplied_with_its_own_matrix_as_linear_does_it(
     x = random(max(HEADS_COUNTS), heads, inner + 64, dtype=dtype, seed=1)[..., :inner]
     whole = KERNELS.linear_heads(x, weight)
     truth = torch.einsum("rhi,hoi->rho", x.double(), weight.tensor.double())
-    assert_close(whole, truth, 2, (x.double().abs().amax() * inner**0.5).expand_as(truth))
+    size = (x.double().abs().amax() * inner**0.5).expand_as(truth)
+    # float32 numbers are added one by one: the largest error of millions of sums is some units
+    assert_close(whole, truth, 8 if dtype == torch.float32 else 2, size)
     for head, one in enumerate(weight.tensor):
         assert torch.equal(whole[:, head], linear(x[:, head], one))
     for count in HEADS_COUNTS:

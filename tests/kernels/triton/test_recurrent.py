@@ -120,7 +120,9 @@ def test_bits_do_not_depend_on_how_tokens_are_divided_into_steps(
             other = until
         outputs = layer.step(parts)
         found[at:end] = outputs[[i for i, _, _ in parts].index(0)]
-        at = data.draw(st.integers(at + 1 if ON_GPU else end, end))
+        # Drafts are refused behind the begin of the last chunk but one: the state of that is there.
+        kept = (end // 64 - 1) * 64
+        at = data.draw(st.integers(max(at + 1, kept) if ON_GPU else end, end))
     assert torch.equal(found, expected)
 
 
