@@ -14,7 +14,6 @@ a minimum, of it: code * scale has so few bits that it is exact, so this is the 
 the expanded weight has, too. It is rounded to bfloat16 as there.
 """
 
-
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -184,15 +183,16 @@ def _scales(words, CODING: gl.constexpr, LAYOUT: gl.constexpr):
     if scale.shape[1] == 8:
         first, second = gl.split(scale.reshape(scale.shape[0], 4, 2))
         first_other, second_other = gl.split(other.reshape(other.shape[0], 4, 2))
-        return (
-            gl.convert_layout(first, LAYOUT, assert_trivial=True),
-            gl.convert_layout(first_other, LAYOUT, assert_trivial=True),
-            gl.convert_layout(second, LAYOUT, assert_trivial=True),
-            gl.convert_layout(second_other, LAYOUT, assert_trivial=True),
-        )
-    if scale.shape[1] == 2:
-        scale = gl.join(scale, scale).reshape(scale.shape[0], 4)
-        other = gl.join(other, other).reshape(other.shape[0], 4)
-    scale = gl.convert_layout(scale, LAYOUT, assert_trivial=True)
-    other = gl.convert_layout(other, LAYOUT, assert_trivial=True)
-    return scale, other, scale, other
+    else:
+        if scale.shape[1] == 2:
+            first = gl.join(scale, scale).reshape(scale.shape[0], 4)
+            first_other = gl.join(other, other).reshape(other.shape[0], 4)
+        else:
+            first, first_other = scale, other
+        second, second_other = first, first_other
+    return (
+        gl.convert_layout(first, LAYOUT, assert_trivial=True),
+        gl.convert_layout(first_other, LAYOUT, assert_trivial=True),
+        gl.convert_layout(second, LAYOUT, assert_trivial=True),
+        gl.convert_layout(second_other, LAYOUT, assert_trivial=True),
+    )

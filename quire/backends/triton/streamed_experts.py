@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra import cuda
 
-from quire.backends.triton.expert_codings import BYTES, MXFP4, expand, scale_words
+from quire.backends.triton.expert_codings import BYTES, MXFP4, ZEROS, expand, scale_words
 from quire.backends.triton.expert_layouts import PIECE_INPUTS, PIECE_OUTPUTS, coding_of
 from quire.backends.triton.grouping import GROUPED, Tiles
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
@@ -383,6 +383,19 @@ def tile_width(pairs: int, num_experts: int) -> int:
     return next((width for width in (8, 16, 32, 64) if 1.5 * each <= width), 128)
 
 
+def blocks_of(kind: int, width: int) -> Blocks:
+    """Where a piece has twice the bytes, half as many go together."""
+    if kind == MXFP4.value:
+        return BLOCKS[width]
+    blocks = INTEGER_BLOCKS[width]
+    return blocks if kind == ZEROS.value else blocks._replace(each=max(1, blocks.each // 2))
+
+
+def pieces_together(blocks: Blocks, pieces: int) -> int:
+    """As many as `blocks` say, or as divide a row."""
+    return next(count for count in (blocks.each, 4, 3, 2, 1) if pieces % count == 0)
+
+
 def expert_product(
     x: Tensor,
     weight: Weight,
@@ -397,12 +410,11 @@ def expert_product(
     (part,), (_, size, inner), codes = weight.parts, weight.shape, weight.tensor
     coding = coding_of(part.format, inner)
     assert coding is not None
-    blocks = (BLOCKS if coding.kind == MXFP4.value else INTEGER_BLOCKS)[tiles.width]
+    blocks = blocks_of(coding.kind, tiles.width)
     pieces = inner // PIECE_INPUTS
     outer = size // 2 if activation else size
     out = torch.empty(tiles.pairs, outer, dtype=x.dtype, device=x.device)
     outputs = PIECE_OUTPUTS * blocks.warps // (2 if activation else 1)
-    each = next(count for count in (blocks.each, 4, 3, 2, 1) if pieces % count == 0)
     _experts_kernel[(cdiv(outer, outputs), tiles.bound)](
         x=x,
         codes=codes,
@@ -422,7 +434,7 @@ def expert_product(
         BIAS=bias is not None,
         LISTED=tiles.listed,
         BLOCK_M=tiles.width,
-        EACH=each,
+        EACH=pieces_together(blocks, pieces),
         STAGES=blocks.stages,
         IN_REGISTERS=blocks.in_registers,
         ASYNC=blocks.is_async,
