@@ -92,18 +92,20 @@ def _copy_inputs(
     CHUNK: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_M: gl.constexpr,
+    REPEATED: gl.constexpr,
 ):
     """Starts to copy the columns of x for a chunk of tiles, the last part of what is waited for
-    together; rows after the last one become 0.
+    together; rows after the last one become 0, or with REPEATED copies of it.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [_WARPS, 1], [1, 0])
     row = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+    mask = None if REPEATED else (row < M)[:, None]
+    if REPEATED:
+        row = gl.minimum(row, M - 1)
     first = gl.minimum(chunk, K // 128 // CHUNK - 1) * CHUNK
     place = first * 128 + gl.arange(0, CHUNK * 128, gl.SliceLayout(0, layout))
     source = x + row[:, None].to(gl.int64) * K + place[None, :]
-    async_copy.async_copy_global_to_shared(
-        staged.index(chunk % STAGES), source, mask=(row < M)[:, None]
-    )
+    async_copy.async_copy_global_to_shared(staged.index(chunk % STAGES), source, mask=mask)
     async_copy.commit_group()
 
 
@@ -136,6 +138,7 @@ def _few_rows_kernel(
     BLOCK_M: gl.constexpr,
     CHUNK: gl.constexpr,
     STAGES: gl.constexpr,
+    REPEATED: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Computes 64 outputs of BLOCK_M rows."""
@@ -161,7 +164,7 @@ def _few_rows_kernel(
     if PDL:
         cuda.gdc_wait()
     for i in gl.static_range(STAGES - 1):
-        _copy_inputs(x, staged, i, first_row, M, K, CHUNK, STAGES, BLOCK_M)
+        _copy_inputs(x, staged, i, first_row, M, K, CHUNK, STAGES, BLOCK_M, REPEATED)
     total = gl.zeros((64, BLOCK_M), gl.float32, accumulator)
     async_copy.wait_group(STAGES - 2)
     words = staged_codes.index(0).slice(0, 64, dim=0).load(codes_layout(_WARPS))
@@ -186,7 +189,7 @@ def _few_rows_kernel(
                     CHUNK,
                     STAGES,
                 )
-                _copy_inputs(x, staged, later, first_row, M, K, CHUNK, STAGES, BLOCK_M)
+                _copy_inputs(x, staged, later, first_row, M, K, CHUNK, STAGES, BLOCK_M, REPEATED)
             inputs = staged.index(chunk % STAGES).slice(i * 128, 128, dim=1)
             total = mma_v2(tile, inputs.permute((1, 0)).load(right), total)
             stage = (chunk + (i + 1) // CHUNK) % STAGES
@@ -216,11 +219,20 @@ class Chunks(NamedTuple):
     """Chunks in shared memory."""
 
 
-def few_rows_linear(x: Tensor, weight: Int4, bias: Tensor | None, out: Tensor) -> None:
-    """x [rows, in] times the weight transposed, plus bias, into `out`."""
+def few_rows_linear(
+    x: Tensor,
+    weight: Int4,
+    bias: Tensor | None,
+    out: Tensor,
+    most_tiles: int = 4,
+    is_repeated: bool = False,
+) -> None:
+    """x [rows, in] times the weight transposed, plus bias, into `out`. Bits depend neither on how
+    many tiles a chunk has at most, nor on whether missing rows are copies of the last one.
+    """
     rows, inner = x.shape
     size = weight.shape[0]
-    chunks = chunks_of(inner // TILE_INPUTS)
+    chunks = chunks_of(inner // TILE_INPUTS, most_tiles)
     low, high = (expanding_asm(x.dtype, shift, weight.has_minimum) for shift in (0, 4))
     _few_rows_kernel[(size // TILE_OUTPUTS, cdiv(rows, chunks.rows))](
         x=x,
@@ -239,6 +251,7 @@ def few_rows_linear(x: Tensor, weight: Int4, bias: Tensor | None, out: Tensor) -
         BLOCK_M=chunks.rows,
         CHUNK=chunks.tiles,
         STAGES=chunks.stages,
+        REPEATED=is_repeated,
         PDL=USE_PDL,
         num_warps=_WARPS.value,
         **ROUND_ALWAYS,
@@ -246,6 +259,7 @@ def few_rows_linear(x: Tensor, weight: Int4, bias: Tensor | None, out: Tensor) -
     )
 
 
-def chunks_of(tiles: int) -> Chunks:
+def chunks_of(tiles: int, most: int = 4) -> Chunks:
     """The quickest on an H200."""
-    return Chunks(FEW_ROWS, next(each for each in (4, 2, 1) if tiles % each == 0), 3)
+    each = next(each for each in (8, 4, 2, 1) if each <= most and tiles % each == 0)
+    return Chunks(FEW_ROWS, each, 3)

@@ -27,6 +27,10 @@ if HAS_GLUON:
     from quire.backends.triton import streamed_experts
 
 _COMBINE_BLOCK = 1024
+TILES = {16: (64, 5, 4), 32: (64, 4, 4), 64: (128, 4, 8), 128: (128, 3, 8)}
+"""Rows of a weight, stages and warps, by the width of tiles."""
+FP8_TILES = dict(TILES)
+"""Of weights of half the bytes."""
 
 
 @triton.jit
@@ -200,17 +204,14 @@ def _expert_product(
 ) -> Tensor:
     activation = spec.activation if is_gated else None
     if _is_streamed(weight):
-        return streamed_experts.expert_product(
-            x, weight.tensor, bias, tiles, spec.top_k, activation
-        )
+        return streamed_experts.expert_product(x, weight, bias, tiles, spec.top_k, activation)
     # The inner block of 128 is the group size of FP8 weights with groups. Bits of plain weights
     # don't depend on it.
-    block, stages, warps = {16: (64, 5, 4), 32: (64, 4, 4), 64: (128, 4, 8), 128: (128, 3, 8)}[
-        tiles.width
-    ]
+    format = weight.parts[0].format
+    is_fp8 = format.codes == torch.float8_e4m3fn
+    block, stages, warps = (FP8_TILES if is_fp8 else TILES)[tiles.width]
     inner, stages = (32, 2) if x.dtype == torch.float32 else (128, stages)
     tile = Tile(tiles.width, block // 2 if is_gated else block, inner, stages, warps)
-    format = weight.parts[0].format
     rows, scales = x, None
     if format.codes is not None and not format.has_zeros:
         rows, scales = quantize_rows(x, format.codes, format.group)

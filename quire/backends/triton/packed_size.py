@@ -5,12 +5,14 @@ here (so it needs no Triton).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
 import torch
 
-from quire.backends.triton.mxfp4_layout import PIECE_INPUTS, PIECE_OUTPUTS, PIECE_WORDS, can_pack
+from quire.backends.triton import untried
+from quire.backends.triton.expert_layouts import can_pack, coding_of, packed_shape
 from quire.kernels.formats import Format
 
 _FOUR_BITS = 5
@@ -53,14 +55,11 @@ def packed_size(
     if is_four_bits and not stack and capability[0] == 9 and is_even:
         rows = -(-out // _TILE_OUTPUTS) * _TILE_OUTPUTS
         return rows * (inner // 2 + inner // group * 4)
-    if (
-        format.name == "MXFP4"
-        and stack
-        and capability[0] == 9
-        and dtype == torch.bfloat16
-        and can_pack(out, inner)
-    ):
-        return numbers // (PIECE_OUTPUTS * PIECE_INPUTS) * PIECE_WORDS * 4
+    coding = coding_of(format, inner)
+    is_on = format.name == "MXFP4" or untried.is_on("experts")
+    if stack and is_on and capability[0] == 9 and dtype == torch.bfloat16:  # noqa: SIM102
+        if coding is not None and can_pack(coding, out, inner):
+            return math.prod(packed_shape(coding, stack[0], out, inner)) * 4
     rows = numbers // inner
     padded = -(-inner // _TILE_INPUTS) * _TILE_INPUTS
     codes = padded // 2 if is_narrow else inner

@@ -14,11 +14,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from quire.backends.triton import untried
+from quire.backends.triton.expert_layouts import can_pack as can_stream
+from quire.backends.triton.expert_layouts import coding_of, pack_experts
 from quire.backends.triton.grouping import rows_in_order
 from quire.backends.triton.launch import HAS_GLUON
 from quire.backends.triton.linear import Tile, room_for
-from quire.backends.triton.mxfp4_layout import can_pack as can_stream
-from quire.backends.triton.mxfp4_layout import pack_mxfp4
 from quire.backends.triton.shapes import next_power_of_2
 from quire.backends.triton.small_batches import are_exact, experts_are_exact
 from quire.backends.triton.tile_product import expand_codes, pack_codes, quantize_rows, tile_product
@@ -97,22 +98,28 @@ def _packed(weight: Weight, dtype: torch.dtype) -> Weight:
         packed = _streamed(part, out, inner, dtype)
         if packed is not None:
             return Weight(weight.shape, (Part(format, packed[:2], out),))
-    if can_stream(out, inner) and _streams_experts(format, weight, dtype):
-        pieces = pack_mxfp4(part.tensors[0])
+    coding = coding_of(format, inner)
+    if coding is not None and can_stream(coding, out, inner) and _streams_experts(weight, dtype):
+        pieces = pack_experts(format, coding, *part.tensors)
         if pieces is not None:
             return Weight(weight.shape, (Part(format, (pieces,), out),))
     return Weight(weight.shape, (pack_codes(format, *part.tensors),))
 
 
-def _streams_experts(format: Format, weight: Weight, dtype: torch.dtype) -> bool:
+def _streams_experts(weight: Weight, dtype: torch.dtype) -> bool:
     """Whether `streamed_experts.py` has a kernel for experts in this format, which is tested on a
     GPU.
     """
-    if format.name != "MXFP4" or len(weight.shape) != 3 or dtype != torch.bfloat16:
+    if len(weight.shape) != 3 or dtype != torch.bfloat16:
         return False
     if not HAS_GLUON or torch.cuda.get_device_capability()[0] != 9:
         return False
-    return weight.device.type != "cuda" or experts_are_exact(weight.device, weight.shape[-1])
+    format = weight.parts[0].format
+    if format.name != "MXFP4" and not untried.is_on("experts"):
+        return False
+    return weight.device.type != "cuda" or experts_are_exact(
+        weight.device, format, weight.shape[-1]
+    )
 
 
 def _streamed(part: Part, out: int, inner: int, dtype: torch.dtype) -> Int4 | None:

@@ -20,9 +20,9 @@ from quire.backends.triton.grouping import group_pairs
 from quire.backends.triton.launch import HAS_GLUON, num_multiprocessors
 from quire.backends.triton.linear import Tile, linear
 from quire.backends.triton.tile_product import pack_codes, tile_product
-from quire.kernels.formats import FORMATS
+from quire.kernels.formats import Format
 from quire.kernels.ops import Activation, AttentionSpec, HeadShape, LayerCache
-from quire.kernels.weights import Weight
+from quire.kernels.weights import Part, Weight
 from quire.process.compile_together import compile_together
 
 logger = logging.getLogger(__name__)
@@ -50,42 +50,45 @@ def are_exact(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @cache
-def experts_are_exact(device: torch.device, inner: int) -> bool:
-    """Tests the kernel for experts in MXFP4 that have so many inputs, once; it must not be during a
-    graph capture.
+def experts_are_exact(device: torch.device, format: Format, inner: int) -> bool:
+    """Tests the kernel for experts in a format that have so many inputs, once; it must not be during
+    a graph capture.
     """
     if not HAS_GLUON or device.type != "cuda":
         return False
     try:
-        compile_together(lambda: _same_experts(device, inner))
-        is_exact = _same_experts(device, inner)
+        compile_together(lambda: _same_experts(device, format, inner))
+        is_exact = _same_experts(device, format, inner)
     except Exception as error:  # whatever a compiler of another version says
         logger.warning(
-            "experts in MXFP4 take longer, as a kernel for them doesn't compile here: %s", error
+            "experts in %s take longer, as a kernel for them doesn't compile here: %s",
+            format.name,
+            error,
         )
         return False
     if not is_exact:
         logger.warning(
-            "experts in MXFP4 take longer, as a kernel for them gives other bits on this GPU"
+            "experts in %s take longer, as a kernel for them gives other bits on this GPU",
+            format.name,
         )
     return is_exact
 
 
-def _same_experts(device: torch.device, inner: int) -> bool:
+def _same_experts(device: torch.device, format: Format, inner: int) -> bool:
     """Whether tiles of several widths have the bits of the kernel for all formats."""
-    from quire.backends.triton.mxfp4_layout import pack_mxfp4
+    from quire.backends.triton.expert_layouts import coding_of, pack_experts
     from quire.backends.triton.streamed_experts import expert_product
 
     experts, rows, size = 3, 40, 256
-    generator = torch.Generator(device).manual_seed(0)
-    blocks = torch.randint(
-        0, 256, (experts, size, inner // 32, 17), generator=generator, device=device
-    )
-    blocks[..., 0] = 110 + blocks[..., 0] % 19
-    blocks = blocks.to(torch.uint8).flatten(2)
-    pieces, x = pack_mxfp4(blocks), _random(rows, inner, device=device, dtype=torch.bfloat16)
+    stored = _random_experts(format, (experts, size, inner), device)
+    coding = coding_of(format, inner)
+    assert coding is not None
+    pieces = pack_experts(format, coding, *stored)
     assert pieces is not None
-    weight = Weight((experts, size, inner), (pack_codes(FORMATS["MXFP4"], blocks),))
+    x = _random(rows, inner, device=device, dtype=torch.bfloat16)
+    shape = experts, size, inner
+    weight = Weight(shape, (pack_codes(format, *stored),))
+    packed = Weight(shape, (Part(format, (pieces,), size),))
     expert_ids = torch.arange(rows, dtype=torch.int32, device=device) % experts
     groups = group_pairs(expert_ids, experts, rows, 16)
     # One for each way in which weights come and are multiplied.
@@ -96,9 +99,35 @@ def _same_experts(device: torch.device, inner: int) -> bool:
     for activation in (Activation.CLAMPED_SWIGLU, None):
         tile = Tile(16, 32 if activation else 64, 128, 3, 4)
         expected = tile_product(x, weight, None, groups, tile, x.dtype, 1, activation)
-        found = [expert_product(x, pieces, None, tiles, 1, activation) for tiles in lists]
+        found = [expert_product(x, packed, None, tiles, 1, activation) for tiles in lists]
         are_same += [torch.equal(one, expected) for one in found]
     return all(are_same)
+
+
+def _random_experts(
+    format: Format, shape: tuple[int, int, int], device: torch.device
+) -> tuple[Tensor, ...]:
+    """The tensors of a part: any codes, with scales of every size that numbers up to 2 need."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(below: int, *size: int) -> Tensor:
+        return torch.randint(0, below, size, generator=generator, device=device)
+
+    tensors = format.empty(shape, device)
+    codes = tensors[0].view(-1, format.num_bytes)
+    codes.copy_(drawn(256, *codes.shape))
+    if format.has_zeros:
+        scales = (1 + drawn(1024, tensors[1].numel()) / 1024) * 2.0 ** -(
+            4 + drawn(9, tensors[1].numel())
+        )
+        tensors[1].copy_(scales.view(tensors[1].shape))
+        tensors[2].copy_(drawn(16, *tensors[2].shape))
+    elif format.name == "MXFP4":
+        codes[:, 0] = 110 + codes[:, 0] % 19
+    for at in format.scales:
+        halves = (1 + drawn(1024, len(codes)) / 1024) * 2.0 ** -(13 + drawn(2, len(codes)))
+        codes[:, at : at + 2] = halves.half().unsqueeze(-1).view(torch.uint8)
+    return tensors
 
 
 def _same_products(device: torch.device, dtype: torch.dtype) -> bool:

@@ -1,16 +1,11 @@
-"""Products of experts whose weights are MXFP4, which are expanded in the registers of the tensor
+"""Products of experts whose weights have few bits, which are expanded in the registers of the tensor
 cores.
 
-A weight is stored in pieces of 16 outputs and 64 inputs, 544 bytes each, one after the other along
-the inputs: 16 bytes of codes for each thread of a warp, in the order in which the tensor cores want
-them, and 32 exponents. A thread loads its codes several pieces ahead of the product, or copies them
-to shared memory, where only it reads them.
-
-Two codes become two bfloat16 numbers by a shift, a mask and a multiplication. A code is a sign, two
-bits of an exponent and one of a fraction. Put at the sign, the lowest bits of the exponent and the
-highest one of the fraction of a bfloat16, they are the number times 2 ** -126 (0.5 is a subnormal
-number, as it is among the codes); the factor restores that and the block's exponent. Nothing is
-rounded, so these are the numbers of the expanded weight. The inner dimension is walked in order
+A weight is stored in pieces of 16 outputs and 64 inputs, one after the other along the inputs
+(`expert_layouts.py`): 16 bytes of codes for each thread of a warp (of eight bits: 32), in the order
+in which the tensor cores want them, and scales. A thread loads its codes several pieces ahead of the
+product, or copies them to shared memory, where only it reads them. How they become numbers is
+`expert_codings.py`'s: they are those of the expanded weight. The inner dimension is walked in order
 with one accumulator, so products have the bits of those in `tile_product.py`.
 
 Written in Gluon, Triton's lower level, where layouts are explicit.
@@ -34,86 +29,63 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra import cuda
 
+from quire.backends.triton.expert_codings import BYTES, MXFP4, ZEROS, expand, scale_words
+from quire.backends.triton.expert_layouts import PIECE_INPUTS, PIECE_OUTPUTS, coding_of
 from quire.backends.triton.grouping import GROUPED, Tiles
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
-from quire.backends.triton.mxfp4_layout import PIECE_INPUTS, PIECE_OUTPUTS, PIECE_WORDS
 from quire.backends.triton.rowwise import NUMBERS, gated
 from quire.backends.triton.shapes import cdiv, row_stride
 from quire.kernels.ops import Activation
+from quire.kernels.weights import Weight
 
-_ASM = """{
-.reg .b32 first, second, third, fourth, moved, factor, none;
-mov.b32 none, 0x80008000;
-prmt.b32 factor, $9, 0, $10;
-mul.lo.u32 factor, factor, 0x00800080;
-and.b32 first, $8, 0x81C081C0;
-shl.b32 second, $8, 3;
-and.b32 second, second, 0x81C081C0;
-shl.b32 third, $8, 6;
-and.b32 third, third, 0x81C081C0;
-shl.b32 fourth, $8, 1;
-and.b32 fourth, fourth, 0x80008000;
-shr.b32 moved, $8, 4;
-lop3.b32 fourth, moved, 0x00C000C0, fourth, 0xEA;
-shr.b32 moved, $8, 5;
-lop3.b32 fourth, moved, 0x01000100, fourth, 0xEA;
-fma.rn.bf16x2 first, first, factor, none;
-fma.rn.bf16x2 second, second, factor, none;
-fma.rn.bf16x2 third, third, factor, none;
-fma.rn.bf16x2 fourth, fourth, factor, none;
-mov.b32 {$0, $1}, first;
-mov.b32 {$2, $3}, second;
-mov.b32 {$4, $5}, third;
-mov.b32 {$6, $7}, fourth;
-}"""
-"""Inputs: $8 a word of eight codes (`mxfp4_layout.py`), $9 four exponents, $10 which one is theirs,
-as `prmt` wants it. Outputs: the numbers. (lop3 with 0xEA: first and second, or third.)
-"""
-_EXPAND = gl.constexpr(_ASM)
-_WORDS = gl.constexpr(PIECE_WORDS)
 _INPUTS = gl.constexpr(PIECE_INPUTS)
 
 
-@gluon.jit
-def _load_piece(source, piece):
-    """A thread's words, and the exponents of its two rows, of one piece."""
-    return gl.load(source[0] + piece * _WORDS), gl.load(source[1] + piece * _WORDS)
+@gluon.constexpr_function
+def _shared_by(group):
+    """How many pieces have the same scales."""
+    return max(group // _INPUTS, 1)
 
 
 @gluon.jit
-def _expand(codes, exponents, OPERAND: gl.constexpr, WARPS: gl.constexpr):
-    """A piece's numbers [16 * WARPS, 64] from its words [32 * WARPS, 4] and exponents [32 * WARPS]."""
-    selected = gl.arange(0, 4, gl.SliceLayout(0, codes.type.layout))[None, :] + 0x4440
-    # Not pure, so that the compiler leaves it where it is, beside the product of the piece before.
-    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        _EXPAND,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
-        [codes, exponents[:, None], selected],
-        dtype=(
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-        ),
-        is_pure=False,
-        pack=1,
-    )
-    low = gl.join(gl.join(a, b), gl.join(c, d))
-    high = gl.join(gl.join(e, f), gl.join(g, h))
-    # Of threads and words: warp, row, t; row + 8, 32 inputs; of the joins: neighbours, 8 inputs, 16
-    # inputs.
-    numbers = gl.join(low, high).reshape(WARPS, 8, 4, 2, 2, 2, 2, 2).permute(0, 3, 1, 4, 7, 6, 2, 5)
-    return gl.convert_layout(numbers.reshape(16 * WARPS, _INPUTS), OPERAND, assert_trivial=True)
+def _address(source, i: gl.constexpr, piece, CODING: gl.constexpr, GROUP: gl.constexpr):
+    """Where a thread's words of one piece lie: its codes, or last its scales, which some pieces have
+    in common and which follow their codes.
+    """
+    SHARED: gl.constexpr = _shared_by(GROUP)
+    CODES: gl.constexpr = 256 if CODING == BYTES else 128
+    SCALES: gl.constexpr = 8 * scale_words(CODING, GROUP)
+    if SHARED == 1:
+        return source[i] + piece * (CODES + SCALES)
+    if i == len(source) - 1:
+        return source[i] + piece // SHARED * (SHARED * CODES + SCALES)
+    return source[i] + (piece * CODES + piece // SHARED * SCALES)
 
 
 @gluon.jit
-def _expand_staged(memory, stage, READ: gl.constexpr, OPERAND: gl.constexpr, WARPS: gl.constexpr):
-    codes = memory[0].index(stage).load(READ)
-    return _expand(codes, memory[1].index(stage).load(gl.SliceLayout(1, READ)), OPERAND, WARPS)
+def _load_piece(source, piece, CODING: gl.constexpr, GROUP: gl.constexpr):
+    """A thread's words of codes and of scales of one piece."""
+    found = ()
+    for i in gl.static_range(len(source)):
+        found = found + (gl.load(_address(source, i, piece, CODING, GROUP)),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def _expand_staged(
+    memory,
+    stage,
+    READ: gl.constexpr,
+    SCALES: gl.constexpr,
+    CODING: gl.constexpr,
+    OPERAND: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    piece = ()
+    for i in gl.static_range(len(memory) - 1):
+        piece = piece + (memory[i].index(stage).load(READ),)  # type: ignore[assignment]
+    piece = piece + (memory[len(memory) - 1].index(stage).load(SCALES),)  # type: ignore[assignment]
+    return expand(piece, CODING, OPERAND, WARPS)
 
 
 @gluon.jit
@@ -130,17 +102,15 @@ def _copy_inputs(x, rows, occupied, staged, first, stage, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _copy_weights(source, staged, first, stage):
+def _copy_weights(source, staged, first, stage, CODING: gl.constexpr, GROUP: gl.constexpr):
     """Starts to copy pieces of weights, from piece `first` on, to a stage of each of the memories
-    in `staged`: a thread's own words, and the exponents of its rows.
+    in `staged`: a thread's own words, and the scales of its rows.
     """
     for i in gl.static_range(len(staged)):
-        async_copy.async_copy_global_to_shared(
-            staged[i][0].index(stage), source[0] + (first + i) * _WORDS
-        )
-        async_copy.async_copy_global_to_shared(
-            staged[i][1].index(stage), source[1] + (first + i) * _WORDS
-        )
+        for j in gl.static_range(len(source)):
+            async_copy.async_copy_global_to_shared(
+                staged[i][j].index(stage), _address(source, j, first + i, CODING, GROUP)
+            )
 
 
 @gluon.jit(do_not_specialize=["bound", "once"])
@@ -167,6 +137,8 @@ def _experts_kernel(
     STAGES: gl.constexpr,
     IN_REGISTERS: gl.constexpr,
     ASYNC: gl.constexpr,
+    CODING: gl.constexpr,
+    GROUP: gl.constexpr,
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -212,29 +184,53 @@ def _experts_kernel(
     warp = thread // 32
     chunk = gl.minimum(gl.program_id(0) * (HALF // 16) + warp % (HALF // 16), OUTER // 16 - 1)
     chunk = expert * (ROWS // 16) + chunk + warp // (HALF // 16) * (OUTER // 16)
-    place = chunk * (PIECES * _WORDS)
+    WORDS: gl.constexpr = 8 * scale_words(CODING, GROUP)
+    """Of scales, after the codes of as many pieces as share them."""
+    SHARED: gl.constexpr = _shared_by(GROUP)
+    CODES: gl.constexpr = 256 if CODING == BYTES else 128
+    place = chunk * (PIECES // SHARED * (SHARED * CODES + WORDS))
     words = (
         codes
         + place[:, None]
         + ((thread % 32) * 4)[:, None]
         + gl.arange(0, 4, gl.SliceLayout(0, read))[None, :]
     )
-    source = words, codes + place + 128 + thread % 32 // 4
+    if CODING == MXFP4:
+        scales: gl.constexpr = gl.SliceLayout(1, read)
+        source = words, codes + place + 128 + thread % 32 // 4
+    else:
+        EACH_WORDS: gl.constexpr = scale_words(CODING, GROUP)
+        scales: gl.constexpr = gl.BlockedLayout([1, EACH_WORDS], [32, 1], [WARPS, 1], [1, 0])  # type: ignore[no-redef]
+        of_thread = codes + place + SHARED * CODES + thread % 32 // 4 * EACH_WORDS
+        numbered = gl.convert_layout(of_thread, gl.SliceLayout(1, scales), assert_trivial=True)
+        factors = numbered[:, None] + gl.arange(0, EACH_WORDS, gl.SliceLayout(0, scales))[None, :]
+        source = (words, words + 128, factors) if CODING == BYTES else (words, factors)  # type: ignore[assignment]
     waiting = ()
     coded = ()
     if IN_REGISTERS:
         for i in gl.static_range(EACH):
-            waiting = waiting + (_load_piece(source, i),)  # type: ignore[assignment]
+            waiting = waiting + (_load_piece(source, i, CODING, GROUP),)  # type: ignore[assignment]
     else:
         plain: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
         for i in gl.static_range(EACH):  # noqa: B007
-            words_memory = gl.allocate_shared_memory(gl.int32, [STAGES, 32 * WARPS, 4], plain)
-            exponents_memory = gl.allocate_shared_memory(
-                gl.int32, [STAGES, 32 * WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0])
-            )
-            coded = coded + ((words_memory, exponents_memory),)  # type: ignore[assignment]
+            memory = ()
+            for j in gl.static_range(len(source) - 1):  # noqa: B007
+                memory = memory + (  # type: ignore[assignment]
+                    gl.allocate_shared_memory(gl.int32, [STAGES, 32 * WARPS, 4], plain),
+                )
+            if CODING == MXFP4:
+                memory = memory + (  # type: ignore[assignment]
+                    gl.allocate_shared_memory(
+                        gl.int32, [STAGES, 32 * WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+                    ),
+                )
+            else:
+                memory = memory + (  # type: ignore[assignment]
+                    gl.allocate_shared_memory(gl.int32, [STAGES, 32 * WARPS, EACH_WORDS], plain),
+                )
+            coded = coded + (memory,)  # type: ignore[assignment]
         for i in gl.static_range(STAGES - 1):
-            _copy_weights(source, coded, min(i, PARTS - 1) * EACH, i)
+            _copy_weights(source, coded, min(i, PARTS - 1) * EACH, i, CODING, GROUP)
             async_copy.commit_group()
 
     slot = gl.arange(0, BLOCK_M, gl.SliceLayout(1, copied))
@@ -257,7 +253,7 @@ def _experts_kernel(
         async_copy.commit_group()
     total = gl.zeros((OUT, BLOCK_M), gl.float32, accumulator)
     if IN_REGISTERS:
-        numbers = _expand(waiting[0][0], waiting[0][1], operand, WARPS)  # type: ignore[misc]
+        numbers = expand(waiting[0], CODING, operand, WARPS)  # type: ignore[misc]
         for part in range(PARTS):
             # A loop of one turn, which the compiler does not know. It was there when this was
             # measured: without it, the compiler moves loads within larger parts of the program.
@@ -273,17 +269,21 @@ def _experts_kernel(
                 async_copy.commit_group()
                 for i in gl.static_range(EACH):
                     piece = gl.minimum(part * EACH + i + EACH + turn, PIECES - 1)
-                    waiting = waiting[:i] + (_load_piece(source, piece),) + waiting[i + 1 :]
+                    waiting = (
+                        waiting[:i]
+                        + (_load_piece(source, piece, CODING, GROUP),)
+                        + waiting[i + 1 :]
+                    )
                     inputs = staged[i].index(part % STAGES).permute((1, 0))  # type: ignore[var-annotated]
                     following = waiting[(i + 1) % EACH]
                     if ASYNC:
                         total = warpgroup_mma(numbers, inputs, total, is_async=True)
-                        expanded = _expand(following[0], following[1], operand, WARPS)
+                        expanded = expand(following, CODING, operand, WARPS)
                         total, numbers = warpgroup_mma_wait(0, deps=(total, numbers))
                         numbers = expanded
                     else:
                         total = mma_v2(numbers, inputs.load(right), total)
-                        numbers = _expand(following[0], following[1], operand, WARPS)
+                        numbers = expand(following, CODING, operand, WARPS)
     else:
         for part in range(PARTS):
             # the compiler adds the barriers between copies and products
@@ -294,24 +294,28 @@ def _experts_kernel(
             # not used.
             free = (part + STAGES - 1) % STAGES
             later = gl.minimum(part + STAGES - 1, PARTS - 1) * EACH
-            _copy_weights(source, coded, later, free)
+            _copy_weights(source, coded, later, free, CODING, GROUP)
             _copy_inputs(x, rows, slot < count, staged, later, free, copied)
             async_copy.commit_group()
             stage = part % STAGES
-            numbers = _expand_staged(coded[0], stage, read, operand, WARPS)  # type: ignore[misc]
+            numbers = _expand_staged(coded[0], stage, read, scales, CODING, operand, WARPS)  # type: ignore[misc]
             for i in gl.static_range(EACH):
                 inputs = staged[i].index(stage).permute((1, 0))
                 if ASYNC:
                     total = warpgroup_mma(numbers, inputs, total, is_async=True)
                     expanded = numbers
                     if i + 1 < EACH:
-                        expanded = _expand_staged(coded[i + 1], stage, read, operand, WARPS)
+                        expanded = _expand_staged(
+                            coded[i + 1], stage, read, scales, CODING, operand, WARPS
+                        )
                     total, numbers = warpgroup_mma_wait(0, deps=(total, numbers))
                     numbers = expanded
                 else:
                     total = mma_v2(numbers, inputs.load(right), total)
                     if i + 1 < EACH:
-                        numbers = _expand_staged(coded[i + 1], stage, read, operand, WARPS)
+                        numbers = _expand_staged(
+                            coded[i + 1], stage, read, scales, CODING, operand, WARPS
+                        )
     async_copy.wait_group(0)
 
     if BIAS:
@@ -363,6 +367,14 @@ BLOCKS = {
     128: Blocks(8, 3, 2, in_registers=True, is_async=True, registers=128),
 }
 """By the width of tiles: the quickest of 60 tried on an H200 (docs/performance.md, attempt 50)."""
+INTEGER_BLOCKS = {
+    8: Blocks(4, 4, 2),
+    16: Blocks(4, 4, 2, is_async=True),
+    32: Blocks(8, 3, 2, is_async=True),
+    64: Blocks(8, 2, 3, in_registers=True, is_async=True, registers=128),
+    128: Blocks(8, 2, 3, in_registers=True, is_async=True),
+}
+"""Of weights with scales. None has been tried on a card yet."""
 
 
 def tile_width(pairs: int, num_experts: int) -> int:
@@ -371,23 +383,38 @@ def tile_width(pairs: int, num_experts: int) -> int:
     return next((width for width in (8, 16, 32, 64) if 1.5 * each <= width), 128)
 
 
+def blocks_of(kind: int, width: int) -> Blocks:
+    """Where a piece has twice the bytes, half as many go together."""
+    if kind == MXFP4.value:
+        return BLOCKS[width]
+    blocks = INTEGER_BLOCKS[width]
+    return blocks if kind == ZEROS.value else blocks._replace(each=max(1, blocks.each // 2))
+
+
+def pieces_together(blocks: Blocks, pieces: int) -> int:
+    """As many as `blocks` say, or as divide a row."""
+    return next(count for count in (blocks.each, 4, 3, 2, 1) if pieces % count == 0)
+
+
 def expert_product(
     x: Tensor,
-    codes: Tensor,
+    weight: Weight,
     bias: Tensor | None,
     tiles: Tiles,
     top_k: int,
     activation: Activation | None,
 ) -> Tensor:
-    """`tile_product` for weights packed by `mxfp4_layout.pack_mxfp4`. Without an activation, the
+    """`tile_product` for weights packed by `expert_layouts.pack_experts`. Without an activation, the
     kernel before it must not be the one that writes the list of tiles.
     """
-    blocks, pieces = BLOCKS[tiles.width], codes.shape[2]
-    size, inner = codes.shape[1] * PIECE_OUTPUTS, pieces * PIECE_INPUTS
+    (part,), (_, size, inner), codes = weight.parts, weight.shape, weight.tensor
+    coding = coding_of(part.format, inner)
+    assert coding is not None
+    blocks = blocks_of(coding.kind, tiles.width)
+    pieces = inner // PIECE_INPUTS
     outer = size // 2 if activation else size
     out = torch.empty(tiles.pairs, outer, dtype=x.dtype, device=x.device)
     outputs = PIECE_OUTPUTS * blocks.warps // (2 if activation else 1)
-    each = next(count for count in (blocks.each, 4, 3, 2, 1) if pieces % count == 0)
     _experts_kernel[(cdiv(outer, outputs), tiles.bound)](
         x=x,
         codes=codes,
@@ -407,10 +434,12 @@ def expert_product(
         BIAS=bias is not None,
         LISTED=tiles.listed,
         BLOCK_M=tiles.width,
-        EACH=each,
+        EACH=pieces_together(blocks, pieces),
         STAGES=blocks.stages,
         IN_REGISTERS=blocks.in_registers,
         ASYNC=blocks.is_async,
+        CODING=coding.kind,
+        GROUP=coding.group,
         WARPS=blocks.warps,
         PDL=USE_PDL,
         num_warps=blocks.warps,

@@ -9,9 +9,9 @@ import os
 from quire.errors import DeviceError
 
 VARIABLE = "QUIRE_UNTRIED_KERNELS"
-NAMES = ("recurrent", "latent", "adapters")
+NAMES = ("recurrent", "latent", "adapters", "experts")
 """Layers with a state (docs/recurrent.md), latent attention (docs/latent.md), adapters
-(docs/adapters.md).
+(docs/adapters.md), experts in integers with scales (docs/performance.md, attempt 55).
 """
 
 

@@ -83,7 +83,8 @@ def quantized(format: Format, numbers: Tensor) -> tuple[Tensor, ...]:
     if format.has_zeros:
         groups = numbers.float().view(rows, -1, format.group or size)
         low, high = groups.amin(-1), groups.amax(-1)
-        scales = ((high - low) / 15).clamp_min(1e-8)
+        # float16, as checkpoints have them
+        scales = ((high - low) / 15).clamp_min(2.0**-14).half().float()
         zeros = (-low / scales).round().clamp_(0, 15)
         codes = (
             (groups / scales.unsqueeze(-1) + zeros.unsqueeze(-1))
@@ -152,13 +153,13 @@ class Machine:
     def itemsize(self) -> Itemsizes:
         """As stored: what a format's kernel makes of it may be larger."""
         plain = float(self.engine.decoder.dtype.itemsize)
-        sizes = [_itemsize(name) for name in self.formats]
+        sizes = [itemsize_of(name) for name in self.formats]
         matrices = sum(sizes) / len(sizes) if sizes else plain
-        experts = matrices if self.expert_format is None else _itemsize(self.expert_format)
+        experts = matrices if self.expert_format is None else itemsize_of(self.expert_format)
         return Itemsizes(plain, matrices, experts)
 
 
-def _itemsize(format: str) -> float:
+def itemsize_of(format: str) -> float:
     """Bytes of a number in a long row."""
     size = 4096
     return FORMATS[format].nbytes((1, size)) / size

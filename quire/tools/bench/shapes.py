@@ -242,6 +242,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
     },
+    "tiny-experts": {
+        **_QWEN3,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 10_240,
+        "head_dim": 64,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+    },
 }
 
 

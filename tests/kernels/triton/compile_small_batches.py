@@ -16,11 +16,18 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from quire.backends.triton.expert_layouts import BYTES, MINIMA, ZEROS
 from quire.backends.triton.few_rows_int4 import _few_rows_kernel, chunks_of
 from quire.backends.triton.prompt_attention import _REGISTERS, _prompt_kernel
 from quire.backends.triton.single_row_linear import _single_row_kernel
 from quire.backends.triton.small_batch_attention import _small_batch_kernel
-from quire.backends.triton.streamed_experts import BLOCKS, _experts_kernel
+from quire.backends.triton.streamed_experts import (
+    BLOCKS,
+    INTEGER_BLOCKS,
+    _experts_kernel,
+    blocks_of,
+    pieces_together,
+)
 from quire.backends.triton.streamed_linear import _int4_kernel, expanding_asm
 from tests.long_runs import IS_LONG
 
@@ -135,30 +142,24 @@ def small_batch_kernels() -> dict[str, dict[str, int]]:
             "BLOCK_M": chunks.rows,
             "CHUNK": chunks.tiles,
             "STAGES": chunks.stages,
+            "REPEATED": group == 32,
             "PDL": True,
         }
         found[f"four bits, few rows {group}"] = resources(
             _few_rows_kernel, FOUR_BITS_TYPES, constants, 4
         )
-    for width in BLOCKS if IS_LONG else (128,):
-        blocks = BLOCKS[width]
-        constants = {
-            "INNER": 2880,
-            "OUTER": 2880,
-            "TOP_K": 4,
-            "GATED": True,
-            "ACTIVATION": 2,
-            "BIAS": True,
-        }
-        constants |= {"LISTED": 1, "BLOCK_M": width, "EACH": blocks.each, "STAGES": blocks.stages}
-        constants |= {
-            "IN_REGISTERS": blocks.in_registers,
-            "ASYNC": blocks.is_async,
-            "WARPS": blocks.warps,
-            "PDL": True,
-        }
+    cases = [(0, 32, width) for width in (BLOCKS if IS_LONG else (128,))]
+    kinds = (ZEROS, 128), (ZEROS, 32), (MINIMA, 32), (BYTES, 32), (BYTES, 16)
+    cases += [(*kind, width) for kind in kinds for width in INTEGER_BLOCKS][:: 1 if IS_LONG else 25]
+    for kind, group, width in cases:
+        blocks = blocks_of(kind, width)
+        inner, outer = (2048, 768) if kind else (2880, 2880)
+        constants = {"INNER": inner, "OUTER": outer, "TOP_K": 4, "GATED": True}
+        constants |= {"ACTIVATION": 2, "BIAS": True, "CODING": kind, "GROUP": group}
+        constants |= {"LISTED": 1, "BLOCK_M": width, "STAGES": blocks.stages, "PDL": True}
+        constants |= {"EACH": pieces_together(blocks, inner // 64), "WARPS": blocks.warps}
+        constants |= {"IN_REGISTERS": blocks.in_registers, "ASYNC": blocks.is_async}
         limit = {} if blocks.registers is None else {"maxnreg": blocks.registers}
-        found[f"experts {width}"] = resources(
-            _experts_kernel, EXPERTS_TYPES, constants, blocks.warps, **limit
-        )
+        name = f"experts {width}" + (f", kind {kind}, groups of {group}" if kind else "")
+        found[name] = resources(_experts_kernel, EXPERTS_TYPES, constants, blocks.warps, **limit)
     return found

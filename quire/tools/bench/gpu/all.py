@@ -5,9 +5,10 @@ the end.
     python -m quire.tools.bench.gpu.all decode:qwen3-0.6b throughput:qwen3-8b --minutes 9
     python -m quire.tools.bench.gpu.all decode:gpt-oss-20b:MXFP4 decode:qwen3-8b:INT4_G128  # in a format
     python -m quire.tools.bench.gpu.all decode:qwen3-0.6b --batches 1,32 --profile  # options of the benchmarks
+    python -m quire.tools.bench.gpu.all decode:tiny-experts:INT4_G128 --batches 1,4 --steps 8  # on a CPU
 
-Of a model with experts, the format is that of the experts, else that of all matrices between
-embedding and head. What does not fit into the minutes is left out and named.
+The format is that of all matrices between embedding and head, as checkpoints in FP8, int4 or GGUF are
+published; MXFP4 is that of the experts alone. What does not fit into the minutes is left out and named.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from quire.tools.bench.gpu.report import Measurement, read_results, report
-from quire.tools.bench.shapes import CONFIGS
 
 BENCHMARKS = ("throughput", "decode", "prefill", "startup")
 EVERYTHING = (
@@ -37,6 +37,13 @@ EVERYTHING = (
     "decode:gpt-oss-20b:MXFP4",
     "throughput:gpt-oss-20b:MXFP4",
     "prefill:gpt-oss-20b:MXFP4",
+    "decode:qwen3-30b-a3b:FP8_G128",
+    "throughput:qwen3-30b-a3b:FP8_G128",
+    "prefill:qwen3-30b-a3b:FP8_G128",
+    "decode:qwen3-30b-a3b:INT4_G128",
+    "throughput:qwen3-30b-a3b:INT4_G128",
+    "prefill:qwen3-30b-a3b:INT4_G128",
+    "decode:qwen3-30b-a3b:Q4_K",
     "decode:qwen3-8b:FP8",
     "throughput:qwen3-8b:FP8",
     "prefill:qwen3-8b:FP8",
@@ -60,8 +67,7 @@ def run_job(job: str, extra: list[str], seconds: float) -> tuple[list[Measuremen
         command = [sys.executable, "-m", f"quire.tools.bench.gpu.{benchmark}"]
         command += ["--shape", shape or "qwen3-0.6b", "--json", str(figures)]
         if format:
-            has_experts = any("num_experts_per_tok" in name for name in CONFIGS.get(shape, {}))
-            command += ["--expert-format" if has_experts else "--formats", format]
+            command += ["--expert-format" if format == "MXFP4" else "--formats", format]
         command += extra
         try:
             status = subprocess.run(command, timeout=seconds, check=False).returncode

@@ -2,6 +2,7 @@
 own limits.
 
     python -m quire.tools.bench.gpu.kernels --only moe,rms_norm --shape qwen3-0.6b --rows 1,256
+    python -m quire.tools.bench.gpu.kernels --only int4,int4_repeated,int4_chunks_8 --shape qwen3-8b --rows 1,8
 
 Every figure is taken inside a CUDA graph that calls the kernel on one set of buffers after the
 other, as many as exceed the L2 cache (at most 64: what is smaller than that stays in the cache in a
@@ -15,12 +16,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.backends.triton.heads import qkv_to_cache_
+from quire.backends.triton.launch import HAS_GLUON
+from quire.backends.triton.linear import room_for
 from quire.backends.triton.moe import moe, route
 from quire.backends.triton.rowwise import add_rms_norm, embedding, rms_norm, sigmoid_mul
 from quire.backends.triton.rowwise import gate as gate_rows
@@ -31,6 +35,10 @@ from quire.kernels.weights import Weight
 from quire.models.spec import MlpSpec, ModelSpec
 from quire.tools.bench.gpu.ceiling import Work, gpu_seconds, measure_rates
 from quire.tools.bench.shapes import CONFIGS, spec_of
+
+if HAS_GLUON:
+    from quire.backends.triton.few_rows_int4 import few_rows_linear
+    from quire.backends.triton.streamed_linear import Int4, int4_linear, pack_int4
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -191,6 +199,60 @@ def moe_case(spec: ModelSpec, rows: int) -> KernelCase | None:
     )
 
 
+def int4_case(
+    spec: ModelSpec,
+    rows: int,
+    compute: Callable[[Tensor, Int4, None, Tensor], None],
+    most_rows: int = 4096,
+) -> KernelCase | None:
+    """The four products of a layer with weights in INT4_G128, one after the other."""
+    mlp = spec.layers[0].mlp
+    if not isinstance(mlp, MlpSpec) or rows > most_rows:
+        return None
+    heads, hidden, wide = spec.head_shapes[0], spec.hidden_size, mlp.intermediate_size
+    attended = heads.num_heads * heads.head_dim
+    shapes = (
+        (attended + 2 * heads.num_kv_heads * heads.head_dim, hidden),
+        (hidden, attended),
+        (2 * wide, hidden),
+        (hidden, wide),
+    )
+    numbers = sum(size * inner for size, inner in shapes)
+
+    def make(_: int) -> Callable[[], object]:
+        weights, inputs, outputs = [], [], []
+        for size, inner in shapes:
+            codes = torch.randint(0, 16, (size, inner), device=DEVICE).to(torch.uint8)
+            scales = torch.full((size, inner // 128), 2.0**-6, device=DEVICE)
+            weights.append(pack_int4(codes, scales, torch.full_like(scales, 8), None, DTYPE))
+            inputs.append(randn(rows, inner))
+            outputs.append(room_for(inputs[-1], size))
+
+        def products() -> None:
+            for weight, x, out in zip(weights, inputs, outputs, strict=True):
+                compute(x, weight, None, out)
+
+        return products
+
+    return KernelCase(make, numbers * (0.5 + 4 / 128), 2.0 * rows * numbers)
+
+
+def int4_cases() -> dict[str, Callable[[ModelSpec, int], KernelCase | None]]:
+    """The kernel for few rows as it is, with copies of the last row instead of zeros after it, with
+    larger chunks; and the kernel for more rows.
+    """
+    return {
+        "int4": lambda spec, rows: int4_case(spec, rows, few_rows_linear, 16),
+        "int4_repeated": lambda spec, rows: int4_case(
+            spec, rows, partial(few_rows_linear, is_repeated=True), 16
+        ),
+        "int4_chunks_8": lambda spec, rows: int4_case(
+            spec, rows, partial(few_rows_linear, most_tiles=8), 16
+        ),
+        "int4_wgmma": lambda spec, rows: int4_case(spec, rows, int4_linear),
+    }
+
+
 OPS: dict[str, Callable[[ModelSpec, int], KernelCase | None]] = {
     "rms_norm": norm_case,
     "add_rms_norm": add_norm_case,
@@ -202,6 +264,7 @@ OPS: dict[str, Callable[[ModelSpec, int], KernelCase | None]] = {
     "gumbel_argmax": lambda spec, rows: argmax_case(spec, rows, 0.6),
     "sample_rows": sample_case,
     "moe": moe_case,
+    **(int4_cases() if HAS_GLUON else {}),
 }
 
 
