@@ -311,7 +311,7 @@ class ReferenceKernels(AdaptedProducts):
         transform_activated: TransformActivated | None = None,
         adapters: ExpertAdapters | None = None,
     ) -> Tensor:
-        weights, chosen = route(router_logits, spec, experts.choice_bias)
+        weights, chosen = self.route(router_logits, spec, experts.choice_bias)
         # One sort groups the rows by expert; stable, so an expert's rows stay in their order.
         by_expert = chosen.flatten().sort(stable=True)
         rows = by_expert.indices // spec.top_k
@@ -353,7 +353,13 @@ class ReferenceKernels(AdaptedProducts):
     def choose_experts(
         self, router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None
     ) -> Tensor:
-        return route(router_logits, spec, choice_bias)[1]
+        return self.route(router_logits, spec, choice_bias)[1]
+
+    def route(
+        self, router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Weights and numbers of each row's experts, both [rows, top_k]."""
+        return route(router_logits, spec, choice_bias)
 
     def gumbel_argmax(
         self, logits: Tensor, temperature: Tensor, keys: Tensor

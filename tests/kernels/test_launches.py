@@ -86,6 +86,7 @@ def test_launches_are_found() -> None:
         "prompt_attention.py": 1,
         "recurrent.py": 2,
         "repeats.py": 1,
+        "router_linear.py": 1,
         "rowwise.py": 1,
         "sampling.py": 2,
         "logprobs.py": 1,

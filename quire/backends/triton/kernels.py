@@ -26,6 +26,7 @@ from quire.backends.triton import (
     logprobs,
     quantized,
     repeats,
+    router_linear,
     rowwise,
     sampling,
     untried,
@@ -50,6 +51,7 @@ from quire.backends.triton.linear import (
     room_for,
 )
 from quire.backends.triton.packed_size import packed_bytes
+from quire.backends.triton.shapes import as_rows
 from quire.backends.triton.small_batches import are_exact
 from quire.kernels.formats import Format
 from quire.kernels.latent import LatentHeads, LatentSpec
@@ -162,6 +164,9 @@ class TritonKernels(ReferenceKernels):
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         if x.dtype == torch.float32 and weight.is_dense and len(weight.shape) == 2:
+            if self._dtype != torch.float32 and weight.shape[1] <= router_linear.MAX_INNER:
+                result = router_linear.router_linear(x, weight.tensor, bias)
+                return result if out is None else out.copy_(result)
             # The order in which kernels for experts add, so that rows without adapters have the same
             # bits beside some that have them.
             result = linear(x, weight.tensor.to(x.dtype), bias)
@@ -171,9 +176,7 @@ class TritonKernels(ReferenceKernels):
         if not weight.is_dense:
             return self._quantized.linear(x, weight, bias, out, silu_mul=False)
         rows, matrix = x.shape[0], weight.tensor
-        own = _own_product(x, matrix, silu_mul=False) or (
-            None if self._check(matrix, bias is not None) else linear
-        )
+        own = self._own_linear(x, weight, bias)
         if own is not None:
             return own(x, matrix, bias, out, False)
         x = _padded(x.contiguous())
@@ -181,6 +184,17 @@ class TritonKernels(ReferenceKernels):
             return cublas.product(x, matrix, out, bias)
         result = cublas.product(x, matrix, room_for(x, matrix.shape[0]), bias)[:rows]
         return result if out is None else out.copy_(result)
+
+    def _own_linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None
+    ) -> Callable[..., Tensor] | None:
+        """Our own kernel for a product of a dense weight in half precision, where cuBLAS is slower or
+        not exact.
+        """
+        if x.dtype == torch.float32:
+            return None
+        own = _own_product(x, weight.tensor, silu_mul=False)
+        return own or (None if self._check(weight.tensor, bias is not None) else linear)
 
     def linear_gated(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
@@ -209,8 +223,14 @@ class TritonKernels(ReferenceKernels):
         out: Tensor | None = None,
     ) -> Tensor:
         tiles, table = self._adapted(x, slots, table)
-        sums = adapters.shrink(x, tiles, table)
-        out = self.linear(x, weight, bias, out)
+        x = as_rows(x)
+        own = self._own_linear(x, weight, bias) if weight.is_dense else None
+        if own is not None:  # the product with A beside that with the weight
+            out = own(x, weight.tensor, bias, out, False, shares_input=True)
+            sums = adapters.shrink(x, tiles, table, is_beside=True)
+        else:
+            sums = adapters.shrink(x, tiles, table)
+            out = self.linear(x, weight, bias, out)
         adapters.expand_(out, sums, tiles, table)
         return out
 
@@ -244,13 +264,13 @@ class TritonKernels(ReferenceKernels):
             return experts_kernels.moe(x, router_logits, experts, spec, transform_activated)
         return super().moe(x, router_logits, experts, spec, transform_activated, adapters)
 
-    def choose_experts(
+    def route(
         self, router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         if not _has_own_experts(spec):
-            return super().choose_experts(router_logits, spec, choice_bias)
-        chosen, _ = experts_kernels.route(router_logits, spec, choice_bias)
-        return chosen.view(-1, spec.top_k).long()
+            return super().route(router_logits, spec, choice_bias)
+        chosen, weights = experts_kernels.route(router_logits, spec, choice_bias)
+        return weights.view(-1, spec.top_k), chosen.view(-1, spec.top_k).long()
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         return (

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.backends.triton.grouping import Tiles, group_pairs
-from quire.backends.triton.launch import HAS_GLUON, LAUNCH, USE_PDL, begin
+from quire.backends.triton.launch import HAS_GLUON, LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.backends.triton.linear import Tile
 from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, row_stride
 from quire.backends.triton.tile_product import quantize_rows, tile_product
@@ -144,6 +144,7 @@ def moe(
         BLOCK=block,
         PDL=USE_PDL,
         num_warps=4,
+        **ROUND_ALWAYS,  # as where rows have adapters (`TritonKernels.moe`)
         **LAUNCH,
     )
     return out

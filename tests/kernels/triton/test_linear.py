@@ -174,3 +174,30 @@ def test_results_go_where_they_are_wanted(rows: int) -> None:
     out = torch.empty(rows, 70, dtype=torch.float16, device=DEVICE)
     assert kernels.linear(x, weight, out=out) is out
     assert torch.equal(out, kernels.linear(x, weight))
+
+
+@drawn
+@given(
+    st.sampled_from([1, 5, 16, 17]),
+    st.sampled_from([1, 60, 64, 160]),
+    st.sampled_from([16, 100, 576, 2048]),
+    st.booleans(),
+)
+def test_routers_in_float32_have_the_bits_of_each_row_alone(
+    rows: int, size: int, inner: int, has_bias: bool
+) -> None:
+    """Of a model in half precision, where each sum is one reduction."""
+    x, weight = (
+        random(rows, inner, dtype=torch.float32),
+        random(size, inner, dtype=torch.float32, seed=1),
+    )
+    bias = random(size, dtype=torch.float32, seed=2) if has_bias else None
+    truth = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    kernels, packed = TritonKernels(torch.float16), Weight.dense(weight)
+    found = kernels.linear(x, packed, bias)
+    assert_close(found, truth, size=x.double().abs() @ weight.double().abs().T + 1)
+    if ON_GPU:  # many rows are divided among programs otherwise
+        many = x.repeat(500, 1)
+        assert torch.equal(kernels.linear(many, packed, bias), found.repeat(500, 1))
+    for i in range(rows):
+        assert torch.equal(kernels.linear(x[i : i + 1], packed, bias)[0], found[i])

@@ -31,6 +31,8 @@ from tests.kernels.triton.support import (
 )
 
 from quire.backends.triton.grouping import group_pairs  # isort: skip  (after the check for Triton)
+from quire.backends.triton.kernels import TritonKernels  # isort: skip
+from quire.kernels.reference import ReferenceKernels  # isort: skip
 from quire.backends.triton.moe import moe, route, tile_width  # isort: skip
 
 pytestmark = MARKS
@@ -117,6 +119,18 @@ def test_outputs_are_those_of_float64(
     )
     truth, size = truth_of(*layer, spec)
     assert_close(moe(*layer, spec), truth, roundings=5, size=size)
+
+
+@pytest.mark.slow
+@drawn
+@given(st.sampled_from(DTYPES), st.integers(1, 40), st.booleans(), st.booleans())
+def test_experts_one_by_one_give_the_bits_of_one_launch(
+    dtype: torch.dtype, rows: int, biases: bool, sigmoid: bool
+) -> None:
+    """So they are computed where a row of the step has an adapter for experts."""
+    spec = MoeSpec(8, 3, 48, True, sigmoid_scores=sigmoid, weight_scale=1.7)
+    kernels, layer = TritonKernels(dtype), make_layer(rows, 8, 64, 48, dtype, biases)
+    assert torch.equal(ReferenceKernels.moe(kernels, *layer, spec), kernels.moe(*layer, spec))
 
 
 @pytest.mark.slow

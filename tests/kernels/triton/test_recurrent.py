@@ -87,8 +87,9 @@ def test_wide_heads_are(kernels: TritonKernels, spec: RecurrentSpec, dtype: torc
     length = 700 if ON_GPU else 70
     layer = Layer(kernels, spec, [length], dtype=dtype)
     (found,) = layer.step([(0, 0, length)])
-    roughly = 1e-4 if dtype == torch.float32 else 0.05
-    torch.testing.assert_close(found.double(), layer.by_definition(0), atol=roughly, rtol=roughly)
+    wanted = layer.by_definition(0)
+    error = (found.double() - wanted).norm() / wanted.norm()  # inputs are rounded, so not by number
+    assert error < (1e-5 if dtype == torch.float32 else 0.01)
     bounds = [0, 3, 60, *(range(61, 70) if ON_GPU else (61, 66)), length]
     assert torch.equal(by_steps(Layer(kernels, spec, [length], dtype=dtype), bounds), found)
 
