@@ -31,11 +31,17 @@ _MAMBA = {"KEY_HEADS": 1, "VALUE_HEADS": 48, "KEY_DIM": 128, "VALUE_DIM": 64, "D
 """Granite 4's."""
 
 
-def compiled(kernel: Any, constants: dict[str, Any], num_warps: int = 4, **options: Any) -> Any:
+def compiled(
+    kernel: Any,
+    constants: dict[str, Any],
+    num_warps: int = 4,
+    types: dict[str, str] = _TYPES,
+    **options: Any,
+) -> Any:
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {
-        name: "constexpr" if name in constants else _TYPES.get(name, "i32") for name in names
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
     }
     aligned = [
         i
