@@ -371,6 +371,27 @@ class ExpertWeights(NamedTuple):
     """[num_experts]."""
 
 
+class Router(NamedTuple):
+    """The product whose logits choose a layer's experts."""
+
+    weight: Weight
+    """[num_experts, hidden]."""
+    bias: Tensor | None
+
+
+class SharedExpert(NamedTuple):
+    """The expert that all tokens share."""
+
+    up: Weight
+    """[2 * intermediate, hidden]: gate rows first, then up rows; up rows alone where experts have
+    no gate.
+    """
+    down: Weight
+    """[hidden, intermediate]."""
+    gate: Weight | None
+    """[1, hidden]: the output is multiplied by the sigmoid of this product."""
+
+
 HAS_NAN = 1
 NOTHING_LEFT = 2
 """Flags of a row that could not choose a token: not all of its scores are numbers, or all are minus
@@ -739,6 +760,18 @@ class Kernels(Protocol):
         `transform_activated` is applied to the activated gate and up products [pairs of row and expert,
         intermediate], before the down products. `adapters` add to each expert's products what they
         add to any (`adapted_linear`).
+        """
+
+    def routed_experts(
+        self,
+        x: Tensor,
+        router: Router,
+        experts: ExpertWeights,
+        spec: MoeSpec,
+        shared: SharedExpert | None,
+    ) -> Tensor:
+        """`moe` by the router's product with x, plus the output of the shared expert, if there is
+        one: see `quire.kernels.routed_experts`.
         """
 
     def choose_experts(

@@ -40,6 +40,7 @@ from quire.kernels.ops import (
 from quire.kernels.quantize import LARGEST_FP8
 from quire.kernels.reference_recurrent import convolve, gated_norm, recur
 from quire.kernels.repeats import match_lengths
+from quire.kernels.routed_experts import routed_experts
 from quire.kernels.routing import route
 from quire.kernels.tiled_linear import ROW_TILE as ROW_TILE
 from quire.kernels.tiled_linear import tiled_linear as tiled_linear
@@ -349,6 +350,8 @@ class ReferenceKernels(AdaptedProducts):
             )
             output[part] += product.float() if spec.scales_inputs else product.float() * scale
         return output.to(x.dtype)
+
+    routed_experts = routed_experts
 
     def choose_experts(
         self, router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None

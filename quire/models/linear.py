@@ -18,7 +18,14 @@ from quire.kernels.low_rank import (
     PackedExperts,
     PackedLowRank,
 )
-from quire.kernels.ops import Activation, ExpertWeights, Kernels, MoeSpec
+from quire.kernels.ops import (
+    Activation,
+    ExpertWeights,
+    Kernels,
+    MoeSpec,
+    Router,
+    SharedExpert,
+)
 from quire.kernels.weights import Weight
 
 
@@ -132,6 +139,25 @@ class Experts:
         ):
             adapters = ExpertAdapters(rows.adapters, gate_up, down)
         return rows.kernels.moe(x, router_logits, self._weights, self.spec, adapters=adapters)
+
+    def routed(
+        self,
+        rows: Rows,
+        x: Tensor,
+        router: Linear,
+        shared: tuple[Linear, Linear, Linear | None] | None,
+    ) -> Tensor:
+        """The router's product, the experts that it chooses, and the shared one, if there is one
+        (its up and down products, and its gate), for rows of which none has an adapter.
+        """
+        assert rows.adapters is None
+        beside: SharedExpert | None = None
+        if shared is not None:
+            up, down, gate = shared
+            gate_weight = None if gate is None else gate._weight
+            beside = SharedExpert(up._weight, down._weight, gate_weight)
+        product = Router(router._weight, router.bias)
+        return rows.kernels.routed_experts(x, product, self._weights, self.spec, beside)
 
 
 class Embedding:

@@ -27,6 +27,7 @@ from quire.kernels.ops import (
     TransformActivated,
 )
 from quire.kernels.recurrent import GatedNormSpec
+from quire.kernels.routed_experts import routed_experts
 from quire.kernels.weights import Weight
 from quire.models.parameters import WeightSource
 from quire.parallel.division import Division
@@ -277,6 +278,8 @@ class ParallelKernels:
         divided = experts._replace(gate_up=gate_up.own, down=down.own)
         own = self._own.moe(x, router_logits, divided, spec, gathered, adapters)
         return self._gather(own, down.widths)
+
+    routed_experts = routed_experts
 
     def decode_lists(
         self, fewest: int, most: int, max_context_len: int, shape: HeadShape

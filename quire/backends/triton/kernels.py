@@ -29,6 +29,7 @@ from quire.backends.triton import (
     router_linear,
     rowwise,
     sampling,
+    shared_experts,
     untried,
 )
 from quire.backends.triton import attention as paged_attention
@@ -65,6 +66,8 @@ from quire.kernels.ops import (
     LayerCache,
     MoeSpec,
     PagedBatch,
+    Router,
+    SharedExpert,
     TransformActivated,
 )
 from quire.kernels.reference import ReferenceKernels
@@ -134,6 +137,7 @@ class TritonKernels(ReferenceKernels):
         self._is_exact: dict[tuple[torch.Size, torch.dtype, bool], bool] = {}
         self.takes_adapters = untried.is_on("adapters")
         self._takes_latent = untried.is_on("latent")
+        self._joins_experts = untried.is_on("experts")
         self._row_tiles = adapters.RowTiles()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._device = device
@@ -263,6 +267,23 @@ class TritonKernels(ReferenceKernels):
         if _has_own_experts(spec) and adapters is None:
             return experts_kernels.moe(x, router_logits, experts, spec, transform_activated)
         return super().moe(x, router_logits, experts, spec, transform_activated, adapters)
+
+    def routed_experts(
+        self,
+        x: Tensor,
+        router: Router,
+        experts: ExpertWeights,
+        spec: MoeSpec,
+        shared: SharedExpert | None,
+    ) -> Tensor:
+        if (
+            self._joins_experts
+            and shared is not None
+            and _has_own_experts(spec)
+            and shared_experts.joins(x, router, experts, spec, shared)
+        ):
+            return shared_experts.routed_experts(x, router, experts, spec, shared)
+        return super().routed_experts(x, router, experts, spec, shared)
 
     def route(
         self, router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.backends.triton.heads import _divided, _rotated
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
-from quire.backends.triton.linear import Tile
+from quire.backends.triton.linear import Tile, room_for
 from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, row_stride
 from quire.kernels.ops import LatentNorm, LayerCache
 from quire.kernels.weights import Weight
@@ -71,7 +71,7 @@ def linear_heads(x: Tensor, weight: Weight) -> Tensor:
         raise ValueError(f"the weight {weight.shape} was not packed for x {tuple(x.shape)}")
     if x.stride(2) != 1 or x.stride(0) % 8 or x.stride(1) % 8 or x.data_ptr() % 16:
         x = x.contiguous()
-    out = x.new_empty(rows, heads, size)
+    out = room_for(x, heads * size).view(rows, heads, size)
     tile = heads_tile(rows, x.dtype)
     if rows:
         _heads_kernel[(cdiv(size, tile.outputs), cdiv(rows, tile.rows), heads)](
