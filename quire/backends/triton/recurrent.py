@@ -32,10 +32,10 @@ from quire.errors import DeviceError
 from quire.kernels.ops import PagedBatch
 from quire.kernels.recurrent import RecurrentCache, RecurrentSpec, RecurrentWeights
 
-_STAGES = 8
-"""Of 16 rows of the state, or tokens, that are asked for ahead."""
-_REGISTERS = 168
-"""Of a thread, so that three programs run on a multiprocessor: each waits most of its time."""
+FORMS = {16: (8, 168), 32: (8, 168), 64: (4, 128)}
+"""By columns: stages (of 16 rows of the state, or tokens, that are asked for ahead) and registers of
+a thread. With 128 four programs run on a multiprocessor, each of which waits much of its time.
+"""
 _FEW_PROGRAMS = 264
 """Up to so many programs there are twice as many, of half as many columns."""
 _FEW_ROWS = 512
@@ -124,18 +124,15 @@ def _recur_kernel(
     position = tl.load(positions + row, mask=row < rows, other=0)
     follows = in_step(tables, positions, rows, row - 1, table, position - 1)
     goes_on = (table >= 0) & (is_empty == 0) & (follows == 0)
-    # A token that is decoded looks for no others: what it would read to know is left out.
-    is_alone = in_step(tables, positions, rows, row + 1, table, position + 1) == 0
-    seen_rows = tl.where(is_alone, 0, rows)
     order = tl.arange(0, CHUNK)
     in_tile = tl.arange(0, TILE)
     bias = tl.load(time_bias + head).to(tl.float32)
     while goes_on:
         chunk = position // CHUNK * CHUNK
         new = in_step(
-            tables, positions, seen_rows, row + (chunk + order - position), table, chunk + order
+            tables, positions, rows, row + (chunk + order - position), table, chunk + order
         )
-        new = (new & (chunk + order >= position)) | (chunk + order == position)
+        new = new & (chunk + order >= position)
         count = tl.max(tl.where(new, order + 1, 0))
         state = head_of_state(
             state_places,
@@ -163,8 +160,8 @@ def _recur_kernel(
             block = tl.sum(tl.where(in_tile == tile, blocks, 0))
             offset = (chunk + tile * TILE) % BLOCK_SIZE
             key = keys + block * key_stride + (key_head * BLOCK_SIZE + offset) * KEY_DIM
-            of_tile = changes + block * change_stride + (head * BLOCK_SIZE + offset) * VALUE_DIM
-            mine = of_tile + in_tile[:, None] * VALUE_DIM + column[None, :]
+            mine = changes + block * change_stride + (head * BLOCK_SIZE + offset) * VALUE_DIM
+            mine = mine + in_tile[:, None] * VALUE_DIM + column[None, :]
             fading = decays + block * decay_stride + head * BLOCK_SIZE + offset
             first = row + (chunk + tile * TILE - position)
             query = queries + (first * KEY_HEADS + key_head) * KEY_DIM
@@ -225,30 +222,17 @@ def _recur_kernel(
             change = tl.where(own[:, None], beta[:, None] * (value - said), known)
             if DELTA:
                 weights = -beta[:, None] * _faded(taken, now, before_it)
-                if is_alone:
-                    total = tl.sum(tl.where(own[:, None], change, 0.0), 0)
-                    factors = tl.sum(tl.where(own[:, None], weights, 0.0), 0)
-                    for j in tl.static_range(TILE - 1):
-                        earlier = chunk + tile * TILE + j < position
-                        of_one = tl.load(
-                            of_tile + j * VALUE_DIM + column, mask=within & earlier, other=0.0
-                        )
-                        factor = tl.sum(tl.where(in_tile == j, factors, 0.0), 0)
-                        added = tl.fma(factor + tl.zeros_like(total), of_one, total)
-                        total = tl.where(earlier, added, total)
-                    change = tl.where(own[:, None], total[None, :], change)
-                else:
-                    for j in range(
-                        count - tile * TILE - 1 if tile == (count - 1) // TILE else TILE - 1
-                    ):
-                        of_one = tl.sum(tl.where(in_tile[:, None] == j, change, 0.0), 0)
-                        factor = tl.sum(tl.where(in_tile[None, :] == j, weights, 0.0), 1)
-                        added = tl.fma(
-                            factor[:, None] + tl.zeros_like(change),
-                            of_one[None, :] + tl.zeros_like(change),
-                            change,
-                        )
-                        change = tl.where((in_tile > j)[:, None] & own[:, None], added, change)
+                for j in range(
+                    count - tile * TILE - 1 if tile == (count - 1) // TILE else TILE - 1
+                ):
+                    of_one = tl.sum(tl.where(in_tile[:, None] == j, change, 0.0), 0)
+                    factor = tl.sum(tl.where(in_tile[None, :] == j, weights, 0.0), 1)
+                    added = tl.fma(
+                        factor[:, None] + tl.zeros_like(change),
+                        of_one[None, :] + tl.zeros_like(change),
+                        change,
+                    )
+                    change = tl.where((in_tile > j)[:, None] & own[:, None], added, change)
             tl.store(mine, change, mask=mask)
             asked = product(_faded(given, now, visible), change, asked)
             if SKIP:
@@ -301,7 +285,7 @@ def _recur_kernel(
             _barrier(INTERPRETED)
         row += chunk + CHUNK - position
         position = chunk + CHUNK
-        goes_on = in_step(tables, positions, seen_rows, row, table, position)
+        goes_on = in_step(tables, positions, rows, row, table, position)
 
 
 def recur_(
@@ -381,6 +365,7 @@ def recur_(
     columns = min(64, max(16, next_power_of_2(spec.value_dim)))
     if columns == 64 and count * value_heads * cdiv(spec.value_dim, 64) <= _FEW_PROGRAMS:
         columns = 32
+    stages, registers = FORMS[columns]
     # Pipelined loops would read a tile's records before the tile before it has written them.
     _recur_kernel[(count, value_heads * cdiv(spec.value_dim, columns))](
         skip=weights.time_bias if weights.skip is None else weights.skip,
@@ -399,10 +384,10 @@ def recur_(
             cache.changes.data_ptr(),
         ),
         COLUMNS=columns,
-        STAGES=_STAGES,
+        STAGES=stages,
         INTERPRETED=INTERPRETED,
         num_stages=1,
-        maxnreg=_REGISTERS,
+        maxnreg=registers,
         **shared,
     )
     return out

@@ -203,13 +203,7 @@ def _scores_of_tile(
     tile, chunk = position // TILE * TILE, position // CHUNK * CHUNK
     at = chunk + tl.arange(0, CHUNK)
     source = first + (at - position)
-    # A token that is decoded looks for no others: what it would read to know is left out.
-    before_it = in_step(tables, positions, rows, first - 1, table, position - 1)
-    behind_it = in_step(tables, positions, rows, first + 1, table, position + 1)
-    is_alone = (before_it == 0) & (behind_it == 0)
-    seen_rows = tl.where(is_alone, 0, rows)
-    new = in_step(tables, positions, seen_rows, source, table, at) & (at < tile + TILE)
-    new = new | (at == position)
+    new = in_step(tables, positions, rows, source, table, at) & (at < tile + TILE)
     known = (at < position) & (new == 0)
     start, offset = records_at(
         block_tables, table_stride, table, at, known | new, key_stride, BLOCK_SIZE
@@ -217,7 +211,7 @@ def _scores_of_tile(
     record = keys + start + (head * BLOCK_SIZE + offset) * KEY_DIM
     own = tile + tl.arange(0, TILE)
     target = first + (own - position)
-    is_own = in_step(tables, positions, seen_rows, target, table, own) | (own == position)
+    is_own = in_step(tables, positions, rows, target, table, own)
     query = mixed + target * mixed_stride + head * KEY_DIM
     key = mixed + target * mixed_stride + (KEY_HEADS + head) * KEY_DIM
     other_key = mixed + source * mixed_stride + (KEY_HEADS + head) * KEY_DIM
@@ -229,6 +223,7 @@ def _scores_of_tile(
     if DELTA:
         query_squares = tl.zeros((16, TILE), tl.float32)
         key_squares = tl.zeros((16, TILE), tl.float32)
+        other_squares = tl.zeros((16, CHUNK), tl.float32)
         for piece in tl.range(PIECES, num_stages=PIECES + 1):  # all asked for at once
             k = piece * PIECE + column
             mask = is_own[:, None] & (k < KEY_DIM)[None, :]
@@ -236,19 +231,12 @@ def _scores_of_tile(
             query_squares = added_squares(some, query_squares)
             some = tl.load(key[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
             key_squares = added_squares(some, key_squares)
+            mask = new[:, None] & (k < KEY_DIM)[None, :]
+            some = tl.load(other_key[:, None] + k[None, :], mask=mask, other=0.0).to(tl.float32)
+            other_squares = added_squares(some, other_squares)
         query_scale = inverse_norm(query_squares)[:, None]
         key_scale = inverse_norm(key_squares)[:, None]
-        if is_alone:
-            own_scale = tl.sum(tl.where(is_own[:, None], key_scale, 0.0))
-            other_scale = tl.zeros((CHUNK, 1), tl.float32) + own_scale
-        else:
-            other_squares = tl.zeros((16, CHUNK), tl.float32)
-            for piece in tl.range(PIECES, num_stages=PIECES + 1):
-                k = piece * PIECE + column
-                mask = new[:, None] & (k < KEY_DIM)[None, :]
-                some = tl.load(other_key[:, None] + k[None, :], mask=mask, other=0.0)
-                other_squares = added_squares(some.to(tl.float32), other_squares)
-            other_scale = inverse_norm(other_squares)[:, None]
+        other_scale = inverse_norm(other_squares)[:, None]
     of_queries = tl.zeros((TILE, CHUNK), tl.float32)
     of_keys = tl.zeros((TILE, CHUNK), tl.float32)
     for piece in tl.range(PIECES, num_stages=PIECES + 1):

@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 
 from quire.backends.triton.convolution import _convolve_kernel
 from quire.backends.triton.gated_norm import _gated_norm_kernel
-from quire.backends.triton.recurrent import _REGISTERS, _recur_kernel
+from quire.backends.triton.recurrent import FORMS, _recur_kernel
 from quire.backends.triton.recurrent_scores import scores_kernel
 from tests.kernels.triton.compile_small_batches import stack_size
 from tests.long_runs import IS_LONG
@@ -73,7 +73,6 @@ def recurrent_kernels() -> dict[str, dict[str, int]]:
         "PDL": True,
         "INTERPRETED": False,
         "ALIGNMENT": 16,
-        "STAGES": 8,
     }
     for name, shape in {"delta": _DELTA, **({"mamba": _MAMBA} if IS_LONG else {})}.items():
         channels = (
@@ -88,13 +87,15 @@ def recurrent_kernels() -> dict[str, dict[str, int]]:
         }
         for columns in (32, 64) if IS_LONG else (64,):
             for single in (True, False) if IS_LONG else (True,):
-                more = {"COLUMNS": columns, "SINGLE": single}
+                more = {"COLUMNS": columns, "SINGLE": single, "STAGES": FORMS[columns][0]}
                 cases[f"recurrence {columns} {single}"] = _recur_kernel, more
         if IS_LONG:
             cases["scores of prompts"] = scores_kernel, {"ROWS": 16}
             cases["convolution of prompts"] = _convolve_kernel, {"ROWS": 8}
         for case, (kernel, more) in cases.items():
-            options = {"num_stages": 1, "maxnreg": _REGISTERS} if kernel is _recur_kernel else {}
+            options = {}
+            if kernel is _recur_kernel:
+                options = {"num_stages": 1, "maxnreg": FORMS[more["COLUMNS"]][1]}
             done = compiled(kernel, shared | more, **options)
             found[f"{name} {case}"] = _resources(done)
     norm = {"SIZE": 4096, "GROUP": 128, "WEIGHT_SIZE": 128, "GROUPS": 8, "BLOCK": 128}
