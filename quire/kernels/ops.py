@@ -712,6 +712,20 @@ class Kernels(Protocol):
         `rotated` [rows, heads, rope].
         """
 
+    def latent_queries_(
+        self,
+        plain: Tensor,
+        rotated: Tensor,
+        key_up: Weight,
+        latent: Tensor,
+        norm: LatentNorm,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """`latent_to_cache_` of linear_heads(plain, key_up)."""
+
     def convolve_(
         self,
         x: Tensor,

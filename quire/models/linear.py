@@ -22,6 +22,8 @@ from quire.kernels.ops import (
     Activation,
     ExpertWeights,
     Kernels,
+    LatentNorm,
+    LayerCache,
     MoeSpec,
     Router,
     SharedExpert,
@@ -95,6 +97,25 @@ class HeadLinear:
     def __call__(self, rows: Rows, x: Tensor) -> Tensor:
         """[rows, heads, out] of x [rows, heads, in]."""
         return rows.kernels.linear_heads(x, self._weight)
+
+    def queries_(
+        self,
+        rows: Rows,
+        plain: Tensor,
+        rotated: Tensor,
+        latent: Tensor,
+        norm: LatentNorm,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """What latent attention asks with: this product of `plain` beside what is rotated. Latents
+        go to the cache.
+        """
+        return rows.kernels.latent_queries_(
+            plain, rotated, self._weight, latent, norm, positions, cos_sin, cache, slot_mapping
+        )
 
 
 class ExpertsLinear:

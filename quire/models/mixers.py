@@ -172,8 +172,9 @@ class LatentAttention:
             query = kernels.scale_rows(query, self.factors, batch.positions)
         query = query.view(len(x), -1, spec.query_dim)
         plain, rotated = query.split_with_sizes((spec.nope_dim, spec.rope_dim), 2)
-        query = kernels.latent_to_cache_(
-            self.key_up(batch, plain),
+        query = self.key_up.queries_(
+            batch,
+            plain,
             rotated,
             self.latent(batch, x),
             self.norm,

@@ -111,6 +111,7 @@ class ParallelKernels:
         self.attention = kernels.attention
         self.linear_heads = kernels.linear_heads
         self.latent_to_cache_ = kernels.latent_to_cache_
+        self.latent_queries_ = kernels.latent_queries_
         self.convolve_ = kernels.convolve_
         self.recur_ = kernels.recur_
         self.gather_inputs = kernels.gather_inputs

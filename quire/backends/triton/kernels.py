@@ -119,6 +119,7 @@ class TritonKernels(ReferenceKernels):
     qkv_to_cache_ = staticmethod(heads.qkv_to_cache_)
     linear_heads = staticmethod(latent.linear_heads)
     latent_to_cache_ = staticmethod(latent.latent_to_cache_)
+    latent_queries_ = staticmethod(latent.latent_queries_)
     sigmoid_mul = staticmethod(rowwise.sigmoid_mul)
     sigmoid_mul_add = staticmethod(rowwise.sigmoid_mul_add)
     gather_inputs = staticmethod(inputs.gather_inputs)

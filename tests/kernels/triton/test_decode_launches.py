@@ -153,7 +153,7 @@ def test_a_step_of_layers_with_a_state_and_shared_experts(launches_of: LaunchesO
 
 
 def test_a_step_of_latent_attention(launches_of: LaunchesOf) -> None:
-    latent = ("_heads_kernel", "_heads_kernel", "_latent_cache_kernel", "_latent_kernel")
+    latent = ("_latent_query_kernel", "_latent_kernel", "_heads_kernel")
     expected = times(46, *EXPERTS) + times(47, *latent) + AROUND
     expected += Counter(_linear_kernel=143, _rms_norm_kernel=142, _gather_inputs_kernel=1)
     expected += Counter(_router_kernel=46, cublas=48)  # inner dimensions above 4,096
