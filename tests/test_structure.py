@@ -325,6 +325,7 @@ def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:
 
 PRODUCTS = (
     "linear",
+    "linear_pair",
     "linear_gated",
     "linear_heads",
     "latent_queries_",

@@ -513,6 +513,16 @@ class Kernels(Protocol):
         8-bit integers first, each row by itself (`cpu/quantized.h`).
         """
 
+    def linear_pair(
+        self,
+        x: Tensor,
+        first: Weight,
+        first_bias: Tensor | None,
+        second: Weight,
+        second_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`linear` of the same rows with two weights."""
+
     def linear_gated(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
     ) -> Tensor:

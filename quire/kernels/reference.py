@@ -99,6 +99,16 @@ class ReferenceKernels(AdaptedProducts):
             )
         return result if out is None else out.copy_(result)
 
+    def linear_pair(
+        self,
+        x: Tensor,
+        first: Weight,
+        first_bias: Tensor | None,
+        second: Weight,
+        second_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        return self.linear(x, first, first_bias), self.linear(x, second, second_bias)
+
     def linear_gated(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
     ) -> Tensor:

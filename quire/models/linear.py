@@ -86,6 +86,13 @@ class Linear:
         return rows.kernels.linear_gated(x, self._weight, self._bias, activation)
 
 
+def linear_pair(rows: Rows, x: Tensor, first: Linear, second: Linear) -> tuple[Tensor, Tensor]:
+    """Both products of the same rows."""
+    if rows.adapters is not None:
+        return first(rows, x), second(rows, x)
+    return rows.kernels.linear_pair(x, first._weight, first.bias, second._weight, second.bias)
+
+
 class HeadLinear:
     """A product for each head, with its own matrix of a stack [heads, out, in]."""
 

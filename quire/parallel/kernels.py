@@ -168,6 +168,16 @@ class ParallelKernels:
             x = self._gather(x, inputs)
         return self._gather(self._own.linear(x, weight.own, bias), weight.widths, out)
 
+    def linear_pair(
+        self,
+        x: Tensor,
+        first: Weight,
+        first_bias: Tensor | None,
+        second: Weight,
+        second_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        return self.linear(x, first, first_bias), self.linear(x, second, second_bias)
+
     def linear_gated(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
     ) -> Tensor:

@@ -23,6 +23,7 @@ from quire.backends.triton import (
     heads,
     inputs,
     latent,
+    linear_pair,
     logprobs,
     quantized,
     repeats,
@@ -200,6 +201,18 @@ class TritonKernels(ReferenceKernels):
             return None
         own = _own_product(x, weight.tensor, silu_mul=False)
         return own or (None if self._check(weight.tensor, bias is not None) else linear)
+
+    def linear_pair(
+        self,
+        x: Tensor,
+        first: Weight,
+        first_bias: Tensor | None,
+        second: Weight,
+        second_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        if second_bias is None and linear_pair.takes(x, first, second):
+            return linear_pair.linear_pair(x, first, second, first_bias)
+        return super().linear_pair(x, first, first_bias, second, second_bias)
 
     def linear_gated(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation

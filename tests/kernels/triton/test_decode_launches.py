@@ -147,7 +147,7 @@ def test_a_step_of_layers_with_a_state_and_shared_experts(launches_of: LaunchesO
     attention = ("_qkv_to_cache_kernel", "_decode_kernel", "_sigmoid_mul_kernel")
     expected = times(40, *EXPERTS) + times(30, *delta) + times(10, *attention) + AROUND
     expected += Counter(_linear_kernel=81, _rms_norm_kernel=81, _gather_inputs_kernel=7)
-    expected += Counter(_gated_router_kernel=40)
+    expected += Counter(_pair_kernel=40)
     assert launches_of(QWEN, 1) == expected
     assert launches_of(QWEN, 32) == expected + Counter(_group_kernel=40)
 
@@ -155,8 +155,10 @@ def test_a_step_of_layers_with_a_state_and_shared_experts(launches_of: LaunchesO
 def test_a_step_of_latent_attention(launches_of: LaunchesOf) -> None:
     latent = ("_latent_query_kernel", "_latent_kernel", "_heads_kernel")
     expected = times(46, *EXPERTS) + times(47, *latent) + AROUND
-    expected += Counter(_linear_kernel=143, _rms_norm_kernel=142, _gather_inputs_kernel=1)
-    expected += Counter(_router_kernel=46, cublas=48)  # inner dimensions above 4,096
+    expected += Counter(_linear_kernel=49, _rms_norm_kernel=142, _gather_inputs_kernel=1)
+    expected += Counter(
+        _pair_kernel=47, _router_kernel=46, cublas=48
+    )  # inner dimensions above 4,096
     assert launches_of(GLM, 1) == expected
     assert launches_of(GLM, 32) == expected + Counter(_group_kernel=46)
 

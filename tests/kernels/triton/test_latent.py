@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -336,22 +338,15 @@ def test_queries_in_one_launch_have_the_bits_of_two(name: str, rows: int, is_fp8
     )
     scales = (FP8_SCALE,) * 2 if is_fp8 else (1.0, 1.0)
 
-    def queries(kernels: TritonKernels | type[ReferenceKernels], keys: Tensor) -> Tensor:
+    def queries(function: Callable[..., Tensor], keys: Tensor) -> Tensor:
         cache = LayerCache(keys, keys[..., :rank], None, None, scales)
-        return kernels.latent_queries_(
-            *(() if kernels is KERNELS else (KERNELS,)),
-            plain,
-            rotated,
-            key_up,
-            latent,
-            norm,
-            positions,
-            cos_sin,
-            cache,
-            slots,
-        )
+        arguments = plain, rotated, key_up, latent, norm, positions, cos_sin, cache, slots
+        return function(*arguments)
 
-    assert torch.equal(queries(KERNELS, found), queries(ReferenceKernels, expected))
+    def by_two(*arguments: Any) -> Tensor:
+        return ReferenceKernels.latent_queries_(KERNELS, *arguments)
+
+    assert torch.equal(queries(KERNELS.latent_queries_, found), queries(by_two, expected))
     assert torch.equal(found.float(), expected.float())
     assert (found.float()[0] == torch.tensor(7.0).to(kind).float().item()).all()
 
