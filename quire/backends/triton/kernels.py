@@ -290,14 +290,18 @@ class TritonKernels(ReferenceKernels):
         spec: MoeSpec,
         shared: SharedExpert | None,
     ) -> Tensor:
-        if (
-            self._joins_experts
-            and shared is not None
-            and _has_own_experts(spec)
-            and shared_experts.joins(x, router, experts, spec, shared)
-        ):
+        if not self._joins_experts or shared is None or not _has_own_experts(spec):
+            return super().routed_experts(x, router, experts, spec, shared)
+        if shared_experts.joins(x, router, experts, spec, shared):
             return shared_experts.routed_experts(x, router, experts, spec, shared)
-        return super().routed_experts(x, router, experts, spec, shared)
+        if spec.has_float32_router and shared_experts.widens(x, router):
+            logits = router_linear.router_linear(x, router.weight.tensor, router.bias)
+        else:
+            logits = self.linear(x.float() if spec.has_float32_router else x, *router)
+        hidden = self.linear_gated(x, shared.up, None, spec.activation)
+        output = self.linear(hidden, shared.down)
+        gate = None if shared.gate is None else self.linear(x, shared.gate)
+        return experts_kernels.moe(x, logits, experts, spec, None, output, gate)
 
     def route(
         self, router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None

@@ -29,7 +29,7 @@ def joins(
         0 < len(x) <= MEDIUM_ROWS
         and x.dtype != torch.float32
         and all(one.is_dense and one.tensor.dtype == x.dtype for one in matrices)
-        and (not spec.has_float32_router or _is_float32_router(router, shared))
+        and (not spec.has_float32_router or (shared.gate is None and widens(x, router)))
         and shared.up.shape == up.shape[1:]
         and shared.down.shape == down.shape[1:]
         and experts.gate_up_bias is None
@@ -38,10 +38,11 @@ def joins(
     )
 
 
-def _is_float32_router(router: Router, shared: SharedExpert) -> bool:
+def widens(x: Tensor, router: Router) -> bool:
+    """Whether the kernel of routers in float32 takes x as it is."""
     weight = router.weight
     return (
-        shared.gate is None
+        x.dtype != torch.float32
         and weight.is_dense
         and weight.tensor.dtype == torch.float32
         and weight.shape[1] <= MAX_INNER

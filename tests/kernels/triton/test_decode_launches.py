@@ -172,9 +172,10 @@ def test_a_step_of_a_dense_model_has_five_launches_and_two_norms_a_layer(
     assert launches_of("qwen3-0.6b", 1) == expected
 
 
+@pytest.mark.parametrize("rows", [256, 300])
 @pytest.mark.parametrize("shape", [QWEN, GLM])
 def test_a_step_of_many_rows_has_no_operations_of_torch(
-    shape: str, launches_of: LaunchesOf
+    shape: str, rows: int, launches_of: LaunchesOf
 ) -> None:
-    counts = launches_of(shape, 256)
+    counts = launches_of(shape, rows)
     assert [name for name in counts if name.startswith("torch")] == []

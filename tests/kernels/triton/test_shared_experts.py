@@ -68,7 +68,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> TritonKernels:
 
 def assert_joined(kernels: TritonKernels, layer: Layer) -> Tensor:
     """The layer's output, computed both ways."""
-    assert shared_experts.joins(*layer)
+    assert shared_experts.joins(*layer) == (len(layer[0]) <= 256)
     found = kernels.routed_experts(*layer)
     assert torch.equal(found, ReferenceKernels.routed_experts(kernels, *layer))
     return found
@@ -89,8 +89,23 @@ def test_bits_are_those_of_the_operations_one_by_one(
     assert torch.equal(kernels.routed_experts(poisoned, *others)[-1:], found[-1:])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [GATED, SIGMOID], ids=["gate", "sigmoid"])
+def test_many_rows_and_experts_of_other_sizes_add_the_shared_one_in_the_sum(
+    spec: MoeSpec, kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_experts, "joins", lambda *layer: False)
+    for rows in (1, 3):
+        x, router, experts, _, _ = layer_of(spec, 80, rows)
+        wider = layer_of(replace(spec, intermediate_size=64), 80, rows)[-1]
+        for shared in (layer_of(spec, 80, rows)[-1], wider):
+            layer = x, router, experts, spec, shared
+            expected = ReferenceKernels.routed_experts(kernels, *layer)
+            assert torch.equal(kernels.routed_experts(*layer), expected)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="takes minutes in the interpreter")
-@pytest.mark.parametrize("rows", [1, 2, 8, 32, 33, 100, 256])
+@pytest.mark.parametrize("rows", [1, 2, 8, 32, 33, 100, 256, 257, 3000])
 @pytest.mark.parametrize(
     ("spec", "hidden"),
     [(LARGE, 2048), (replace(SIGMOID, num_experts=64, top_k=4, intermediate_size=1536), 2048)],
