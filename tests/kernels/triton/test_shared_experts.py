@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from quire.kernels.ops import Activation, ExpertWeights, MoeSpec, Router, SharedExpert
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Weight
+from quire.models.spec import LayerSpec
 from tests.kernels.triton.support import MARKS, NAN, ON_GPU, random
 
 from quire.backends.triton.kernels import TritonKernels  # isort: skip  (after the check for Triton)
@@ -143,3 +145,40 @@ def test_nothing_changes_without_the_variable(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ReferenceKernels, "routed_experts", lambda *layer: layer[1])
     layer = layer_of(GATED, 80, 1)
     assert TritonKernels(DTYPE).routed_experts(*layer) is layer[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="the interpreter's models are too small for a card's kernels")
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen2_moe"])
+def test_a_model_has_the_same_logits_either_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.decoding import all_logits, make_caches, run_tokens
+    from tests.random_models import SPECS, random_decoder
+
+    def of_one_size(layer: LayerSpec) -> LayerSpec:
+        if not isinstance(layer.mlp, MoeSpec):
+            return layer
+        size = layer.mlp.shared_intermediate_size
+        return replace(
+            layer, mlp=replace(layer.mlp, num_groups=1, top_groups=1, intermediate_size=size)
+        )
+
+    given, tokens = SPECS[name], list(range(20))
+    spec = replace(given, layers=tuple(map(of_one_size, given.layers)))
+    monkeypatch.setenv(VARIABLE, "latent")
+    expected = all_logits(random_decoder(spec, TritonKernels(DTYPE), DTYPE), tokens)
+    monkeypatch.setenv(VARIABLE, "latent,experts")
+    joined, join = [], shared_experts.joins
+
+    def noted(*layer: Any) -> bool:
+        joined.append(join(*layer))
+        return joined[-1]
+
+    monkeypatch.setattr(shared_experts, "joins", noted)
+    decoder = random_decoder(spec, TritonKernels(DTYPE), DTYPE)
+    found = all_logits(decoder, tokens)
+    assert torch.equal(found, expected)
+    caches = make_caches(decoder, 4)
+    run_tokens(decoder, caches, tokens[:-1], 0)
+    assert torch.equal(run_tokens(decoder, caches, tokens, 19)[0], found[-1])
+    assert all(joined)
+    assert joined
