@@ -513,6 +513,16 @@ class Kernels(Protocol):
         8-bit integers first, each row by itself (`cpu/quantized.h`).
         """
 
+    def linear_pair(
+        self,
+        x: Tensor,
+        first: Weight,
+        first_bias: Tensor | None,
+        second: Weight,
+        second_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`linear` of the same rows with two weights."""
+
     def linear_gated(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
     ) -> Tensor:
@@ -711,6 +721,20 @@ class Kernels(Protocol):
         queries [rows, heads, rank + rope]: absorbed [rows, heads, rank] beside what becomes of
         `rotated` [rows, heads, rope].
         """
+
+    def latent_queries_(
+        self,
+        plain: Tensor,
+        rotated: Tensor,
+        key_up: Weight,
+        latent: Tensor,
+        norm: LatentNorm,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """`latent_to_cache_` of linear_heads(plain, key_up)."""
 
     def convolve_(
         self,

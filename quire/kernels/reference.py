@@ -18,7 +18,7 @@ from quire.kernels.adapted_products import AdaptedProducts
 from quire.kernels.elementwise import ACTIVATIONS, sigmoid, soft_capped, xielu
 from quire.kernels.filters import filter_rows_
 from quire.kernels.formats import Format
-from quire.kernels.latent import latent_to_cache_, linear_heads
+from quire.kernels.latent import latent_queries_, latent_to_cache_, linear_heads
 from quire.kernels.logprobs import gather_logprobs
 from quire.kernels.low_rank import ExpertAdapters
 from quire.kernels.noise import gumbel_noise
@@ -98,6 +98,16 @@ class ReferenceKernels(AdaptedProducts):
                 x, weight.format.expand(*weight.parts[0].tensors).to(x.dtype), bias
             )
         return result if out is None else out.copy_(result)
+
+    def linear_pair(
+        self,
+        x: Tensor,
+        first: Weight,
+        first_bias: Tensor | None,
+        second: Weight,
+        second_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        return self.linear(x, first, first_bias), self.linear(x, second, second_bias)
 
     def linear_gated(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
@@ -379,6 +389,7 @@ class ReferenceKernels(AdaptedProducts):
 
     linear_heads = linear_heads
     latent_to_cache_ = latent_to_cache_
+    latent_queries_ = latent_queries_
     convolve_ = staticmethod(convolve)
     recur_ = staticmethod(recur)
     gated_norm = staticmethod(gated_norm)

@@ -22,6 +22,8 @@ from quire.kernels.ops import (
     Activation,
     ExpertWeights,
     Kernels,
+    LatentNorm,
+    LayerCache,
     MoeSpec,
     Router,
     SharedExpert,
@@ -84,6 +86,13 @@ class Linear:
         return rows.kernels.linear_gated(x, self._weight, self._bias, activation)
 
 
+def linear_pair(rows: Rows, x: Tensor, first: Linear, second: Linear) -> tuple[Tensor, Tensor]:
+    """Both products of the same rows."""
+    if rows.adapters is not None:
+        return first(rows, x), second(rows, x)
+    return rows.kernels.linear_pair(x, first._weight, first.bias, second._weight, second.bias)
+
+
 class HeadLinear:
     """A product for each head, with its own matrix of a stack [heads, out, in]."""
 
@@ -95,6 +104,25 @@ class HeadLinear:
     def __call__(self, rows: Rows, x: Tensor) -> Tensor:
         """[rows, heads, out] of x [rows, heads, in]."""
         return rows.kernels.linear_heads(x, self._weight)
+
+    def queries_(
+        self,
+        rows: Rows,
+        plain: Tensor,
+        rotated: Tensor,
+        latent: Tensor,
+        norm: LatentNorm,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """What latent attention asks with: this product of `plain` beside what is rotated. Latents
+        go to the cache.
+        """
+        return rows.kernels.latent_queries_(
+            plain, rotated, self._weight, latent, norm, positions, cos_sin, cache, slot_mapping
+        )
 
 
 class ExpertsLinear:

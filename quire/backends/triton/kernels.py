@@ -23,6 +23,7 @@ from quire.backends.triton import (
     heads,
     inputs,
     latent,
+    linear_pair,
     logprobs,
     quantized,
     repeats,
@@ -119,6 +120,7 @@ class TritonKernels(ReferenceKernels):
     qkv_to_cache_ = staticmethod(heads.qkv_to_cache_)
     linear_heads = staticmethod(latent.linear_heads)
     latent_to_cache_ = staticmethod(latent.latent_to_cache_)
+    latent_queries_ = staticmethod(latent.latent_queries_)
     sigmoid_mul = staticmethod(rowwise.sigmoid_mul)
     sigmoid_mul_add = staticmethod(rowwise.sigmoid_mul_add)
     gather_inputs = staticmethod(inputs.gather_inputs)
@@ -200,6 +202,18 @@ class TritonKernels(ReferenceKernels):
         own = _own_product(x, weight.tensor, silu_mul=False)
         return own or (None if self._check(weight.tensor, bias is not None) else linear)
 
+    def linear_pair(
+        self,
+        x: Tensor,
+        first: Weight,
+        first_bias: Tensor | None,
+        second: Weight,
+        second_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        if second_bias is None and linear_pair.takes(x, first, second):
+            return linear_pair.linear_pair(x, first, second, first_bias)
+        return super().linear_pair(x, first, first_bias, second, second_bias)
+
     def linear_gated(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
     ) -> Tensor:
@@ -276,14 +290,18 @@ class TritonKernels(ReferenceKernels):
         spec: MoeSpec,
         shared: SharedExpert | None,
     ) -> Tensor:
-        if (
-            self._joins_experts
-            and shared is not None
-            and _has_own_experts(spec)
-            and shared_experts.joins(x, router, experts, spec, shared)
-        ):
+        if not self._joins_experts or shared is None or not _has_own_experts(spec):
+            return super().routed_experts(x, router, experts, spec, shared)
+        if shared_experts.joins(x, router, experts, spec, shared):
             return shared_experts.routed_experts(x, router, experts, spec, shared)
-        return super().routed_experts(x, router, experts, spec, shared)
+        if spec.has_float32_router and shared_experts.widens(x, router):
+            logits = router_linear.router_linear(x, router.weight.tensor, router.bias)
+        else:
+            logits = self.linear(x.float() if spec.has_float32_router else x, *router)
+        hidden = self.linear_gated(x, shared.up, None, spec.activation)
+        output = self.linear(hidden, shared.down)
+        gate = None if shared.gate is None else self.linear(x, shared.gate)
+        return experts_kernels.moe(x, logits, experts, spec, None, output, gate)
 
     def route(
         self, router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None

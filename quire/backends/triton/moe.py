@@ -103,36 +103,39 @@ def _route_kernel(
 def _combine_kernel(
     products,
     weights,
+    shared,
     gate,
     out,
+    shared_stride,
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
+    PAIRS: tl.constexpr,
     SHARED: tl.constexpr,
     GATE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The weighted sum of a row's pairs, which lie in the order of their experts. With SHARED, the
-    pair behind them is added to the rounded sum, times the sigmoid of the row's gate if there is
-    one (GATE).
+    """The weighted sum of TOP_K of a row's PAIRS, which lie in the order of their experts. With
+    SHARED, what the shared expert gave is added to the rounded sum, times the sigmoid of the row's
+    gate if there is one (GATE).
     """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < SIZE
     dtype: tl.constexpr = out.dtype.element_ty
-    first = row * (TOP_K + 1 if SHARED else TOP_K)
+    first = row * PAIRS
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(TOP_K):
         product = tl.load(products + (first + i) * SIZE + column, mask=exists, other=0.0)
         total += product.to(tl.float32) * tl.load(weights + first + i)
     total = total.to(dtype)
     if SHARED:
-        shared = tl.load(products + (first + TOP_K) * SIZE + column, mask=exists, other=0.0)
+        added = tl.load(shared + row * shared_stride + column, mask=exists, other=0.0)
         if GATE:
             share = sigmoid(tl.load(gate + row).to(tl.float32))
-            shared = (share.to(dtype).to(tl.float32) * shared.to(tl.float32)).to(dtype)
-        total = (total.to(tl.float32) + shared.to(tl.float32)).to(dtype)
+            added = (share.to(dtype).to(tl.float32) * added.to(tl.float32)).to(dtype)
+        total = (total.to(tl.float32) + added.to(tl.float32)).to(dtype)
     tl.store(out + row * SIZE + column, total, mask=exists)
 
 
@@ -142,11 +145,12 @@ def moe(
     experts: ExpertWeights,
     spec: MoeSpec,
     transform_activated: TransformActivated | None = None,
-    shared: SharedExpert | None = None,
+    shared: SharedExpert | Tensor | None = None,
     shared_gate: Tensor | None = None,
 ) -> Tensor:
     """`Kernels.moe`, and the output of an expert that all rows share, times the sigmoid of
-    `shared_gate` [rows, 1] if there is one. Its weights must be as the others': `joins`.
+    `shared_gate` [rows, 1] if there is one. It is given as [rows, hidden], or by its weights, which
+    must be as the others' then (`shared_experts.joins`).
     """
     gate_up, down = experts.gate_up, experts.down
     source = as_rows(x)
@@ -155,13 +159,14 @@ def moe(
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
-    has_shared = shared is not None
-    expert_ids, weights = route(router_logits, spec, experts.choice_bias, has_shared)
+    joined = shared if isinstance(shared, SharedExpert) else None
+    is_joined = joined is not None
+    expert_ids, weights = route(router_logits, spec, experts.choice_bias, is_joined)
     if _is_streamed(gate_up) and _is_streamed(down):
         width = streamed_experts.tile_width(len(expert_ids), num_experts)
     else:
         width = tile_width(len(expert_ids), num_experts, x.dtype)
-    tiles = group_pairs(expert_ids, num_experts + has_shared, rows, width)
+    tiles = group_pairs(expert_ids, num_experts + is_joined, rows, width)
     activated = _expert_product(
         source,
         gate_up,
@@ -169,22 +174,30 @@ def moe(
         tiles,
         len(expert_ids) // rows,
         spec.activation,
-        shared and shared.up.tensor,
+        joined and joined.up.tensor,
     )
     if transform_activated is not None:
         activated = transform_activated(activated)
     products = _expert_product(
-        activated, down, experts.down_bias, tiles, 1, None, shared and shared.down.tensor
+        activated, down, experts.down_bias, tiles, 1, None, joined and joined.down.tensor
     )
+    added = products
+    if joined is not None:
+        added = products.view(rows, -1, hidden)[:, -1]
+    elif isinstance(shared, Tensor):
+        added = as_rows(shared)
     block = min(_COMBINE_BLOCK, next_power_of_2(hidden))
     _combine_kernel[(rows, cdiv(hidden, block))](
         products=products,
         weights=weights,
+        shared=added,
         gate=weights if shared_gate is None else shared_gate,
         out=out,
+        shared_stride=added.stride(0),
         SIZE=hidden,
         TOP_K=spec.top_k,
-        SHARED=has_shared,
+        PAIRS=len(expert_ids) // rows,
+        SHARED=shared is not None,
         GATE=shared_gate is not None,
         BLOCK=block,
         PDL=USE_PDL,

@@ -4,24 +4,25 @@
 
 from __future__ import annotations
 
-from quire.backends.triton.shared_experts import _gated_router_kernel
+from quire.backends.triton.linear_pair import _pair_kernel
 from quire.backends.triton.tile_product import _product_kernel
 from tests.kernels.triton import compile_recurrent
 from tests.kernels.triton.compile_small_batches import stack_size
 from tests.long_runs import IS_LONG
 
-_NUMBERS = ("x", "router", "bias", "gate", "logits", "gates", "weight", "shared", "out")
+_PAIR = ("x", "first", "first_bias", "second", "first_out", "second_out")
 TYPES = {
-    **dict.fromkeys((*_NUMBERS, "x_scales", "scales", "others"), "*bf16"),
+    **dict.fromkeys((*_PAIR, "weight", "shared", "bias", "out"), "*bf16"),
+    **dict.fromkeys(("x_scales", "scales", "others"), "*bf16"),
     **dict.fromkeys(("tile_experts", "tile_counts", "order"), "*i32"),
 }
 
 
 def shared_experts_kernels() -> dict[str, dict[str, int]]:
     """Qwen3.5-35B-A3B's: bytes of shared memory, and of registers that did not fit."""
-    router = {"EXPERTS": 256, "K": 2048, "BIAS": False, "GATE": True, "PDL": True}
+    router = {"FIRST": 256, "SECOND": 1, "K": 2048, "BIAS": False, "PDL": True}
     router |= {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 256}
-    cases = {"router": (_gated_router_kernel, router, 4)}
+    cases = {"router": (_pair_kernel, router, 4)}
     plain = dict.fromkeys(("KIND", "ACTIVATION", "GROUP", "ZERO", "OTHER"), 0)
     plain |= dict.fromkeys(("BIAS", "NIBBLES", "FP4", "AHEAD"), False)
     plain |= {"EXPERTS": 256, "TOP_K": 9, "SHARED": True, "BLOCK": 64, "LINES": 16, "PDL": True}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from quire.kernels.ops import Activation, ExpertWeights, MoeSpec, Router, SharedExpert
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Weight
+from quire.models.spec import LayerSpec
 from tests.kernels.triton.support import MARKS, NAN, ON_GPU, random
 
 from quire.backends.triton.kernels import TritonKernels  # isort: skip  (after the check for Triton)
@@ -68,7 +70,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> TritonKernels:
 
 def assert_joined(kernels: TritonKernels, layer: Layer) -> Tensor:
     """The layer's output, computed both ways."""
-    assert shared_experts.joins(*layer)
+    assert shared_experts.joins(*layer) == (len(layer[0]) <= 256)
     found = kernels.routed_experts(*layer)
     assert torch.equal(found, ReferenceKernels.routed_experts(kernels, *layer))
     return found
@@ -89,8 +91,23 @@ def test_bits_are_those_of_the_operations_one_by_one(
     assert torch.equal(kernels.routed_experts(poisoned, *others)[-1:], found[-1:])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [GATED, SIGMOID], ids=["gate", "sigmoid"])
+def test_many_rows_and_experts_of_other_sizes_add_the_shared_one_in_the_sum(
+    spec: MoeSpec, kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_experts, "joins", lambda *layer: False)
+    for rows in (1, 3):
+        x, router, experts, _, _ = layer_of(spec, 80, rows)
+        wider = layer_of(replace(spec, intermediate_size=64), 80, rows)[-1]
+        for shared in (layer_of(spec, 80, rows)[-1], wider):
+            layer = x, router, experts, spec, shared
+            expected = ReferenceKernels.routed_experts(kernels, *layer)
+            assert torch.equal(kernels.routed_experts(*layer), expected)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="takes minutes in the interpreter")
-@pytest.mark.parametrize("rows", [1, 2, 8, 32, 33, 100, 256])
+@pytest.mark.parametrize("rows", [1, 2, 8, 32, 33, 100, 256, 257, 3000])
 @pytest.mark.parametrize(
     ("spec", "hidden"),
     [(LARGE, 2048), (replace(SIGMOID, num_experts=64, top_k=4, intermediate_size=1536), 2048)],
@@ -128,3 +145,40 @@ def test_nothing_changes_without_the_variable(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ReferenceKernels, "routed_experts", lambda *layer: layer[1])
     layer = layer_of(GATED, 80, 1)
     assert TritonKernels(DTYPE).routed_experts(*layer) is layer[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="the interpreter's models are too small for a card's kernels")
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen2_moe"])
+def test_a_model_has_the_same_logits_either_way(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.decoding import all_logits, make_caches, run_tokens
+    from tests.random_models import SPECS, random_decoder
+
+    def of_one_size(layer: LayerSpec) -> LayerSpec:
+        if not isinstance(layer.mlp, MoeSpec):
+            return layer
+        size = layer.mlp.shared_intermediate_size
+        return replace(
+            layer, mlp=replace(layer.mlp, num_groups=1, top_groups=1, intermediate_size=size)
+        )
+
+    given, tokens = SPECS[name], list(range(20))
+    spec = replace(given, layers=tuple(map(of_one_size, given.layers)))
+    monkeypatch.setenv(VARIABLE, "latent")
+    expected = all_logits(random_decoder(spec, TritonKernels(DTYPE), DTYPE), tokens)
+    monkeypatch.setenv(VARIABLE, "latent,experts")
+    joined, join = [], shared_experts.joins
+
+    def noted(*layer: Any) -> bool:
+        joined.append(join(*layer))
+        return joined[-1]
+
+    monkeypatch.setattr(shared_experts, "joins", noted)
+    decoder = random_decoder(spec, TritonKernels(DTYPE), DTYPE)
+    found = all_logits(decoder, tokens)
+    assert torch.equal(found, expected)
+    caches = make_caches(decoder, 4)
+    run_tokens(decoder, caches, tokens[:-1], 0)
+    assert torch.equal(run_tokens(decoder, caches, tokens, 19)[0], found[-1])
+    assert all(joined)
+    assert joined
