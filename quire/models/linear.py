@@ -7,8 +7,11 @@ multiplies can be forgotten: `tests/test_structure.py` finds a product that goes
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from quire.kernels.low_rank import (
@@ -21,6 +24,8 @@ from quire.kernels.low_rank import (
 from quire.kernels.ops import Activation, ExpertWeights, Kernels, MoeSpec
 from quire.kernels.weights import Weight
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -31,6 +36,75 @@ class Rows:
     kernels: Kernels
     adapters: Tensor | None = field(default=None, kw_only=True)
     """int32 [rows]: the slot of each row's adapter, -1 where it has none; None: none has one."""
+
+
+class TrainedRows(NamedTuple):
+    """An adapter's own rows of the embedding or of the head: PEFT's `modules_to_save` and
+    `trainable_token_indices`. Which rows of a step have them is found out by Python, so that step is
+    never computed by a graph or a recording: see `AdapterSlots.are_captured`.
+    """
+
+    weight: Weight
+    """[rows, hidden]; of the head as the kernels packed it."""
+    tokens: Tensor | None = None
+    """int64 [rows], ascending: whose rows they are; None: of all tokens."""
+    bias: Tensor | None = None
+    """Of the head."""
+
+    @property
+    def nbytes(self) -> int:
+        further = sum(one.nbytes for one in (self.tokens, self.bias) if one is not None)
+        return self.weight.nbytes + further
+
+    def looked_up(self, kernels: Kernels, token_ids: Tensor, known: Tensor) -> Tensor:
+        """The rows of these tokens, `known` where the adapter has none."""
+        if self.tokens is None:
+            return kernels.embedding(token_ids, self.weight).to(known.dtype)
+        at = torch.searchsorted(self.tokens, token_ids).clamp(max=len(self.tokens) - 1)
+        has_own = (self.tokens[at] == token_ids).unsqueeze(1)
+        return torch.where(has_own, self.weight.tensor[at].to(known.dtype), known)
+
+    def multiplied(self, kernels: Kernels, x: Tensor, known: Tensor) -> Tensor:
+        """The products of x with the rows, `known` where the adapter has none."""
+        product = kernels.linear(x, self.weight, self.bias)
+        return product if self.tokens is None else known.index_copy(1, self.tokens, product)
+
+
+class EmbeddingPair(NamedTuple):
+    """A pair of matrices for the embedding: to a token's row A's column of that token times the scale
+    times B' is added, in float32; with DoRA the sum is multiplied by a factor for each number.
+    """
+
+    a: Tensor
+    """[vocab, rank]: turned, in the model's dtype."""
+    b: Weight
+    """float32 [hidden, rank], packed."""
+    scale: float
+    factor: Tensor | None = None
+    """float32 [hidden]."""
+
+    @property
+    def nbytes(self) -> int:
+        factor = 0 if self.factor is None else self.factor.nbytes
+        return self.a.nbytes + self.b.nbytes + factor
+
+    def looked_up(self, kernels: Kernels, token_ids: Tensor, known: Tensor) -> Tensor:
+        """The rows of these tokens, which the model itself knows as `known`."""
+        inner = self.a[token_ids].float() * self.scale
+        total = known.float() + kernels.linear(inner, self.b)
+        if self.factor is not None:
+            total = total * self.factor
+        return total.to(known.dtype)
+
+
+def rows_by_slot(slots: Tensor, held: Mapping[int, T]) -> Iterator[tuple[Tensor, T]]:
+    """For each slot that some rows have and that holds something: these rows, and what it is."""
+    for slot in sorted(set(slots.tolist()) & held.keys()):
+        yield (slots == slot).nonzero().squeeze(1), held[slot]
+
+
+AdapterPart = PackedLowRank | PackedExperts | TrainedRows | EmbeddingPair
+"""What an adapter changes of one product, or of the embedding."""
 
 
 class Linear:
@@ -52,10 +126,10 @@ class Linear:
         """From here on rows may have adapters."""
         self.adapters = kernels.low_rank_table(num_slots)
 
-    def put_adapter(self, slot: int, packed: PackedLowRank | PackedExperts | None) -> None:
+    def put_adapter(self, slot: int, packed: AdapterPart | None) -> None:
         """Puts an adapter's part into a slot; None: it has none, or has left."""
         assert self.adapters is not None
-        assert not isinstance(packed, PackedExperts)
+        assert not isinstance(packed, PackedExperts | TrainedRows | EmbeddingPair)
         self.adapters.put(slot, packed)
 
     def __call__(self, rows: Rows, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -75,6 +149,31 @@ class Linear:
                 x, self._weight, self._bias, activation, rows.adapters, self.adapters
             )
         return rows.kernels.linear_gated(x, self._weight, self._bias, activation)
+
+
+class Head(Linear):
+    """The product that scores tokens, of which adapters may have rows of their own."""
+
+    __slots__ = ("_trained",)
+
+    def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        self._trained: dict[int, TrainedRows] = {}
+        """By slot."""
+
+    def put_adapter(self, slot: int, packed: AdapterPart | None) -> None:
+        self._trained.pop(slot, None)
+        if isinstance(packed, TrainedRows):
+            self._trained[slot] = packed
+            packed = None
+        super().put_adapter(slot, packed)
+
+    def __call__(self, rows: Rows, x: Tensor, out: Tensor | None = None) -> Tensor:
+        scores = super().__call__(rows, x, out)
+        if rows.adapters is not None and self._trained:
+            for own, trained in rows_by_slot(rows.adapters, self._trained):
+                scores[own] = trained.multiplied(rows.kernels, x[own], scores[own])
+        return scores
 
 
 class HeadLinear:
@@ -103,7 +202,7 @@ class ExpertsLinear:
     def take_adapters(self, kernels: Kernels, num_slots: int) -> None:
         self.adapters = ExpertTables(self._num_experts, lambda: kernels.low_rank_table(num_slots))
 
-    def put_adapter(self, slot: int, packed: PackedLowRank | PackedExperts | None) -> None:
+    def put_adapter(self, slot: int, packed: AdapterPart | None) -> None:
         assert self.adapters is not None
         assert packed is None or isinstance(packed, PackedExperts)
         self.adapters.put(slot, packed)
@@ -137,11 +236,26 @@ class Experts:
 class Embedding:
     """Rows of a weight [vocab, hidden], by token."""
 
-    __slots__ = ("_weight",)
+    __slots__ = ("_adapted", "_weight")
 
     def __init__(self, weight: Weight) -> None:
         self._weight = weight
+        self._adapted: dict[int, TrainedRows | EmbeddingPair] = {}
+        """By slot."""
+
+    def take_adapters(self, kernels: Kernels, num_slots: int) -> None:
+        """There is nothing to prepare."""
+
+    def put_adapter(self, slot: int, packed: AdapterPart | None) -> None:
+        self._adapted.pop(slot, None)
+        if packed is not None:
+            assert isinstance(packed, TrainedRows | EmbeddingPair)
+            self._adapted[slot] = packed
 
     def __call__(self, rows: Rows, token_ids: Tensor) -> Tensor:
         """The rows of int64 token_ids [rows], as plain numbers."""
-        return rows.kernels.embedding(token_ids, self._weight)
+        found = rows.kernels.embedding(token_ids, self._weight)
+        if rows.adapters is not None and self._adapted:
+            for own, part in rows_by_slot(rows.adapters, self._adapted):
+                found[own] = part.looked_up(rows.kernels, token_ids[own], found[own])
+        return found
