@@ -21,13 +21,19 @@ from quire.checkpoints.files import is_gguf
 from quire.checkpoints.gguf_adapter import open_gguf_adapter
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import PLAIN
-from quire.kernels.low_rank import LowRank, LowRankPart, PackedExperts, PackedLowRank
+from quire.kernels.low_rank import (
+    LowRank,
+    LowRankPart,
+    PackedExperts,
+    PackedHeads,
+    PackedLowRank,
+)
 from quire.models.adapter_module import AdapterModule, read_finite
 from quire.models.decoder import Decoder
 from quire.models.expert_adapters import by_expert, fitting, stacks_of, unwrapped
 from quire.models.families import family_named
 from quire.models.gguf_adapters import gguf_modules
-from quire.models.linear import AdapterPart, EmbeddingPair, Linear, TrainedRows
+from quire.models.linear import AdapterPart, EmbeddingPair, HeadLinear, Linear, TrainedRows
 from quire.models.load import read_piece
 from quire.models.names import huggingface_pieces
 from quire.models.pieces import Piece
@@ -61,9 +67,12 @@ class Adapter:
     """Whether it depends on the base model's weights."""
 
     @property
-    def has_own_rows(self) -> bool:
-        """Whether it changes embedding or head otherwise than by adding to a product."""
-        return any(isinstance(one, TrainedRows | EmbeddingPair) for one in self.products.values())
+    def is_captured(self) -> bool:
+        """Whether graphs and recorded steps compute it: not where Python picks rows out, nor what only
+        some adapters have (in latent attention, the heads' own matrices).
+        """
+        others = TrainedRows | EmbeddingPair | PackedHeads
+        return not any(isinstance(one, others) for one in self.products.values())
 
     @property
     def nbytes(self) -> int:
@@ -148,7 +157,12 @@ class AdapterLoader:
         products: dict[str, AdapterPart] = {}
         experts: dict[str, dict[int, PackedLowRank]] = {}
         for (parameter, expert), own in found.items():
-            packed, linear = self._packed(parameter, own), _linear_name(parameter)
+            linear = _linear_name(parameter)
+            product = self._decoder.linears[linear]
+            if isinstance(product, HeadLinear):
+                products[linear] = self._packed_heads(product, own)
+                continue
+            packed = self._packed(parameter, own)
             if expert is None:
                 products[linear] = packed
             else:
@@ -193,7 +207,7 @@ class AdapterLoader:
             if module not in self._places:
                 yield from self._stacked(files, module, own)
                 continue
-            total, inner = self._module_shape(module, some, file)
+            total, inner = self._module_shape(module, some, settings.is_dora, file)
             rank = settings.rank_of(module)
             shapes = {
                 "lora_A": (rank, inner),
@@ -253,11 +267,16 @@ class AdapterLoader:
         for piece, own_a, own_b in pairs:
             yield AdapterModule(name, (piece,), own_a, own_b, None, scale)
 
-    def _module_shape(self, module: str, tensor: str, file: Path) -> tuple[int, int]:
+    def _module_shape(self, module: str, tensor: str, is_dora: bool, file: Path) -> tuple[int, int]:
         """Of the module's weight in the model's files."""
         piece = self._places[module][0]
         parameter = self._parameters[piece.parameter]
-        if _linear_of(piece) not in self._decoder.linears or piece.has_middle:
+        product = self._decoder.linears.get(_linear_of(piece))
+        if isinstance(product, HeadLinear) and is_dora:
+            raise UnsupportedModelError(
+                f"{file}: the tensor {tensor} changes {module}, for whose matrices of heads there is no DoRA"
+            )
+        if product is None or piece.has_middle:
             raise UnsupportedModelError(
                 f"{file}: the tensor {tensor} changes {module}, which is no product that Quire can adapt"
             )
@@ -335,6 +354,24 @@ class AdapterLoader:
         a = torch.cat([module.a for module, _ in own]).to(device, dtype)
         scale = torch.cat([torch.full((module.a.shape[0],), module.scale) for module, _ in own])
         return self._decoder.kernels.pack_low_rank(LowRank(a, scale.to(device), tuple(parts)))
+
+    def _packed_heads(
+        self, product: HeadLinear, own: list[tuple[AdapterModule, list[LowRankPart]]]
+    ) -> PackedHeads:
+        """A pair of matrices for each head of one module's."""
+        ((module, parts),) = own
+        dtype, device = self._decoder.dtype, self._decoder.device
+        rank = module.a.shape[0]
+        scale = torch.full((rank,), module.scale, device=device)
+        in_order = sorted(parts, key=lambda part: part.first)
+        by_head = torch.cat([part.b for part in in_order]).view(product.num_heads, -1, rank)
+        found = {}
+        for head, b in enumerate(by_head):
+            pair = (b.t(), module.a.t()) if product.is_turned else (module.a, b)
+            a, b = (one.to(device, dtype).contiguous() for one in pair)
+            low_rank = LowRank(a, scale, (LowRankPart(0, 0, b),))
+            found[head] = self._decoder.kernels.pack_low_rank(low_rank)
+        return PackedHeads(found)
 
 
 class BaseWeights:

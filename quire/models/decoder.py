@@ -25,7 +25,15 @@ from quire.kernels.ops import (
 )
 from quire.kernels.tensor_memory import TensorMemory
 from quire.kernels.weights import Weight
-from quire.models.linear import Embedding, Experts, ExpertsLinear, Head, Linear, Rows
+from quire.models.linear import (
+    Embedding,
+    Experts,
+    ExpertsLinear,
+    Head,
+    HeadLinear,
+    Linear,
+    Rows,
+)
 from quire.models.mixers import Batch, Mixers, make_mixer
 from quire.models.parameters import Parameters, SleepLevel, WeightSource
 from quire.models.rope import cos_sin_table
@@ -421,7 +429,7 @@ class Decoder:
         return replace(batch, per_layer=self.inputs(batch, token_ids, x))
 
     @property
-    def linears(self) -> Mapping[str, Linear | ExpertsLinear | Embedding]:
+    def linears(self) -> Mapping[str, Linear | ExpertsLinear | HeadLinear | Embedding]:
         """Its products, and the embedding, by name."""
         return self._parameters.linears
 

@@ -19,6 +19,7 @@ from quire.kernels.low_rank import (
     ExpertTables,
     LowRankTable,
     PackedExperts,
+    PackedHeads,
     PackedLowRank,
 )
 from quire.kernels.ops import Activation, ExpertWeights, Kernels, MoeSpec
@@ -179,13 +180,28 @@ class Head(Linear):
 class HeadLinear:
     """A product for each head, with its own matrix of a stack [heads, out, in]."""
 
-    __slots__ = ("_weight",)
+    __slots__ = ("_weight", "adapters", "is_turned", "num_heads")
 
-    def __init__(self, weight: Weight) -> None:
+    def __init__(self, weight: Weight, num_heads: int, is_turned: bool) -> None:
+        """`is_turned`: in the model's files out and in are exchanged."""
         self._weight = weight
+        self.num_heads = num_heads
+        self.is_turned = is_turned
+        self.adapters: ExpertTables | None = None
+        """What adapters add to each head; None: the engine takes none."""
+
+    def take_adapters(self, kernels: Kernels, num_slots: int) -> None:
+        self.adapters = ExpertTables(self.num_heads, lambda: kernels.low_rank_table(num_slots))
+
+    def put_adapter(self, slot: int, packed: AdapterPart | None) -> None:
+        assert self.adapters is not None
+        assert packed is None or isinstance(packed, PackedHeads)
+        self.adapters.put(slot, packed)
 
     def __call__(self, rows: Rows, x: Tensor) -> Tensor:
         """[rows, heads, out] of x [rows, heads, in]."""
+        if rows.adapters is not None and self.adapters:
+            return rows.kernels.adapted_linear_heads(x, self._weight, rows.adapters, self.adapters)
         return rows.kernels.linear_heads(x, self._weight)
 
 

@@ -53,7 +53,7 @@ class Parameters:
         self.num_positions = num_positions
         self.weights: dict[str, Weight] = {}
         """All that were taken, as the kernels packed them."""
-        self.linears: dict[str, Linear | ExpertsLinear | Embedding] = {}
+        self.linears: dict[str, Linear | ExpertsLinear | HeadLinear | Embedding] = {}
         """The products made of them, and the embedding, by the names that adapters find them by."""
         self.missing: set[str] = set()
         """Those whose numbers are gone, since the decoder slept at level 2, or are of an earlier
@@ -108,7 +108,9 @@ class Parameters:
         these rows transposed.
         """
         self._stacks[f"{name}.weight"] = num_heads, is_turned
-        return HeadLinear(self.matrix(f"{name}.weight"))
+        made = HeadLinear(self.matrix(f"{name}.weight"), num_heads, is_turned)
+        self.linears[name] = made
+        return made
 
     def _as_packed(self, name: str, loaded: Weight) -> Weight:
         """What the kernels pack of it."""

@@ -93,9 +93,7 @@ class AdapterSlots:
         return slots if (slots != NO_ADAPTER).any() else None
 
     def are_captured(self, slots: Int32Array) -> bool:
-        """Whether graphs and recorded steps compute these slots' adapters: not those that change
-        embedding or head otherwise than by a product, whose rows Python picks out.
-        """
+        """Whether graphs and recorded steps compute these slots' adapters: see `Adapter.is_captured`."""
         return self._not_captured.isdisjoint(slots.tolist())
 
     def of_row(self, row: int) -> int:
@@ -120,7 +118,7 @@ class AdapterSlots:
         slot = self._slots[digest] = self._free.pop()
         for name, linear in self._linears.items():
             linear.put_adapter(slot, adapter.products.get(name))
-        if adapter.has_own_rows:
+        if not adapter.is_captured:
             self._not_captured.add(slot)
         self.num_swaps += 1
         return slot

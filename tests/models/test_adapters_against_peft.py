@@ -39,6 +39,10 @@ from tests.random_models import Bench
 CPU = torch.device("cpu")
 FAMILY_NAMES = [family.name for family in FAMILIES if family.name not in RECURRENT]
 SEEDS = 3
+OF_EXPERTS = {
+    *("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"),
+    *("input_linear", "output_linear", "layer"),
+}
 PRODUCTS = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
 
 
@@ -57,14 +61,14 @@ def with_adapter(model: Any, rng: Random, folder: Path, **further: Any) -> Any:
 
     torch.manual_seed(rng.randrange(1000))
     rank = rng.choice([1, 3, 8, 17])
-    # What expands latents is no product of a row: it is refused by name.
-    targets = {
-        name
-        for name, one in model.named_modules()
-        if isinstance(one, PRODUCTS) and not name.endswith(".kv_b_proj")
-    }
+    targets = {name for name, one in model.named_modules() if isinstance(one, PRODUCTS)}
+    use_dora = rng.random() < 0.4
+    if use_dora:  # what expands latents has none: it is refused by name
+        targets = {name for name in targets if not name.endswith(".kv_b_proj")}
     stacks = sorted(name for name, one in model.named_parameters() if _is_stack(name, one))
     if stacks:
+        # PEFT takes such names for the experts' products, too, and then changes the ranks.
+        targets = {name for name in targets if name.rpartition(".")[2] not in OF_EXPERTS}
         further = {**further, "target_parameters": stacks}
     head, embedding = (
         _name_of(model, one)
@@ -82,11 +86,11 @@ def with_adapter(model: Any, rng: Random, folder: Path, **further: Any) -> Any:
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=rng.choice([1, 6, 16]),
-        # One pattern: PEFT makes short names of many, and takes "gate_proj" for the experts, too.
+        # one pattern: PEFT makes short names of many, which fit others, too
         target_modules="|".join(re.escape(name) for name in sorted(targets)),
         init_lora_weights=False,
         use_rslora=rng.random() < 0.3,
-        use_dora=rng.random() < 0.4 and not stacks,
+        use_dora=use_dora and not stacks,
         fan_in_fan_out=model.config.model_type == "gpt2",
         rank_pattern={
             "self_attn.q_proj": 5,
