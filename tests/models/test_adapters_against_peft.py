@@ -65,6 +65,8 @@ def with_adapter(model: Any, rng: Random, folder: Path, **further: Any) -> Any:
     use_dora = rng.random() < 0.4
     if use_dora:  # what expands latents has none: it is refused by name
         targets = {name for name in targets if not name.endswith(".kv_b_proj")}
+    if model.config.model_type in ("falcon_h1", "nemotron_h"):  # PEFT declines it there
+        targets = {name for name in targets if not name.endswith(".out_proj")}
     stacks = sorted(name for name, one in model.named_parameters() if _is_stack(name, one))
     if stacks:
         # PEFT takes such names for the experts' products, too, and then changes the ranks.
