@@ -21,13 +21,14 @@ from quire.engine import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.device import Device
-from quire.models.adapters import AdapterLoader, Segments
+from quire.models.adapters import AdapterLoader
 from quire.models.decoder import Decoder
 from quire.models.load import Progress, load_planned, open_model, reading
 from quire.models.names import drafting_names, names_not_for_text
 from quire.models.parameters import WeightSource
 from quire.models.prediction import Predictor, prediction_files
 from quire.models.spec import ModelSpec
+from quire.models.vocabulary_adapters import Segments
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
 from quire.process import gc_pauses
 from quire.runner.dtypes import pick_dtype
@@ -106,7 +107,11 @@ def load_model(
         files.checkpoint.close()
     ends = tuple(dict.fromkeys((*files.spec.eos_token_ids, *tokenizer.eos_token_ids)))
     adapters = AdapterLoader(
-        decoder, files.spec, share.segments_of(files.spec), partial(open_model, source.path)
+        decoder,
+        files.spec,
+        share.segments_of(files.spec),
+        partial(open_model, source.path),
+        share.source_of(files.spec),
     )
     return LoadedModel(files.spec, decoder, tokenizer, ends, weights.describe(), draft, adapters)
 

@@ -12,7 +12,7 @@ import torch
 
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
-from tests.adapters import random_adapter
+from tests.adapters import KINDS, random_adapter
 from tests.random_models import SPECS, Bench, Transcript, random_decoder
 from tests.test_exactness import DTYPES, SCENARIOS, assert_same, make_kernels, workload
 
@@ -21,7 +21,14 @@ RANKS = (1, 4, 16, 33)
 
 def make_adapters(folder: Path, decoder: Decoder, count: int) -> list[Path]:
     return [
-        random_adapter(folder / str(i), decoder, i, RANKS[i % len(RANKS)]) for i in range(count)
+        random_adapter(
+            folder / str(i),
+            decoder,
+            i,
+            RANKS[i % len(RANKS)],
+            kind=KINDS[(i + i // len(RANKS)) % len(KINDS)],
+        )
+        for i in range(count)
     ]
 
 

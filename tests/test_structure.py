@@ -382,4 +382,4 @@ def test_a_product_past_the_door_is_found() -> None:
     )
     assert all(_products_in(ast.walk(ast.parse(text))) == [1] for text in past)
     assert not any(_products_in(ast.walk(ast.parse(text))) for text in through)
-    assert len(_products_in(_nodes(DOOR))) == len(PRODUCTS)
+    assert len(_products_in(_nodes(DOOR))) >= len(PRODUCTS)

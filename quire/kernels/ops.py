@@ -29,7 +29,13 @@ from torch import Tensor, dtype, float32, int8
 from quire.errors import InvalidRequestError
 from quire.kernels.formats import Format
 from quire.kernels.layer_state import CacheMemory, LayerState, StoredPart
-from quire.kernels.low_rank import ExpertAdapters, LowRank, LowRankTable, PackedLowRank
+from quire.kernels.low_rank import (
+    ExpertAdapters,
+    ExpertTables,
+    LowRank,
+    LowRankTable,
+    PackedLowRank,
+)
 from quire.kernels.recurrent import (
     ConvolutionCache,
     ConvolutionSpec,
@@ -704,6 +710,11 @@ class Kernels(Protocol):
         """[rows, heads, out] of x [rows, heads, in]: each head's product with its own matrix of the
         stack weight [heads, out, in], as `linear` computes it.
         """
+
+    def adapted_linear_heads(
+        self, x: Tensor, weight: Weight, slots: Tensor, tables: ExpertTables
+    ) -> Tensor:
+        """`linear_heads`, and what the adapters in int32 slots [rows] of each head's table add to it."""
 
     def latent_to_cache_(
         self,

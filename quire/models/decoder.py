@@ -25,7 +25,15 @@ from quire.kernels.ops import (
 )
 from quire.kernels.tensor_memory import TensorMemory
 from quire.kernels.weights import Weight
-from quire.models.linear import Embedding, Experts, ExpertsLinear, Linear, Rows
+from quire.models.linear import (
+    Embedding,
+    Experts,
+    ExpertsLinear,
+    Head,
+    HeadLinear,
+    Linear,
+    Rows,
+)
 from quire.models.mixers import Batch, Mixers, make_mixer
 from quire.models.parameters import Parameters, SleepLevel, WeightSource
 from quire.models.rope import cos_sin_table
@@ -341,11 +349,11 @@ class Decoder:
         embedding = parameters.matrix("embedding", pack=pack_embedding)
         self.device = embedding.device
         self.embedding = Embedding(embedding)
-        self.head = Linear(
+        self.head = Head(
             embedding if spec.tie_embeddings else parameters.matrix("head"),
             parameters.optional_vector("head_bias"),
         )
-        parameters.linears["head"] = self.head
+        parameters.linears |= {"embedding": self.embedding, "head": self.head}
         self.final_norm = Norm(parameters, "final_norm", spec)
         self.embedding_norm = (
             Norm(parameters, "embedding_norm", spec) if spec.embedding_norm else None
@@ -430,8 +438,8 @@ class Decoder:
         return replace(batch, per_layer=self.inputs(batch, token_ids, x))
 
     @property
-    def linears(self) -> Mapping[str, Linear | ExpertsLinear]:
-        """Its products by name."""
+    def linears(self) -> Mapping[str, Linear | ExpertsLinear | HeadLinear | Embedding]:
+        """Its products, and the embedding, by name."""
         return self._parameters.linears
 
     def logits(

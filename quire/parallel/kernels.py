@@ -110,6 +110,7 @@ class ParallelKernels:
         # Of the rank's own heads and channels; the product behind them gathers.
         self.attention = kernels.attention
         self.linear_heads = kernels.linear_heads
+        self.adapted_linear_heads = kernels.adapted_linear_heads
         self.latent_to_cache_ = kernels.latent_to_cache_
         self.latent_queries_ = kernels.latent_queries_
         self.convolve_ = kernels.convolve_
