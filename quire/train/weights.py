@@ -110,13 +110,35 @@ class Weights:
                     f"{name} has changed since the model got it: call update() after each change"
                 )
 
-    def by_parameter(self) -> dict[str, Tensor]:
-        """The decoder's parameters, made of the tensors so that gradients reach them."""
-        shapes = self.decoder.spec.parameters()
+    def check_unchanged_since(self, num_updates: int) -> None:
+        """Raises unless the model still has the weights that it had after so many updates: gradients
+        would be those of a mixture.
+        """
+        self.check()
+        if num_updates != self.decoder.num_updates:
+            raise ModelFormatError(
+                "the model's weights were replaced since these logprobs were computed: call backward() before update()"
+            )
+
+    def trained(self) -> dict[str, Tensor]:
+        """Those of the decoder's parameters that have gradients, made of the tensors so that
+        gradients reach them.
+        """
         return {
-            name: assembled(shapes[name], own, self.tensors, self.gradient_dtype)
+            name: self.parameter(name)
             for name, own in self._pieces.items()
+            if any(self.tensors[piece.name].requires_grad for piece in own)
         }
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The decoder's parameters."""
+        return self._pieces.keys()
+
+    def parameter(self, name: str) -> Tensor:
+        """One of the decoder's parameters, in the dtype of gradients."""
+        shape = self.decoder.spec.parameters()[name]
+        return assembled(shape, self._pieces[name], self.tensors, self.gradient_dtype)
 
     def _kept_with(self, names: Iterable[str]) -> set[str]:
         """With those of the same matrices, which are replaced together."""

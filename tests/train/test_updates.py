@@ -147,6 +147,30 @@ def test_an_update_gives_what_was_changed_unseen(folder: Path) -> None:
         assert torch.equal(after.detach(), scored(llm, [tokens])[0])
 
 
+def test_gradients_of_weights_that_changed_meanwhile_are_refused(folder: Path) -> None:
+    """Frozen ones, too, which no graph of autograd keeps; and changes that nobody counts."""
+    tokens = list(range(2, 12))
+    with LLM(str(folder), dtype="float32", kv_cache_memory="4MiB", max_model_len=64) as llm:
+        weights = Weights(llm)
+        frozen = weights.tensors["model.layers.0.mlp.down_proj.weight"].requires_grad_(False)
+        optimizer = torch.optim.AdamW(weights.parameters(), fused=True)
+        logprobs(weights, [tokens])[0].sum().backward()  # type: ignore[no-untyped-call]
+        (late,) = logprobs(weights, [tokens])
+        optimizer.step()
+        with pytest.raises(ModelFormatError, match="an optimizer has changed weights"):
+            late.sum().backward()  # type: ignore[no-untyped-call]
+        weights.update()
+        (late,) = logprobs(weights, [tokens])
+        frozen.mul_(2)
+        with pytest.raises(ModelFormatError, match=r"down_proj.weight has changed"):
+            late.sum().backward()  # type: ignore[no-untyped-call]
+        weights.update()
+        with pytest.raises(ModelFormatError, match=r"call backward\(\) before update\(\)"):
+            late.sum().backward()  # type: ignore[no-untyped-call]
+        (now,) = logprobs(weights, [tokens])
+        now.sum().backward()  # type: ignore[no-untyped-call]
+
+
 def test_weights_that_nobody_needs_are_freed(folder: Path) -> None:
     with LLM(str(folder), kv_cache_memory="4MiB", max_model_len=64, dtype="float32") as llm:
         weights = weakref.ref(Weights(llm))
