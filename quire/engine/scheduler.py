@@ -151,7 +151,8 @@ class Scheduler:
         if table.shares is not None and self.pauses.mode is None:
             self._even_out(table.shares)
         chunks = self._schedule_decodes(plan, held)
-        if self.step_times is not None and plan.num_decodes and (chunks or table.waiting):
+        may_admit = bool(table.free_rows and table.waiting)
+        if self.step_times is not None and plan.num_decodes and (chunks or may_admit):
             plan.promise = self.step_times.promise(
                 plan.scheduled, self._first_prompt(chunks), plan.now, plan.budget
             )
@@ -181,7 +182,7 @@ class Scheduler:
         _, requests = self.in_flight.popleft()
         self._results.take(step, requests, result, now)
         if self.step_times is not None:
-            self.step_times.observe(step, now)
+            self.step_times.observe(step, requests, now)
         return self.take_updates()
 
     def fail(self, step: Step, message: str, now: float) -> list[Step]:
@@ -238,6 +239,7 @@ class Scheduler:
                 new_block_ids = allocated
             if start < request.computed_before:
                 request.recomputed_tokens += 1
+                plan.recomputed_decodes.append(request.tenant)
             ahead = draft_tokens and request.num_draft_tokens > 0
             # As `decode_entry` makes it (their fields are checked when step.py is loaded, and
             # compared by a test): a call for every row would take a tenth of this loop's time.
@@ -251,8 +253,9 @@ class Scheduler:
             request.num_computed_tokens = num_tokens
             request.num_placeholders += 1
         plan.budget -= len(scheduled)
-        plan.num_decodes = len(scheduled)
-        self._charge(plan)
+        plan.num_decodes = plan.num_charged = len(scheduled)
+        if self.table.shares is not None:
+            self.table.shares.charge_decodes(requests, plan.recomputed_decodes)
         return chunks
 
     def _schedule_chunks(self, chunks: Iterable[Request], plan: StepPlan) -> None:
@@ -269,9 +272,10 @@ class Scheduler:
         oldest = next((request for request in chunks if request.row is not None), None)
         kept = 0 if oldest is None else (plan.budget + 1) // 2
         plan.budget -= kept
-        rest = [request for request in chunks if request is not oldest]
-        rest.sort(key=lambda request: request.num_tokens - request.num_computed_tokens)
-        self._schedule_chunks(rest, plan)
+        if len(chunks) > 1:
+            rest = [request for request in chunks if request is not oldest]
+            rest.sort(key=lambda request: request.num_tokens - request.num_computed_tokens)
+            self._schedule_chunks(rest, plan)
         if not plan.preempting:
             self._schedule_waiting(plan)
         plan.budget += kept
@@ -281,12 +285,12 @@ class Scheduler:
     def _first_prompt(self, chunks: list[Request]) -> Request | None:
         """The request that waits for its first token and is next."""
         running = next((request for request in chunks if request.row is not None), None)
-        return running or next(self.table.waiting.candidates(), None)
+        return running or (self.table.waiting.first() if self.table.waiting else None)
 
     def _charge(self, plan: StepPlan) -> None:
         """Counts what is scheduled for the first time to the tenants whose requests it is for."""
         shares = self.table.shares
-        if shares is None:
+        if shares is None or plan.num_charged == len(plan.scheduled):
             return
         for index in range(plan.num_charged, len(plan.scheduled)):
             entry, request = plan.scheduled[index], plan.requests[index]
@@ -298,10 +302,11 @@ class Scheduler:
         """Has a tenant with more rows than its share give one up, if the next request waits for a
         row or for blocks and its tenant has less than its share.
         """
-        request = next(self.table.waiting.candidates(), None)
-        if request is None or (self.table.free_rows and request is not self._held_up):
+        waiting = self.table.waiting
+        if not waiting or (self.table.free_rows and self._held_up is None):
             return
-        if request.num_placeholders:
+        request = waiting.first()
+        if request.num_placeholders or (self.table.free_rows and request is not self._held_up):
             return
         giver = shares.giver(request.tenant)
         if giver is not None:
@@ -381,6 +386,8 @@ class Scheduler:
         its prompt, or there is no room for its adapter) is passed over.
         """
         self._held_up = None
+        if not (plan.budget and self.table.free_rows and self.table.waiting):
+            return
         without_slot: Request | None = None
         """The first that waits for room for its adapter."""
         for request in self.table.waiting.candidates():

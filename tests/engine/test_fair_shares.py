@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.fair_shares import FairShares
+from quire.engine.request import Request
 from quire.errors import InvalidRequestError
+from quire.sampling_params import SamplingParams
 from tests.engine.harness import Harness, config
 from tests.engine.timed_engine import TimedEngine
 
@@ -129,6 +131,29 @@ def test_nobody_gives_its_only_row_or_more_than_its_share() -> None:
     shares.stop("a")
     shares.charge("a", 10)
     assert shares.giver("c") is None
+
+
+def test_decodes_are_charged_together_as_one_by_one() -> None:
+    rng = random.Random(6)
+    requests = [
+        Request(f"r{number}", (1,), SamplingParams(tenant="abc"[number % 3]), seed=0)
+        for number in range(9)
+    ]
+    together, single = FairShares({"b": 4.0}, 9), FairShares({"b": 4.0}, 9)
+    for shares in (together, single):
+        for tenant in "abc":
+            shares.enter(tenant)
+    running = requests
+    for step in range(20):
+        if step % 4 == 3:
+            running = rng.sample(requests, rng.randint(0, 9))
+        recomputed = running[:2] if step % 5 == 4 else []
+        plan = running.copy()
+        together.charge_decodes(plan, [one.tenant for one in recomputed])
+        plan.append(requests[0])  # a chunk that the step has behind its decodes
+        for request in running:
+            single.charge(request.tenant, request not in recomputed)
+        assert together.served == single.served
 
 
 def test_priority_counts_within_a_tenant_only() -> None:
