@@ -82,6 +82,30 @@ def test_a_flood_does_not_hold_up_others() -> None:
     assert first_tokens("fcfs", True)[18] > 20 * alone[18]
 
 
+@pytest.mark.parametrize("target", [None, 0.03])
+def test_long_prompts_of_a_flood_do_not_hold_up_others(target: float | None) -> None:
+    """Prompts that are being computed come before waiting ones, but not before those of a tenant
+    that has had less.
+    """
+
+    def first_token(has_flood: bool) -> float:
+        engine = TimedEngine(policy="fair", target_token_time=target, max_batched_tokens=256)
+        engine.at(0.0, "answered", [1, 2, 3], max_tokens=100, tenant="flood", ignore_eos=True)
+        for number in range(6 if has_flood else 0):
+            prompt = [number, *range(50)] * 17
+            engine.at(0.1, f"f{number}", prompt, max_tokens=4, tenant="flood", ignore_eos=True)
+        engine.at(0.5, "long", list(range(50)) * 12, max_tokens=2, tenant="quiet", ignore_eos=True)
+        engine.at(0.52, "short", [7] * 20, max_tokens=2, tenant="quiet", ignore_eos=True)
+        engine.run()
+        engine.check_answers()
+        # without a target the tenant's own long prompt goes first
+        assert engine.first_token_time("short") < (0.5 if target is None else 0.3)
+        return engine.first_token_time("long")
+
+    # its share is half, and there may be a step or two of the others before it
+    assert first_token(True) < 2 * first_token(False) + (0.13 if target is None else 0.06)
+
+
 def test_whoever_is_preempted_does_not_pay_twice_and_the_cache_is_free() -> None:
     engine = Harness(config(policy="fair", max_num_seqs=2))
     shares = engine.scheduler.table.shares
