@@ -36,7 +36,7 @@ _LEAST_AIM = 0.6
 """The same where they often are not: below it prompts would take too long."""
 _MARGIN_STEPS = 64
 """The last steps that were promised: their errors decide how much is left free."""
-_LATE = 4
+_LATE = 2
 """Of these so many may take longer than the target."""
 _FIRST_PROMPT_TOKENS = 64
 """Planned for the first step, and at most twice the largest step so far after it: sizes that were

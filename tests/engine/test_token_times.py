@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from quire.engine import token_times
 from quire.engine.request import Request
-from quire.engine.token_times import LEAST_PROMPT_TOKENS, TokenTimes, work_of
+from quire.engine.token_times import AIM, LEAST_PROMPT_TOKENS, TokenTimes, work_of
 from quire.errors import InvalidRequestError
 from quire.observe.packed_entry import pack, unpack
 from quire.observe.step_lines import LineReader, LineWriter
@@ -53,6 +54,27 @@ def test_tokens_come_in_time_and_answers_are_the_same() -> None:
     assert percentile(promised.gaps(), 0.99) <= 1.25 * TARGET
     assert percentile(plain.gaps(), 0.99) > 2 * TARGET
     assert promised.now <= plain.now / 0.93
+
+
+def test_more_is_left_free_where_times_are_uncertain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(noise: float) -> tuple[float, float]:
+        rng = random.Random(11)
+        engine = TimedEngine(
+            lambda step: usual_time(step) * rng.lognormvariate(0, noise), target_token_time=TARGET
+        )
+        with_load(engine, 12.0)
+        engine.check_answers()
+        assert engine.scheduler.step_times is not None
+        return percentile(engine.gaps(), 0.99) / TARGET, engine.scheduler.step_times.aim
+
+    steady, aim = late(0.02)
+    assert steady <= 1
+    assert aim == AIM
+    uncertain, aim = late(0.2)
+    assert uncertain <= 1.1
+    assert 0.6 <= aim < 0.85
+    monkeypatch.setattr(token_times, "_LEAST_AIM", AIM)
+    assert late(0.2)[0] > 1.13
 
 
 @pytest.mark.parametrize("seed", range(3))
