@@ -153,11 +153,11 @@ class Scheduler:
         chunks = self._schedule_decodes(plan, held)
         may_admit = bool(table.free_rows and table.waiting)
         if self.step_times is not None and plan.num_decodes and (chunks or may_admit):
-            plan.promise = self.step_times.promise(
-                plan.scheduled, self._first_prompt(chunks), plan.now, plan.budget
-            )
+            first = self._first_chunk(chunks)
+            prompt = table.waiting.first() if first is None and table.waiting else first
+            plan.promise = self.step_times.promise(plan.scheduled, prompt, plan.now, plan.budget)
             plan.limit(plan.promise.prompt_tokens)
-            self._schedule_in_time(chunks, plan)
+            self._schedule_in_time(first, chunks, plan)
         elif table.shares is not None and chunks:
             self._schedule_by_shares(chunks, plan, table.shares)
         else:
@@ -265,12 +265,14 @@ class Scheduler:
                 self._schedule_chunk(request, plan, ())
         self._charge(plan)
 
-    def _schedule_in_time(self, chunks: list[Request], plan: StepPlan) -> None:
+    def _schedule_in_time(
+        self, first: Request | None, chunks: list[Request], plan: StepPlan
+    ) -> None:
         """Where the budget is small to keep a promise of time: half of it is the first prompt's,
         so that it gets on; with the other half short prompts may pass it, the shortest first. With
         shares, those of tenants that have had more come last.
         """
-        first, shares = self._first_chunk(chunks), self.table.shares
+        shares = self.table.shares
         rest = [request for request in chunks if request is not first]
         kept = 0 if first is None else (plan.budget + 1) // 2
         plan.budget -= kept
@@ -316,16 +318,14 @@ class Scheduler:
         """The first of the prompts that are being computed; with shares, of the tenant that has had
         least.
         """
-        live = [request for request in chunks if request.row is not None]
-        shares = self.table.shares
-        if shares is None or not live:
-            return live[0] if live else None
-        return min(live, key=lambda request: shares.standing(request.tenant))
-
-    def _first_prompt(self, chunks: list[Request]) -> Request | None:
-        """The request that waits for its first token and is next."""
-        waiting = self.table.waiting
-        return self._first_chunk(chunks) or (waiting.first() if waiting else None)
+        if len(chunks) > 1 and self.table.shares is not None:
+            standing = self.table.shares.standing
+            live = [request for request in chunks if request.row is not None]
+            return min(live, key=lambda request: standing(request.tenant), default=None)
+        for request in chunks:
+            if request.row is not None:
+                return request
+        return None
 
     def _charge(self, plan: StepPlan) -> None:
         """Counts what is scheduled for the first time to the tenants whose requests it is for."""

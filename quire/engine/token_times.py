@@ -68,8 +68,8 @@ class TokenTimes:
         self._last_commit = float("-inf")
         self._most_tokens = 0
         """Of any step so far."""
-        self._decoding: Sequence[Request] = ()
-        """The requests of the last step if each computed a token; its pairs."""
+        self._decoding: list[Request] = []
+        """Those that decoded in the last step, and their pairs."""
         self._decoding_pairs = 0.0
         self._errors: deque[float] = deque([1.0] * _MARGIN_STEPS, _MARGIN_STEPS)
         """Of the last steps that were promised: the time they took by that expected."""
@@ -82,7 +82,7 @@ class TokenTimes:
         base, per_token, per_pair = self._plane
         return base + per_token * num_tokens + per_pair * num_pairs
 
-    def observe(self, step: Step, requests: Sequence[Request], now: float) -> None:
+    def observe(self, step: Step, requests: list[Request], now: float) -> None:
         """A step of these requests came back: it began when it was scheduled or when the one before
         it was done.
         """
@@ -90,20 +90,22 @@ class TokenTimes:
         self._last_commit = now
         seconds = now - began
         if seconds <= 0 or not requests:
+            self._decoding = []
             return  # nobody tells the time
-        num_tokens = len(requests)
-        if step.num_decodes < num_tokens:
-            num_tokens, num_pairs = work_of(step)
-            self._decoding = ()
-        elif requests == self._decoding:  # each is a token further
+        num_tokens = step.num_decodes
+        decoding = requests if num_tokens == len(requests) else requests[:num_tokens]
+        if decoding == self._decoding:  # each is a token further
             num_pairs = self._decoding_pairs = self._decoding_pairs + num_tokens
         else:
-            _, num_pairs = work_of(step)
-            self._decoding, self._decoding_pairs = requests, num_pairs
+            num_pairs = self._decoding_pairs = _pairs_of(step.scheduled, num_tokens)
+            self._decoding = decoding
+        if num_tokens < len(requests):
+            for _, _, start, count, *_ in step.scheduled[num_tokens:]:
+                num_tokens += count
+                num_pairs += count * (start + count / 2)
         base, per_token, per_pair = self._plane
         expected = base + per_token * num_tokens + per_pair * num_pairs
-        count = self._sums[0]
-        is_known = count >= _FEW_STEPS and num_tokens <= self._most_tokens
+        is_known = self._sums[0] >= _FEW_STEPS and num_tokens <= self._most_tokens
         if expected > 0:
             if is_known and step.promise is not None:
                 self._note_error(seconds / expected)
@@ -214,10 +216,14 @@ class TokenTimes:
 
 def work_of(step: Step) -> tuple[int, float]:
     """A step's tokens and pairs: each query with every key that it reads, but for windows."""
-    scheduled, num_decodes = step.scheduled, step.num_decodes
-    num_tokens = num_decodes
-    num_pairs = 0.5 * num_decodes + sum(map(_position, scheduled[:num_decodes]))
-    for _, _, start, count, *_ in scheduled[num_decodes:]:
+    num_tokens = step.num_decodes
+    num_pairs = _pairs_of(step.scheduled, num_tokens)
+    for _, _, start, count, *_ in step.scheduled[num_tokens:]:
         num_tokens += count
         num_pairs += count * (start + count / 2)
     return num_tokens, num_pairs
+
+
+def _pairs_of(scheduled: Sequence[ScheduledRequest], num_decodes: int) -> float:
+    """Of the first entries, which compute one token each."""
+    return 0.5 * num_decodes + float(sum(map(_position, scheduled[:num_decodes])))
