@@ -150,6 +150,7 @@ class Scheduler:
         table = self.table
         if table.shares is not None and self.pauses.mode is None:
             self._even_out(table.shares)
+        self._held_up = None
         chunks = self._schedule_decodes(plan, held)
         may_admit = bool(table.free_rows and table.waiting)
         if self.step_times is not None and plan.num_decodes and (chunks or may_admit):
@@ -428,7 +429,6 @@ class Scheduler:
         (its last token is in flight, or another answer computes its prompt, or there is no room for
         its adapter) is passed over.
         """
-        self._held_up = None
         # Whoever was just preempted for another's blocks must not be admitted again at once.
         if plan.preempting or not (plan.budget and self.table.free_rows and self.table.waiting):
             return

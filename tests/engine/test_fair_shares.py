@@ -106,6 +106,21 @@ def test_long_prompts_of_a_flood_do_not_hold_up_others(target: float | None) -> 
     assert first_token(True) < 2 * first_token(False) + (0.13 if target is None else 0.06)
 
 
+def test_a_flood_whose_prompts_take_the_whole_step_gives_blocks_up() -> None:
+    engine = TimedEngine(
+        policy="fair", num_blocks=61, max_num_seqs=3, max_batched_tokens=64, max_model_len=960
+    )
+    for number, length in enumerate((100, 700)):
+        prompt = [number] * length
+        engine.at(0.0, f"f{number}", prompt, max_tokens=60, tenant="flood", ignore_eos=True)
+    engine.at(0.05, "quiet", [7] * 200, max_tokens=2, tenant="quiet", ignore_eos=True)
+    engine.run()
+    engine.check_answers()
+    notices = [notice for step in engine.steps for notice in step.preempted]
+    assert "quiet of a tenant with less than its share waited" in notices[0].why
+    assert engine.first_token_time("quiet") < 0.2
+
+
 def test_whoever_is_preempted_does_not_pay_twice_and_the_cache_is_free() -> None:
     engine = Harness(config(policy="fair", max_num_seqs=2))
     shares = engine.scheduler.table.shares

@@ -46,9 +46,11 @@ PATIENCE = 2.0
 
 
 def open_engine(options: argparse.Namespace, longest: int) -> Engine:
+    found = pick_device(options.device)
+    device, dtype = found.torch_device, pick_dtype(options.dtype, found)
     config = EngineConfig(
-        device=options.device,
-        dtype=options.dtype,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
         max_model_len=longest,
         max_num_seqs=options.max_num_seqs,
         kv_cache_memory=options.kv_cache_memory,
@@ -57,8 +59,6 @@ def open_engine(options: argparse.Namespace, longest: int) -> Engine:
     if options.model:
         engine = build_engine(resolve(options.model), config)
     else:
-        found = pick_device(options.device)
-        device, dtype = found.torch_device, pick_dtype(options.dtype, found)
         spec = replace(spec_of(options.shape), max_position=longest)
         kernels = select_kernels(device, dtype, "auto")
         decoder = random_decoder(spec, kernels, dtype, device, max_position=longest)
