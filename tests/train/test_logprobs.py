@@ -139,6 +139,8 @@ FAMILIES = (
     "gemma4_text",
     "starcoder2",
     "glm4_moe",
+    "bloom",
+    "mpt",
 )
 
 
