@@ -205,6 +205,10 @@ class AttentionSpec:
     """A query sees the keys of its own chunk of so many tokens, counted from the sequence's begin,
     up to itself; None: of all chunks. Not beside a window.
     """
+    slopes: tuple[float, ...] = ()
+    """ALiBi: each head adds its slope times the distance of a key, a negative number of tokens, to
+    the scaled (and capped) product; (): none does.
+    """
 
     @property
     def input_size(self) -> int:
@@ -246,7 +250,8 @@ class AttentionSpec:
         own, each = self.heads.share(rank, size), self.heads.head_dim
         query, kv = times(own.query, each), times(own.kv, each)
         rows = {"qkv": (query, kv, kv, query), "sinks": (own.query,)}
-        return MixerShare(replace(self, heads=own.shape), rows, query, self.output_size)
+        mixer = replace(self, heads=own.shape, slopes=self.slopes[own.query])
+        return MixerShare(mixer, rows, query, self.output_size)
 
     def bytes_read(self, context: int, itemsize: float) -> float:
         """Of the cache, by a token that is the last of so many; `itemsize` is a key's."""
@@ -612,6 +617,11 @@ class Kernels(Protocol):
     def soft_cap_(self, x: Tensor, cap: float) -> None:
         """Numbers of x [rows, size] become cap * tanh(x / cap)."""
 
+    def clamp_(self, x: Tensor, limit: float) -> None:
+        """Numbers of x [rows, size] that are above the limit, or below its negative, become it; NaN
+        stays.
+        """
+
     def qkv_to_cache_(
         self,
         qkv: Tensor,
@@ -699,11 +709,13 @@ class Kernels(Protocol):
         batch: PagedBatch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of query [rows, num_heads, head_dim] over the cached keys and values
         (those of this step are already written); grouped heads; a window counts the query's own
         position. Each head's softmax has one more score, of sinks [num_heads], which adds nothing
-        to the output. That has as many numbers in a head as the values have.
+        to the output. `slopes` are `spec.slopes` in float32, where it has some. The output has as
+        many numbers in a head as the values have.
         """
 
     def linear_heads(self, x: Tensor, weight: Weight) -> Tensor:

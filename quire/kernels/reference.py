@@ -164,6 +164,9 @@ class ReferenceKernels(AdaptedProducts):
     def soft_cap_(self, x: Tensor, cap: float) -> None:
         x.copy_(soft_capped(x.float(), cap))
 
+    def clamp_(self, x: Tensor, limit: float) -> None:
+        x.clamp_(-limit, limit)
+
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
         first, second = x.float().chunk(2, dim=-1)
@@ -295,6 +298,7 @@ class ReferenceKernels(AdaptedProducts):
         batch: PagedBatch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         output = query.new_empty(*query.shape[:2], cache.values.shape[3])
         starts, context_lens = batch.query_start.tolist(), batch.context_lens.tolist()
@@ -310,7 +314,9 @@ class ReferenceKernels(AdaptedProducts):
             for row in range(first_row, end_row, QUERY_TILE):
                 tile_rows = slice(row, min(row + QUERY_TILE, end_row))
                 position = context_len - (end_row - row)
-                output[tile_rows] = _attend(query[tile_rows], position, keys, values, spec, sinks)
+                output[tile_rows] = _attend(
+                    query[tile_rows], position, keys, values, spec, sinks, slopes
+                )
         return output
 
     def moe(
@@ -454,6 +460,7 @@ def _attend(
     values: Tensor,
     spec: AttentionSpec,
     sinks: Tensor | None,
+    slopes: Tensor | None,
 ) -> Tensor:
     """Attention of up to QUERY_TILE queries of one sequence, the first at `position`, over the
     sequence's key tiles.
@@ -478,6 +485,9 @@ def _attend(
     key_position = torch.arange(tiles * KEY_TILE, device=query.device).view(
         1, tiles, 1, 1, KEY_TILE
     )
+    if slopes is not None:
+        distance = (key_position - query_position).float()
+        scores = scores + slopes.view(kv_heads, 1, 1, group, 1) * distance
     visible = key_position <= query_position
     if spec.sliding_window is not None:
         visible = visible & (key_position > query_position - spec.sliding_window)

@@ -91,12 +91,18 @@ class Attention:
         self.factors = position_factors(parameters, layer)
         self.sinks = parameters.vector(f"{name}.sinks") if layer.sinks else None
         self.qkv = parameters.linear(f"{name}.qkv")
+        self.qkv_limit = layer.qkv_limit
+        self.slopes: Tensor | None = None
+        if slopes := mixer.slopes:
+            self.slopes = parameters.constant(("slopes", slopes), lambda: torch.tensor(slopes))
         self.output = parameters.linear(f"{name}.output")
 
     def __call__(self, batch: Batch, x: Tensor, cache: MixerCache) -> Tensor:
         assert isinstance(cache, LayerCache)
         kernels, paged, spec = batch.kernels, batch.paged[cache.group], self.spec
         qkv, gate = self.qkv(batch, x), None
+        if self.qkv_limit:
+            kernels.clamp_(qkv, self.qkv_limit)
         if self.is_gated:
             qkv, gate = qkv.split_with_sizes((qkv.shape[1] - spec.output_size, spec.output_size), 1)
         if self.has_keys and (self.value_norm is not None or self.keys_are_values):
@@ -116,7 +122,7 @@ class Attention:
         if self.factors is not None:
             query = kernels.scale_rows(query.flatten(1), self.factors, batch.positions)
             query = query.view(-1, spec.heads.num_heads, spec.heads.head_dim)
-        attended = kernels.attention(query, cache, paged, spec, self.sinks)
+        attended = kernels.attention(query, cache, paged, spec, self.sinks, self.slopes)
         output = attended.flatten(1)
         return self.output(batch, output if gate is None else kernels.sigmoid_mul(gate, output))
 

@@ -104,6 +104,7 @@ class ParallelKernels:
         self.sigmoid_mul = kernels.sigmoid_mul
         self.sigmoid_mul_add = kernels.sigmoid_mul_add
         self.multiply = kernels.multiply
+        self.clamp_ = kernels.clamp_
         self.choose_experts = kernels.choose_experts
         self.captures = kernels.captures
         self.has_kernels_for = kernels.has_kernels_for

@@ -83,10 +83,11 @@ def test_attention_is_shared_out_once_a_token_and_not_once_a_layer() -> None:
             batch: PagedBatch,
             spec: AttentionSpec,
             sinks: Tensor | None = None,
+            slopes: Tensor | None = None,
         ) -> Tensor:
             assert batch.work is not None
             seen.append(batch.work["lengths"].tolist())
-            return super().attention(query, cache, batch, spec, sinks)
+            return super().attention(query, cache, batch, spec, sinks, slopes)
 
     asked: list[Any] = []
     seen: list[list[int]] = []

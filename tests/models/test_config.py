@@ -89,9 +89,6 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "architecture",
     [
-        "Gemma3nForCausalLM",
-        "BloomForCausalLM",
-        "MptForCausalLM",
         "PhimoeForCausalLM",
         "OlmoForCausalLM",
         "Glm4vForConditionalGeneration",
@@ -105,6 +102,12 @@ def test_near_relatives_are_not_run_by_accident(tmp_path: Path, architecture: st
         UnsupportedModelError, match=f"{architecture} is not supported.*Gemma3ForCausalLM.*GptOss"
     ):
         read_config(write(tmp_path, architectures=[architecture]))
+
+
+@pytest.mark.parametrize("kind", ["CausalLM", "ConditionalGeneration"])
+def test_gemma_3n_is_refused_by_what_it_does(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"Gemma3nFor{kind} keeps several.*AltUp"):
+        read_config(write(tmp_path, architectures=[f"Gemma3nFor{kind}"]))
 
 
 @pytest.mark.parametrize(

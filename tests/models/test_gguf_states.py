@@ -655,11 +655,11 @@ def test_such_a_file_is_not_written_in_hugging_face_layout(tmp_path: Path) -> No
 
 def test_an_architecture_that_is_not_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(path, "deepseek2")
+    writer = gguf.GGUFWriter(path, "gemma3n")
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match=r"'deepseek2' is not supported.* nemotron_h"):
+    with pytest.raises(UnsupportedModelError, match=r"'gemma3n' is not supported.* nemotron_h"):
         open_model(path)

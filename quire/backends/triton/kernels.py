@@ -117,6 +117,7 @@ class TritonKernels(ReferenceKernels):
     layer_norm = staticmethod(rowwise.layer_norm)
     gate = staticmethod(rowwise.gate)
     soft_cap_ = staticmethod(rowwise.soft_cap_)
+    clamp_ = staticmethod(rowwise.clamp_)
     qkv_to_cache_ = staticmethod(heads.qkv_to_cache_)
     linear_heads = staticmethod(latent.linear_heads)
     latent_to_cache_ = staticmethod(latent.latent_to_cache_)
@@ -347,6 +348,7 @@ class TritonKernels(ReferenceKernels):
         batch: PagedBatch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         work = batch.work
         if work is None:  # outside an engine; inside, it was made before the step was sent off
@@ -371,7 +373,7 @@ class TritonKernels(ReferenceKernels):
             )
         out = torch.empty_like(query)
         for name, some in work.items():
-            self._attend(name, some, query, out, cache, batch, spec, sinks)
+            self._attend(name, some, query, out, cache, batch, spec, sinks, slopes)
         return out
 
     def _attend(
@@ -384,17 +386,19 @@ class TritonKernels(ReferenceKernels):
         batch: PagedBatch,
         spec: AttentionSpec,
         sinks: Tensor | None,
+        slopes: Tensor | None,
     ) -> None:
         """Attention of one of a step's lists, by the quickest kernel; only attention.py knows soft
-        caps.
+        caps and slopes.
         """
-        has_others = are_exact(query.device, query.dtype) and not spec.soft_cap
+        is_plain = not spec.soft_cap and slopes is None
+        has_others = are_exact(query.device, query.dtype) and is_plain
         arguments = query, out, cache, batch.block_tables, work
         if name == "prefill":
             if has_others and sinks is None and prompt_attention.takes(query, cache):
                 prompt_attention.prompt_attention(*arguments, spec, self._num_multiprocessors)
             else:
-                paged_attention.prefill_attention(*arguments, spec, sinks)
+                paged_attention.prefill_attention(*arguments, spec, sinks, slopes)
             return
         num_partials = 0 if batch.max_context_len <= SPLIT else len(work) - 1
         if name == "small" and has_others and small_batch_attention.takes(query, cache):
@@ -402,7 +406,7 @@ class TritonKernels(ReferenceKernels):
                 *arguments, num_partials, spec, self._num_multiprocessors, sinks
             )
         else:
-            paged_attention.decode_attention(*arguments, num_partials, spec, sinks)
+            paged_attention.decode_attention(*arguments, num_partials, spec, sinks, slopes)
 
     def _check(self, weight: Tensor, has_bias: bool) -> bool:
         """Whether cuBLAS gives a row the same bits in batches of any size, for weights of this

@@ -362,6 +362,27 @@ def soft_cap_(x: Tensor, cap: float) -> None:
     )
 
 
+@triton.jit
+def _clamp_kernel(x, stride, limit, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = x + tl.program_id(0).to(tl.int64) * stride + column
+    value = tl.load(place, mask=column < SIZE, other=0.0).to(tl.float32)
+    value = tl.where(value > limit, limit, value)  # NaN is neither above nor below
+    value = tl.where(value < -limit, -limit, value)
+    tl.store(place, value.to(x.dtype.element_ty), mask=column < SIZE)
+
+
+def clamp_(x: Tensor, limit: float) -> None:
+    """`Kernels.clamp_`."""
+    rows, size = x.shape
+    if x.stride(1) != 1:
+        raise ValueError(f"Rows must lie in one piece: {x.stride()}.")
+    _launch_by_blocks(
+        _clamp_kernel, rows, size, x=x, stride=x.stride(0), limit=limit, **ROUND_ALWAYS
+    )
+
+
 @triton.jit(do_not_specialize_on_alignment=["token_ids"])
 def _embedding_kernel(
     token_ids, weight, out, vocab_size, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
