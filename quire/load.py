@@ -102,7 +102,7 @@ def load_model(
             config, expected_plan(weights, config), config.limits(on_gpu=device.is_gpu)
         )
         decoder = load_planned(weights, config.max_model_len, progress, share.source_of(files.spec))
-        draft = _load_draft(config, files.spec, weights, decoder, tokenizer, share)
+        draft = _load_draft(config, files, weights, decoder, tokenizer, share)
     finally:
         files.checkpoint.close()
     ends = tuple(dict.fromkeys((*files.spec.eos_token_ids, *tokenizer.eos_token_ids)))
@@ -136,13 +136,15 @@ def _choose(files: ModelFiles, config: EngineConfig, device: Device, share: Shar
 
 def _load_draft(
     config: EngineConfig,
-    whole: ModelSpec,
+    whole: ModelFiles,
     weights: WeightPlan,
     decoder: Decoder,
     tokenizer: Tokenizer,
     share: Share,
 ) -> Draft | None:
-    """The decoder that makes draft tokens, if `speculation` wants one."""
+    """The decoder that makes draft tokens, if `speculation` wants one. `whole` are the model's files,
+    of which `weights` may have a share.
+    """
     spec = decoder.spec
     if config.speculation == "self":
         stored = weights.files.block_formats()
@@ -159,10 +161,10 @@ def _load_draft(
             weights.device,
             "auto" if stored else "int4",
         )
-        drafter = load_planned(plan, config.max_model_len, wrap_source=share.source_of(whole))
+        drafter = load_planned(plan, config.max_model_len, wrap_source=share.source_of(whole.spec))
         return Draft(drafter, False, f"drafts by itself in {plan.describe()}")
     if config.speculation == "mtp":
-        return _load_predictor(config, weights, decoder)
+        return _load_predictor(config, prediction_files(whole), weights, decoder, share)
     if not config.speculation.startswith("draft:"):
         return None
     source = resolve(config.speculation.removeprefix("draft:"))
@@ -203,17 +205,15 @@ def _load_draft(
         files.checkpoint.close()
 
 
-def _load_predictor(config: EngineConfig, weights: WeightPlan, decoder: Decoder) -> Draft:
-    """The checkpoint's layer for multi-token prediction."""
-    if config.tensor_parallel_size > 1:
-        raise InvalidRequestError(
-            "speculation",
-            "is mtp, which tensor_parallel_size > 1 does not have yet: use ngram or self",
-        )
-    files = prediction_files(weights.files)
+def _load_predictor(
+    config: EngineConfig, whole: ModelFiles, weights: WeightPlan, decoder: Decoder, share: Share
+) -> Draft:
+    """This process's share of the checkpoint's layer for multi-token prediction."""
+    files = share.files(whole)
     plan = plan_weights(files, weights.kernels, weights.dtype, weights.device, config.quantization)
     with reading(plan) as loaded:
-        predictor = Predictor(files.spec, decoder, loaded)
+        source = share.source_of(whole.spec)(loaded)
+        predictor = Predictor(files.spec, decoder, source)
     return Draft(
         predictor, False, f"drafts by its layer for multi-token prediction ({plan.describe()})"
     )
