@@ -37,6 +37,7 @@ def test_requests_are_sent_in_time_and_only_the_wanted_are_waited_for(tiny: str)
     assert played.seconds >= played.token_times["7"][-1]
 
 
+@pytest.mark.slow
 def test_it_prints_ratios(
     tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ def flooded(weights: dict[str, float], counts: dict[str, int], **settings: Any) 
     return engine
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("weights", [{"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 3.0}, {"a": 2.0}])
 @pytest.mark.parametrize("target", [None, 0.02])
 def test_shares_are_as_weights_over_any_200_steps(

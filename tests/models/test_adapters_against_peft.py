@@ -135,7 +135,7 @@ def check_family(family: str, seed: int, folder: Path) -> None:
             assert found[-1].argmax() == expected[-1].argmax()
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_adapters_of_every_family_compute_as_peft_does(family: str, tmp_path: Path) -> None:
     check_family(family, 0, tmp_path)
@@ -164,7 +164,7 @@ def check_recurrent(config: Any, folder: Path) -> None:
         )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "bamba", "qwen3_next"])
 def test_adapters_of_layers_with_a_state_compute_as_peft_does(
     family: str, tmp_path_factory: pytest.TempPathFactory

@@ -77,6 +77,7 @@ SPECS = {
 RECORDED = ("learned positions and norms with biases", "norms without weights and xIELU")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SPECS)
 def test_nothing_around_a_request_changes_its_bits(name: str) -> None:
     decoder = random_decoder(SPECS[name], CpuKernels(), FP32)
@@ -89,6 +90,7 @@ def test_nothing_around_a_request_changes_its_bits(name: str) -> None:
             assert_same(bench.run(PROMPTS, PARAMS), expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SPECS)
 def test_two_ranks_give_the_same_bits(name: str) -> None:
     spec = SPECS[name]

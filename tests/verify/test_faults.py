@@ -43,6 +43,7 @@ def states(verdict: Verdict) -> dict[str, str]:
     return {axis.name: axis.state for axis in verdict.axes if axis.state != "not applicable"}
 
 
+@pytest.mark.slow
 def test_a_sound_engine_has_no_difference() -> None:
     verdict = verify(ModelSubject(make_model(CPU)), 600.0, max_rounds=1)
     assert set(states(verdict).values()) == {"equal"}
