@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -377,7 +378,7 @@ def test_no_full_collection_comes_while_answers_are_computed(
 
 def test_a_folder_of_npy_files_runs_with_bytes_for_tokens(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "scripts" / "export_npy.py"
-    subprocess.run([sys.executable, script, "--out", tmp_path], check=True, capture_output=True)
+    runpy.run_path(str(script))["export"](tmp_path, 0)
     with LLM(tmp_path, dtype="float32", kv_cache_memory="16MiB", max_model_len=64) as llm:
         output = llm.generate("héllo", SamplingParams(temperature=0, max_tokens=4))[0]
         assert bytes(output.prompt_token_ids) == "héllo".encode()

@@ -33,7 +33,7 @@ def quire(*arguments: str | Path, **environment: str) -> subprocess.CompletedPro
 
 def test_run_answers_a_prompt_with_the_chat_template(smollm2_gguf: Path) -> None:
     question = "What is the capital of France? Answer in one word."
-    done = quire("run", question, "--temperature", "0", "-n", "12", "-m", smollm2_gguf)
+    done = quire_here("run", question, "--temperature", "0", "-n", "12", "-m", smollm2_gguf)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert "tokens/s" in done.stderr
@@ -70,6 +70,7 @@ def test_run_takes_prompts_from_a_file_and_from_stdin_and_repeats_itself(
     assert json.loads(from_stdin.stdout)["token_ids"] == lines[1]["token_ids"]
 
 
+@pytest.mark.slow
 def test_several_prompts_are_printed_below_each_other_in_order(smollm2_gguf: Path) -> None:
     done = quire_here(
         "run",

@@ -56,6 +56,7 @@ def test_shares_are_as_weights_over_any_200_steps(
         assert share == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_flood_does_not_hold_up_others() -> None:
     """One sends twenty times its share; another a request now and then."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -215,11 +213,9 @@ def test_the_undamaged_file_is_read(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the script writes, run as a user runs it."""
+    """What the script writes; tests/models/test_npy_golden.py runs it as a user does."""
     folder = tmp_path_factory.mktemp("exported")
-    subprocess.run(
-        [sys.executable, str(SCRIPT), "--out", str(folder)], check=True, capture_output=True
-    )
+    runpy.run_path(str(SCRIPT))["export"](folder, 0)
     return folder
 
 

@@ -149,7 +149,7 @@ def products(rows: int, jump: float) -> float:
     return 0.0045 * min(rows, 8) + 0.0030 * max(0, rows - 8) + (jump if rows > 4 else 0.0)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("overhead", "jump"), [(0.0, 0.0), (0.006, 0.012)])
 def test_from_few_rows_to_eight(
     monkeypatch: pytest.MonkeyPatch, overhead: float, jump: float

@@ -320,7 +320,7 @@ def num_drafted(bench: Bench) -> int:
     return sum(len(entry.draft_tokens) for line in bench.log for entry in line.step.scheduled)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_no_answer_changes(drawn: Pair, expected: Transcript, scenario: str) -> None:
     bench = Bench(drawn.decoder, predictor=drawn.predictor, num_drafts=3, **SCENARIOS[scenario])
