@@ -20,5 +20,5 @@ def short_or_long(short: int, long: int, quick: int | None = None) -> int:
 
 
 def examples(count: int) -> int:
-    """How many Hypothesis draws, for `max_examples`: 30 at most in `make test`."""
-    return min(count, 30) if IS_QUICK else count
+    """How many Hypothesis draws, for `max_examples`: 60 at most in `make test`."""
+    return min(count, 60) if IS_QUICK else count

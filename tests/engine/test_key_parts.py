@@ -16,7 +16,6 @@ from quire.engine.prefix_match import PrefixIndex
 from quire.engine.request import Request, make_requests
 from quire.sampling_params import SamplingParams
 from tests.engine.harness import Harness, config
-from tests.long_runs import examples
 
 PROMPT = list(range(20))
 TWO_GROUPS = (BlockGroup(), BlockGroup("window", 9))
@@ -153,7 +152,7 @@ def prefix_of(what: Content, num_blocks: int) -> tuple[object, ...]:
     return tokens[: num_blocks * 2], salt, on_blocks
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(WHAT, WHAT)
 def test_keys_are_equal_if_and_only_if_all_that_a_block_depends_on_is(
     one: Content, two: Content
