@@ -254,6 +254,7 @@ def test_stop_tokens_outside_the_vocabulary_are_refused(llm: LLM) -> None:
         llm.generate("x", SamplingParams(stop_token_ids=(10**6,)))
 
 
+@pytest.mark.slow
 def test_the_step_log_tells_what_happened(smollm2_gguf: Path, tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     with LLM(smollm2_gguf, kv_cache_memory="64MiB", max_model_len=256, step_log=path) as llm:
@@ -361,6 +362,7 @@ def test_a_first_answer_imports_nothing_it_does_not_need(smollm2_gguf: Path) -> 
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 def test_no_full_collection_comes_while_answers_are_computed(
     smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,6 +142,7 @@ def test_wrong_input_ends_a_process_of_its_own_too() -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_quantize_writes_a_folder_that_run_takes(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     write_checkpoint("tiny", tmp_path / "model")
@@ -176,6 +177,7 @@ def test_quantize_writes_a_folder_that_run_takes(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_the_context_says_both_numbers(smollm2_gguf: Path) -> None:
     done = quire_here("run", "word " * 9000, "--raw", "--model", smollm2_gguf)
     assert done.returncode == 1

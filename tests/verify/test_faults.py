@@ -107,6 +107,7 @@ def test_a_prefix_cache_that_gives_a_neighbours_block_shows_there(
     assert len(verdict.smallest.cases) <= 2
 
 
+@pytest.mark.slow
 def test_a_sampler_that_draws_its_own_chance_shows_when_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
