@@ -371,6 +371,27 @@ class ExpertWeights(NamedTuple):
     """[num_experts]."""
 
 
+class Router(NamedTuple):
+    """The product whose logits choose a layer's experts."""
+
+    weight: Weight
+    """[num_experts, hidden]."""
+    bias: Tensor | None
+
+
+class SharedExpert(NamedTuple):
+    """The expert that all tokens share."""
+
+    up: Weight
+    """[2 * intermediate, hidden]: gate rows first, then up rows; up rows alone where experts have
+    no gate.
+    """
+    down: Weight
+    """[hidden, intermediate]."""
+    gate: Weight | None
+    """[1, hidden]: the output is multiplied by the sigmoid of this product."""
+
+
 HAS_NAN = 1
 NOTHING_LEFT = 2
 """Flags of a row that could not choose a token: not all of its scores are numbers, or all are minus
@@ -491,6 +512,16 @@ class Kernels(Protocol):
         accumulation; into `out` if there is one. With a quantised weight a backend may round x to
         8-bit integers first, each row by itself (`cpu/quantized.h`).
         """
+
+    def linear_pair(
+        self,
+        x: Tensor,
+        first: Weight,
+        first_bias: Tensor | None,
+        second: Weight,
+        second_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`linear` of the same rows with two weights."""
 
     def linear_gated(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
@@ -691,6 +722,20 @@ class Kernels(Protocol):
         `rotated` [rows, heads, rope].
         """
 
+    def latent_queries_(
+        self,
+        plain: Tensor,
+        rotated: Tensor,
+        key_up: Weight,
+        latent: Tensor,
+        norm: LatentNorm,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """`latent_to_cache_` of linear_heads(plain, key_up)."""
+
     def convolve_(
         self,
         x: Tensor,
@@ -739,6 +784,18 @@ class Kernels(Protocol):
         `transform_activated` is applied to the activated gate and up products [pairs of row and expert,
         intermediate], before the down products. `adapters` add to each expert's products what they
         add to any (`adapted_linear`).
+        """
+
+    def routed_experts(
+        self,
+        x: Tensor,
+        router: Router,
+        experts: ExpertWeights,
+        spec: MoeSpec,
+        shared: SharedExpert | None,
+    ) -> Tensor:
+        """`moe` by the router's product with x, plus the output of the shared expert, if there is
+        one: see `quire.kernels.routed_experts`.
         """
 
     def choose_experts(

@@ -18,7 +18,7 @@ from quire.kernels.adapted_products import AdaptedProducts
 from quire.kernels.elementwise import ACTIVATIONS, sigmoid, soft_capped, xielu
 from quire.kernels.filters import filter_rows_
 from quire.kernels.formats import Format
-from quire.kernels.latent import latent_to_cache_, linear_heads
+from quire.kernels.latent import latent_queries_, latent_to_cache_, linear_heads
 from quire.kernels.logprobs import gather_logprobs
 from quire.kernels.low_rank import ExpertAdapters
 from quire.kernels.noise import gumbel_noise
@@ -40,6 +40,7 @@ from quire.kernels.ops import (
 from quire.kernels.quantize import LARGEST_FP8
 from quire.kernels.reference_recurrent import convolve, gated_norm, recur
 from quire.kernels.repeats import match_lengths
+from quire.kernels.routed_experts import routed_experts
 from quire.kernels.routing import route
 from quire.kernels.tiled_linear import ROW_TILE as ROW_TILE
 from quire.kernels.tiled_linear import tiled_linear as tiled_linear
@@ -97,6 +98,16 @@ class ReferenceKernels(AdaptedProducts):
                 x, weight.format.expand(*weight.parts[0].tensors).to(x.dtype), bias
             )
         return result if out is None else out.copy_(result)
+
+    def linear_pair(
+        self,
+        x: Tensor,
+        first: Weight,
+        first_bias: Tensor | None,
+        second: Weight,
+        second_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        return self.linear(x, first, first_bias), self.linear(x, second, second_bias)
 
     def linear_gated(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
@@ -350,6 +361,8 @@ class ReferenceKernels(AdaptedProducts):
             output[part] += product.float() if spec.scales_inputs else product.float() * scale
         return output.to(x.dtype)
 
+    routed_experts = routed_experts
+
     def choose_experts(
         self, router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None
     ) -> Tensor:
@@ -376,6 +389,7 @@ class ReferenceKernels(AdaptedProducts):
 
     linear_heads = linear_heads
     latent_to_cache_ = latent_to_cache_
+    latent_queries_ = latent_queries_
     convolve_ = staticmethod(convolve)
     recur_ = staticmethod(recur)
     gated_norm = staticmethod(gated_norm)

@@ -126,14 +126,23 @@ class MoeMlp:
             )
 
     def __call__(self, batch: Batch, x: Tensor) -> Tensor:
+        if batch.adapters is None:
+            return self.experts.routed(batch, x, self.router, self._shared_linears)
         logits = self.router(batch, x.float() if self.spec.has_float32_router else x)
         output = self.experts(batch, x, logits)
-        if self.shared is not None:
-            shared = self.shared(batch, x)
-            if self.shared_gate is None:
-                return output + shared
-            return batch.kernels.sigmoid_mul_add(self.shared_gate(batch, x), shared, output)
-        return output
+        if self.shared is None:
+            return output
+        shared = self.shared(batch, x)
+        if self.shared_gate is None:
+            return batch.kernels.scale_add(shared, 1.0, output)
+        return batch.kernels.sigmoid_mul_add(self.shared_gate(batch, x), shared, output)
+
+    @property
+    def _shared_linears(self) -> tuple[Linear, Linear, Linear | None] | None:
+        """Up, down and gate of the shared expert, if there is one."""
+        if self.shared is None:
+            return None
+        return self.shared.up, self.shared.down, self.shared_gate
 
 
 class ExpertsBeside:

@@ -18,7 +18,16 @@ from quire.kernels.low_rank import (
     PackedExperts,
     PackedLowRank,
 )
-from quire.kernels.ops import Activation, ExpertWeights, Kernels, MoeSpec
+from quire.kernels.ops import (
+    Activation,
+    ExpertWeights,
+    Kernels,
+    LatentNorm,
+    LayerCache,
+    MoeSpec,
+    Router,
+    SharedExpert,
+)
 from quire.kernels.weights import Weight
 
 
@@ -77,6 +86,13 @@ class Linear:
         return rows.kernels.linear_gated(x, self._weight, self._bias, activation)
 
 
+def linear_pair(rows: Rows, x: Tensor, first: Linear, second: Linear) -> tuple[Tensor, Tensor]:
+    """Both products of the same rows."""
+    if rows.adapters is not None:
+        return first(rows, x), second(rows, x)
+    return rows.kernels.linear_pair(x, first._weight, first.bias, second._weight, second.bias)
+
+
 class HeadLinear:
     """A product for each head, with its own matrix of a stack [heads, out, in]."""
 
@@ -88,6 +104,25 @@ class HeadLinear:
     def __call__(self, rows: Rows, x: Tensor) -> Tensor:
         """[rows, heads, out] of x [rows, heads, in]."""
         return rows.kernels.linear_heads(x, self._weight)
+
+    def queries_(
+        self,
+        rows: Rows,
+        plain: Tensor,
+        rotated: Tensor,
+        latent: Tensor,
+        norm: LatentNorm,
+        positions: Tensor,
+        cos_sin: Tensor,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """What latent attention asks with: this product of `plain` beside what is rotated. Latents
+        go to the cache.
+        """
+        return rows.kernels.latent_queries_(
+            plain, rotated, self._weight, latent, norm, positions, cos_sin, cache, slot_mapping
+        )
 
 
 class ExpertsLinear:
@@ -132,6 +167,25 @@ class Experts:
         ):
             adapters = ExpertAdapters(rows.adapters, gate_up, down)
         return rows.kernels.moe(x, router_logits, self._weights, self.spec, adapters=adapters)
+
+    def routed(
+        self,
+        rows: Rows,
+        x: Tensor,
+        router: Linear,
+        shared: tuple[Linear, Linear, Linear | None] | None,
+    ) -> Tensor:
+        """The router's product, the experts that it chooses, and the shared one, if there is one
+        (its up and down products, and its gate), for rows of which none has an adapter.
+        """
+        assert rows.adapters is None
+        beside: SharedExpert | None = None
+        if shared is not None:
+            up, down, gate = shared
+            gate_weight = None if gate is None else gate._weight
+            beside = SharedExpert(up._weight, down._weight, gate_weight)
+        product = Router(router._weight, router.bias)
+        return rows.kernels.routed_experts(x, product, self._weights, self.spec, beside)
 
 
 class Embedding:

@@ -26,7 +26,7 @@ from quire.kernels.recurrent import (
     RecurrentSpec,
     RecurrentWeights,
 )
-from quire.models.linear import Linear, Rows
+from quire.models.linear import Linear, Rows, linear_pair
 from quire.models.parameters import Parameters
 from quire.models.rope import query_factors
 from quire.models.spec import LayerSpec, Mixer, ModelSpec
@@ -163,19 +163,20 @@ class LatentAttention:
     def __call__(self, batch: Batch, x: Tensor, cache: MixerCache) -> Tensor:
         assert isinstance(cache, LayerCache)
         kernels, paged, spec = batch.kernels, batch.paged[cache.group], self.spec
-        source = x
-        if self.query_down is not None:
-            down = self.query_down(batch, x)
-            source = kernels.rms_norm(down, self.query_norm, spec.norm_eps)
-        query = self.query(batch, source)
+        if self.query_down is None:
+            query, latent = linear_pair(batch, x, self.query, self.latent)
+        else:
+            down, latent = linear_pair(batch, x, self.query_down, self.latent)
+            query = self.query(batch, kernels.rms_norm(down, self.query_norm, spec.norm_eps))
         if self.factors is not None:
             query = kernels.scale_rows(query, self.factors, batch.positions)
         query = query.view(len(x), -1, spec.query_dim)
         plain, rotated = query.split_with_sizes((spec.nope_dim, spec.rope_dim), 2)
-        query = kernels.latent_to_cache_(
-            self.key_up(batch, plain),
+        query = self.key_up.queries_(
+            batch,
+            plain,
             rotated,
-            self.latent(batch, x),
+            latent,
             self.norm,
             batch.positions,
             self.cos_sin,

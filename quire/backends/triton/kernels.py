@@ -23,12 +23,14 @@ from quire.backends.triton import (
     heads,
     inputs,
     latent,
+    linear_pair,
     logprobs,
     quantized,
     repeats,
     router_linear,
     rowwise,
     sampling,
+    shared_experts,
     untried,
 )
 from quire.backends.triton import attention as paged_attention
@@ -65,6 +67,8 @@ from quire.kernels.ops import (
     LayerCache,
     MoeSpec,
     PagedBatch,
+    Router,
+    SharedExpert,
     TransformActivated,
 )
 from quire.kernels.reference import ReferenceKernels
@@ -116,6 +120,7 @@ class TritonKernels(ReferenceKernels):
     qkv_to_cache_ = staticmethod(heads.qkv_to_cache_)
     linear_heads = staticmethod(latent.linear_heads)
     latent_to_cache_ = staticmethod(latent.latent_to_cache_)
+    latent_queries_ = staticmethod(latent.latent_queries_)
     sigmoid_mul = staticmethod(rowwise.sigmoid_mul)
     sigmoid_mul_add = staticmethod(rowwise.sigmoid_mul_add)
     gather_inputs = staticmethod(inputs.gather_inputs)
@@ -134,6 +139,7 @@ class TritonKernels(ReferenceKernels):
         self._is_exact: dict[tuple[torch.Size, torch.dtype, bool], bool] = {}
         self.takes_adapters = untried.is_on("adapters")
         self._takes_latent = untried.is_on("latent")
+        self._joins_experts = untried.is_on("experts")
         self._row_tiles = adapters.RowTiles()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._device = device
@@ -195,6 +201,18 @@ class TritonKernels(ReferenceKernels):
             return None
         own = _own_product(x, weight.tensor, silu_mul=False)
         return own or (None if self._check(weight.tensor, bias is not None) else linear)
+
+    def linear_pair(
+        self,
+        x: Tensor,
+        first: Weight,
+        first_bias: Tensor | None,
+        second: Weight,
+        second_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        if second_bias is None and linear_pair.takes(x, first, second):
+            return linear_pair.linear_pair(x, first, second, first_bias)
+        return super().linear_pair(x, first, first_bias, second, second_bias)
 
     def linear_gated(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
@@ -263,6 +281,27 @@ class TritonKernels(ReferenceKernels):
         if _has_own_experts(spec) and adapters is None:
             return experts_kernels.moe(x, router_logits, experts, spec, transform_activated)
         return super().moe(x, router_logits, experts, spec, transform_activated, adapters)
+
+    def routed_experts(
+        self,
+        x: Tensor,
+        router: Router,
+        experts: ExpertWeights,
+        spec: MoeSpec,
+        shared: SharedExpert | None,
+    ) -> Tensor:
+        if not self._joins_experts or shared is None or not _has_own_experts(spec):
+            return super().routed_experts(x, router, experts, spec, shared)
+        if shared_experts.joins(x, router, experts, spec, shared):
+            return shared_experts.routed_experts(x, router, experts, spec, shared)
+        if spec.has_float32_router and shared_experts.widens(x, router):
+            logits = router_linear.router_linear(x, router.weight.tensor, router.bias)
+        else:
+            logits = self.linear(x.float() if spec.has_float32_router else x, *router)
+        hidden = self.linear_gated(x, shared.up, None, spec.activation)
+        output = self.linear(hidden, shared.down)
+        gate = None if shared.gate is None else self.linear(x, shared.gate)
+        return experts_kernels.moe(x, logits, experts, spec, None, output, gate)
 
     def route(
         self, router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None

@@ -168,6 +168,12 @@ NUMBERS = {
 
 
 @triton.jit
+def sigmoid(x):
+    """In float32; for other kernels' use too."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
 def silu(x):
     """x * sigmoid(x) in float32; for other kernels' use too."""
     return x / (1.0 + tl.exp(-x))
@@ -261,7 +267,7 @@ def _sigmoid_mul_kernel(
         found = tl.load(gate + row * gate_stride + column, mask=exists, other=0.0)
     else:
         found = tl.load(gate + row * gate_stride)
-    share = 1.0 / (1.0 + tl.exp(-found.to(tl.float32)))
+    share = sigmoid(found.to(tl.float32))
     result = (share.to(dtype).to(tl.float32) * value.to(tl.float32)).to(dtype)
     if ADDED:
         first = tl.load(other + row * other_stride + column, mask=exists, other=0.0)

@@ -11,7 +11,8 @@ from quire.errors import DeviceError
 VARIABLE = "QUIRE_UNTRIED_KERNELS"
 NAMES = ("recurrent", "latent", "adapters", "experts")
 """Layers with a state (docs/recurrent.md), latent attention (docs/latent.md), adapters
-(docs/adapters.md), experts in integers with scales (docs/performance.md, attempt 55).
+(docs/adapters.md), experts in integers with scales (docs/performance.md, attempt 55) and shared
+experts among the others (attempt 57).
 """
 
 
