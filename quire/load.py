@@ -22,7 +22,7 @@ from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.device import Device
 from quire.kernels.weights import Weight
-from quire.models.adapters import AdapterLoader, Segments
+from quire.models.adapters import AdapterLoader
 from quire.models.decoder import Decoder
 from quire.models.given_weights import stored_weights
 from quire.models.load import Progress, load_planned, open_model, reading

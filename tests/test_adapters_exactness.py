@@ -71,7 +71,7 @@ def check(
         assert_same(found, expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama", "gemma2", "starcoder2"])
 def test_requests_of_many_adapters_have_the_bits_they_have_alone(

@@ -32,7 +32,7 @@ def flooded(weights: dict[str, float], counts: dict[str, int], **settings: Any) 
     return engine
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("weights", [{"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 3.0}, {"a": 2.0}])
 @pytest.mark.parametrize("target", [None, 0.02])
 def test_shares_are_as_weights_over_any_200_steps(
@@ -58,6 +58,7 @@ def test_shares_are_as_weights_over_any_200_steps(
         assert share == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_flood_does_not_hold_up_others() -> None:
     """One sends twenty times its share; another a request now and then."""
 

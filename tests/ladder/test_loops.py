@@ -53,7 +53,7 @@ def ticking(step: float) -> Callable[[], float]:
     return ticks().__next__
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", SPECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loops_say_what_a_paged_decoder_says(family: str, dtype: torch.dtype) -> None:
@@ -198,6 +198,7 @@ def test_jobs_are_the_same_each_time_and_begin_alike_where_asked() -> None:
     assert {job.max_tokens for job in jobs} == {2, 3, 4}
 
 
+@pytest.mark.few(1)
 def test_guesses_give_the_same_answer_in_fewer_steps(decoder: Decoder) -> None:
     expected = greedy(decoder, PROMPT, 40)
     steps: list[tuple[list[int], list[int]]] = []
@@ -293,6 +294,7 @@ def test_an_end_token_ends_the_loop_and_is_its_last(decoder: Decoder) -> None:
         )
 
 
+@pytest.mark.few(1)
 def test_a_temperature_draws_what_the_engine_draws(decoder: Decoder) -> None:
     prompt = tuple(PROMPT)
     for seed in (0, 7):

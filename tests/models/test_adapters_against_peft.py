@@ -160,7 +160,7 @@ def check_family(family: str, seed: int, folder: Path) -> None:
             assert found[-1].argmax() == expected[-1].argmax()
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_adapters_of_every_family_compute_as_peft_does(
@@ -192,7 +192,7 @@ def check_recurrent(config: Any, seed: int, folder: Path) -> None:
         )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", [*RECURRENT, "granitemoehybrid"])
 def test_adapters_of_layers_with_a_state_compute_as_peft_does(
     family: str, tmp_path_factory: pytest.TempPathFactory

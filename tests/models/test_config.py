@@ -18,6 +18,7 @@ from quire.errors import ModelFormatError, QuireError, UnsupportedModelError
 from quire.models.model_config import read_config
 from quire.models.rope import cos_sin_table
 from quire.models.spec import RopeSpec
+from tests.long_runs import examples
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -257,7 +258,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.dictionaries(
         st.sampled_from([*LLAMA, "rope_scaling", "rope_theta", "head_dim"]), JSON, max_size=3

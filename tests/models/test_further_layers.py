@@ -89,6 +89,7 @@ RECORDED = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SPECS)
 def test_nothing_around_a_request_changes_its_bits(name: str) -> None:
     decoder = random_decoder(SPECS[name], CpuKernels(), FP32)
@@ -101,6 +102,7 @@ def test_nothing_around_a_request_changes_its_bits(name: str) -> None:
             assert_same(bench.run(PROMPTS, PARAMS), expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SPECS)
 def test_two_ranks_give_the_same_bits(name: str) -> None:
     spec = SPECS[name]

@@ -480,6 +480,7 @@ def logits(path: Path) -> Tensor:
     return torch.stack([found.logits["0", position] for position in range(75, 81)])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_gguf_of_layers_with_states_is_the_folder_it_was_made_of(name: str, tmp_path: Path) -> None:
     written = MODELS[name]
@@ -622,6 +623,7 @@ def test_a_shared_experts_gate_may_be_a_vector(tmp_path: Path) -> None:
     assert torch.equal(*map(logits, paths))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["granite", "qwen", "nemotron", "lfm2"])
 def test_blocks_of_a_quantised_format_go_where_their_numbers_go(name: str, tmp_path: Path) -> None:
     written = MODELS[name]

@@ -99,6 +99,7 @@ def test_an_engine_on_another_device_gives_the_same_answers(
     assert min(used[name] for name in ("to_host", "pinned", "return_freed_memory")) > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_blocks_on_the_host_and_logits_are_the_same(
     family: str, monkeypatch: pytest.MonkeyPatch

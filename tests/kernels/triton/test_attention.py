@@ -148,7 +148,7 @@ def attend(
     return KERNELS.attention(query, cache, batch, spec, sinks, slopes)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("cap", "window"), [(0.0, None), (0.0, 50), (1.5, None), (1.5, 50)])
 def test_caps_sinks_and_scales_are_those_of_float64(

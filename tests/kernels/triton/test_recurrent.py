@@ -64,6 +64,7 @@ def assert_right_and_divisible(
     assert torch.equal(by_steps(again, bounds), found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", SMALL.values(), ids=SMALL)
 def test_it_is_what_the_recurrence_gives_and_may_be_divided(
     kernels: TritonKernels, spec: RecurrentSpec

@@ -16,6 +16,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class Layer:
             (mlp.num_experts, 2 * mlp.intermediate_size, spec.hidden_size),
             (mlp.num_experts, spec.hidden_size, mlp.intermediate_size),
         )
-        self.weights = ExpertWeights(*(_random(format, shape) for shape in shapes))
+        gate_up, down = (_random(format, shape) for shape in shapes)
+        self.weights = ExpertWeights(gate_up, down)
         self.nbytes_each = sum(shape[1] * shape[2] for shape in shapes) * itemsize_of(format)
 
     @property
@@ -74,7 +76,7 @@ class Layer:
                 rows, self.spec.num_experts, device=DEVICE, generator=generator
             ).to(DTYPE)
             used += len(torch.unique(experts.route(logits, self.spec)[0]))
-            found.append(lambda x=x, logits=logits: experts.moe(x, logits, self.weights, self.spec))
+            found.append(partial(experts.moe, x, logits, self.weights, self.spec))
         return found, used / CALLS
 
 
