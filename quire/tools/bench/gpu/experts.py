@@ -69,7 +69,8 @@ class Layer:
     def calls(self, rows: int) -> tuple[list[Callable[[], Tensor]], float]:
         """Calls that choose other experts each, and how many experts they read on average."""
         generator = torch.Generator(DEVICE).manual_seed(rows)
-        found, used = [], 0
+        found: list[Callable[[], Tensor]] = []
+        used = 0
         for _ in range(CALLS):
             x = torch.randn(rows, self.hidden, device=DEVICE, generator=generator).to(DTYPE)
             logits = torch.randn(
