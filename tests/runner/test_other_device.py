@@ -230,7 +230,6 @@ def test_graphs_with_adapters_give_the_same_answers(
 
     quicken()
     use_late_device(monkeypatch)
-    monkeypatch.setenv("QUIRE_UNTRIED_KERNELS", "adapters")
     spec = replace(SPECS["qwen2"], layers=SPECS["qwen2"].layers[:1])
     decoder = random_decoder(spec, TritonKernels(torch.float16), torch.float16)
     paths = [random_adapter(tmp_path / str(i), decoder, i, 3 + i) for i in range(3)]

@@ -18,20 +18,22 @@ from torch import Tensor
 
 from quire.backends.triton import (
     adapters,
+    convolution,
     cublas,
     filters,
+    gated_norm,
     heads,
     inputs,
     latent,
     linear_pair,
     logprobs,
     quantized,
+    recurrent,
     repeats,
     router_linear,
     rowwise,
     sampling,
     shared_experts,
-    untried,
 )
 from quire.backends.triton import attention as paged_attention
 from quire.backends.triton import moe as experts_kernels
@@ -71,6 +73,7 @@ from quire.kernels.ops import (
     SharedExpert,
     TransformActivated,
 )
+from quire.kernels.recurrent import ConvolutionSpec, RecurrentSpec
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Weight
 from quire.process.compile_together import compile_together
@@ -124,6 +127,9 @@ class TritonKernels(ReferenceKernels):
     latent_queries_ = staticmethod(latent.latent_queries_)
     sigmoid_mul = staticmethod(rowwise.sigmoid_mul)
     sigmoid_mul_add = staticmethod(rowwise.sigmoid_mul_add)
+    convolve_ = staticmethod(convolution.convolve_)
+    recur_ = staticmethod(recurrent.recur_)
+    gated_norm = staticmethod(gated_norm.gated_norm)
     gather_inputs = staticmethod(inputs.gather_inputs)
     shorten_attention_work_ = staticmethod(shorten_attention_work_)
     gumbel_argmax = staticmethod(sampling.gumbel_argmax)
@@ -138,9 +144,6 @@ class TritonKernels(ReferenceKernels):
         self._dtype = dtype
         self._quantized = quantized.QuantizedProducts(self.linear)
         self._is_exact: dict[tuple[torch.Size, torch.dtype, bool], bool] = {}
-        self.takes_adapters = untried.is_on("adapters")
-        self._takes_latent = untried.is_on("latent")
-        self._joins_experts = untried.is_on("experts")
         self._row_tiles = adapters.RowTiles()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._device = device
@@ -150,7 +153,9 @@ class TritonKernels(ReferenceKernels):
         return self._dtype != torch.float32 and quantized.computes(format)
 
     def captures(self, part: object) -> bool:
-        return _has_own_experts(part) if isinstance(part, MoeSpec) else super().captures(part)
+        if isinstance(part, MoeSpec):
+            return _has_own_experts(part)
+        return isinstance(part, (ConvolutionSpec, RecurrentSpec)) or super().captures(part)
 
     def pack(self, weight: Weight) -> Weight:
         if len(weight.shape) > 1 and any(self.computes(part.format) for part in weight.parts):
@@ -291,7 +296,7 @@ class TritonKernels(ReferenceKernels):
         spec: MoeSpec,
         shared: SharedExpert | None,
     ) -> Tensor:
-        if not self._joins_experts or shared is None or not _has_own_experts(spec):
+        if shared is None or not _has_own_experts(spec):
             return super().routed_experts(x, router, experts, spec, shared)
         if shared_experts.joins(x, router, experts, spec, shared):
             return shared_experts.routed_experts(x, router, experts, spec, shared)
@@ -321,7 +326,7 @@ class TritonKernels(ReferenceKernels):
 
     def has_kernels_for(self, mixer: object) -> bool:
         if isinstance(mixer, LatentSpec):
-            return self._takes_latent
+            return True
         return not (isinstance(mixer, AttentionSpec) and mixer.chunk is not None)
 
     def attention_work(

@@ -22,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from quire.backends.triton import untried
 from quire.backends.triton.grouping import GROUPED, IN_ORDER, Tiles
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin, num_multiprocessors
 from quire.backends.triton.linear import Tile
@@ -338,7 +337,6 @@ def _product_kernel(
     FP4: tl.constexpr,
     OTHER: tl.constexpr,
     LOOPED: tl.constexpr,
-    AHEAD: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -352,7 +350,7 @@ def _product_kernel(
     GATED: the weight has 2 * OUTER rows, gate and up, and a program takes BLOCK / 2 of each; x has
     one row for TOP_K pairs. Otherwise x has a row for each pair. LISTED says where a tile's pairs
     are found (`Tiles`). LOOPED: there may be more tiles than programs, which go on to further ones.
-    AHEAD: scales of groups are loaded one group before they are needed (the compiler does so with
+    Scales of groups are loaded one group before they are needed (the compiler does so with
     what a product reads, not with these; it stops to do so where they come from further back).
     SHARED: expert EXPERTS has the plain matrix `shared`.
     """
@@ -448,7 +446,7 @@ def _product_kernel(
             LAST: tl.constexpr = INNER // BLOCK_K - 1
             row_scales = scales + row_of_weights * (LAST + 1)
             input_scales = x_scales + x_row * (LAST + 1)
-            if KIND == _IN_GROUPS and AHEAD:
+            if KIND == _IN_GROUPS:
                 scale = tl.load(row_scales, mask=exists, other=0.0)
                 x_scale = tl.load(input_scales)
             for k in range(0, INNER, BLOCK_K):
@@ -466,19 +464,14 @@ def _product_kernel(
                     input_tile = tl.load(inputs, mask=occupied[:, None] & within, other=0.0)
                 if KIND == _IN_GROUPS:
                     group = k // BLOCK_K
-                    if AHEAD:
-                        later = tl.minimum(group + 1, LAST)
-                        next_scale = tl.load(row_scales + later, mask=exists, other=0.0)
-                        next_x_scale = tl.load(input_scales + later)
-                    else:
-                        scale = tl.load(row_scales + group, mask=exists, other=0.0)
-                        x_scale = tl.load(input_scales + group)
+                    later = tl.minimum(group + 1, LAST)
+                    next_scale = tl.load(row_scales + later, mask=exists, other=0.0)
+                    next_x_scale = tl.load(input_scales + later)
                     product = tl.dot(weight_tile, tl.trans(input_tile), out_dtype=number).to(
                         tl.float32
                     )
                     total += product * (scale[:, None] * x_scale[None, :])
-                    if AHEAD:
-                        scale, x_scale = next_scale, next_x_scale
+                    scale, x_scale = next_scale, next_x_scale
                 else:
                     total = tl.dot(
                         weight_tile,
@@ -575,7 +568,6 @@ def tile_product(
         FP4=coding.fp4,
         OTHER=coding.other,
         LOOPED=is_looped,
-        AHEAD=untried.is_on("experts"),
         SHARED=shared is not None,
         BLOCK=2 * tile.outputs if activation else tile.outputs,
         TILE=tiles.width,

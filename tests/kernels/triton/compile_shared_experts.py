@@ -24,7 +24,7 @@ def shared_experts_kernels() -> dict[str, dict[str, int]]:
     router |= {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 256}
     cases = {"router": (_pair_kernel, router, 4)}
     plain = dict.fromkeys(("KIND", "ACTIVATION", "GROUP", "ZERO", "OTHER"), 0)
-    plain |= dict.fromkeys(("BIAS", "NIBBLES", "FP4", "AHEAD"), False)
+    plain |= dict.fromkeys(("BIAS", "NIBBLES", "FP4"), False)
     plain |= {"EXPERTS": 256, "TOP_K": 9, "SHARED": True, "BLOCK": 64, "LINES": 16, "PDL": True}
     for is_gated in (True, False) if IS_LONG else (False,):
         sides = {"INNER": 2048, "OUTER": 512} if is_gated else {"INNER": 512, "OUTER": 2048}

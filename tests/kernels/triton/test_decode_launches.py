@@ -20,7 +20,6 @@ from quire.backends.cpu.device import CpuDevice
 from quire.backends.triton import cublas
 from quire.backends.triton.attention_splits import counters
 from quire.backends.triton.kernels import TritonKernels
-from quire.backends.triton.recurrent_kernels import triton_kernels
 from quire.kernels.formats import FORMATS
 from quire.kernels.weights import Weight
 from quire.models.decoder import Decoder
@@ -35,7 +34,6 @@ pytestmark = pytest.mark.skipif(ON_GPU, reason="kernels are not run")
 
 META = torch.device("meta")
 WITHOUT_WORK = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "detach_"}
-VARIABLE = "QUIRE_UNTRIED_KERNELS"
 
 
 def memory_of(values: Any) -> set[int]:
@@ -90,7 +88,6 @@ def launches_of(monkeypatch: pytest.MonkeyPatch) -> LaunchesOf:
 
         return launch
 
-    monkeypatch.setenv(VARIABLE, "recurrent,latent,experts")
     monkeypatch.setitem(select.DEVICES, META.type, CpuDevice)
     monkeypatch.setattr(TritonKernels, "_check", lambda self, weight, has_bias: True)
     monkeypatch.setattr(cublas, "product", product)
@@ -100,7 +97,7 @@ def launches_of(monkeypatch: pytest.MonkeyPatch) -> LaunchesOf:
 
 def step_of(shape: str, rows: int, launches: Launches) -> Counter[str]:
     spec = spec_of(shape)
-    kernels = triton_kernels()
+    kernels = TritonKernels()
     decoder = decoder_of(spec, kernels)
     groups = LayerGroups.of(spec, 16, torch.bfloat16, kernels.keys_at_once, 1)
     cache = KVCache(spec, 64, 0, 16, torch.bfloat16, META, groups=groups)

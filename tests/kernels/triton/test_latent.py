@@ -377,12 +377,11 @@ def test_prompts_have_the_bits_of_single_queries(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_latent.py has this")
-def test_a_model_has_the_references_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_has_the_references_logits() -> None:
     from tests.decoding import all_logits, make_caches, run_tokens
     from tests.random_models import SPECS as MODELS
     from tests.random_models import random_decoder
 
-    monkeypatch.setenv("QUIRE_UNTRIED_KERNELS", "latent")
     spec, tokens = MODELS["deepseek_v3"], list(range(20))
     expected = all_logits(random_decoder(spec, ReferenceKernels(), torch.float32), tokens)
     decoder = random_decoder(spec, TritonKernels(torch.float32), torch.float32)
@@ -391,12 +390,3 @@ def test_a_model_has_the_references_logits(monkeypatch: pytest.MonkeyPatch) -> N
     caches = make_caches(decoder, 4)
     run_tokens(decoder, caches, tokens[:-1], 0)
     assert torch.equal(run_tokens(decoder, caches, tokens, 19)[0], found[-1])
-
-
-def test_models_are_refused_unless_the_variable_names_their_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("QUIRE_UNTRIED_KERNELS", raising=False)
-    assert not TritonKernels().has_kernels_for(SPECS["glm"])
-    monkeypatch.setenv("QUIRE_UNTRIED_KERNELS", "recurrent, latent")
-    assert TritonKernels().has_kernels_for(SPECS["glm"])

@@ -21,7 +21,6 @@ from quire.backends.triton import shared_experts  # isort: skip
 pytestmark = MARKS
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16
 """The interpreter cuts numbers off where the GPU rounds them to bfloat16."""
-VARIABLE = "QUIRE_UNTRIED_KERNELS"
 
 GATED = MoeSpec(6, 2, 48, True, shared_intermediate_size=48)
 """As Qwen3.5 has it."""
@@ -64,7 +63,6 @@ def layer_of(spec: MoeSpec, hidden: int, rows: int) -> Layer:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> TritonKernels:
-    monkeypatch.setenv(VARIABLE, "experts")
     return TritonKernels(DTYPE)
 
 
@@ -119,7 +117,6 @@ def test_bits_of_true_shapes(spec: MoeSpec, hidden: int, rows: int, kernels: Tri
 
 
 def test_other_layers_are_computed_by_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "experts")
     layer = x, router, experts, spec, shared = layer_of(GATED, 80, 2)
     assert shared_experts.joins(*layer)
     wider = replace(GATED, intermediate_size=96)
@@ -133,18 +130,6 @@ def test_other_layers_are_computed_by_the_operations(monkeypatch: pytest.MonkeyP
         (x, layer_of(SIGMOID, 80, 2)[1], experts, spec, shared),
     ]
     assert [shared_experts.joins(*one) for one in others] == [False] * len(others)
-
-
-def test_nothing_changes_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-
-    def fail(*_: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(shared_experts, "routed_experts", fail)
-    monkeypatch.setattr(ReferenceKernels, "routed_experts", lambda *layer: layer[1])
-    layer = layer_of(GATED, 80, 1)
-    assert TritonKernels(DTYPE).routed_experts(*layer) is layer[0]
 
 
 @pytest.mark.slow
@@ -164,10 +149,10 @@ def test_a_model_has_the_same_logits_either_way(name: str, monkeypatch: pytest.M
 
     given, tokens = SPECS[name], list(range(20))
     spec = replace(given, layers=tuple(map(of_one_size, given.layers)))
-    monkeypatch.setenv(VARIABLE, "latent")
-    expected = all_logits(random_decoder(spec, TritonKernels(DTYPE), DTYPE), tokens)
-    monkeypatch.setenv(VARIABLE, "latent,experts")
     joined, join = [], shared_experts.joins
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_experts, "joins", lambda *layer: False)
+        expected = all_logits(random_decoder(spec, TritonKernels(DTYPE), DTYPE), tokens)
 
     def noted(*layer: Any) -> bool:
         joined.append(join(*layer))

@@ -1,8 +1,8 @@
 """One layer of experts in several formats: microseconds for routing, both products and the sum, and
 how near they come to what their bytes take.
 
-    QUIRE_UNTRIED_KERNELS=experts python -m quire.tools.bench.gpu.experts --formats INT4_G128,FP8_G128
-    QUIRE_UNTRIED_KERNELS=experts python -m quire.tools.bench.gpu.experts --formats INT4_G128 --search
+    python -m quire.tools.bench.gpu.experts --formats INT4_G128,FP8_G128
+    python -m quire.tools.bench.gpu.experts --formats INT4_G128 --search
     python -m quire.tools.bench.gpu.experts --shape gpt-oss-20b --formats BF16,MXFP4
 
 Inside a CUDA graph, in which each of 8 calls chooses other experts. With `--search` also for other
