@@ -5,6 +5,7 @@ others have, in every scenario of `test_exactness.py`.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,16 @@ from tests.test_exactness import DTYPES, SCENARIOS, assert_same, make_kernels, w
 RANKS = (1, 4, 16, 33)
 
 
-def make_adapters(folder: Path, decoder: Decoder, count: int) -> list[Path]:
+def make_adapters(
+    folder: Path, decoder: Decoder, count: int, kinds: Sequence[str] = KINDS
+) -> list[Path]:
     return [
         random_adapter(
             folder / str(i),
             decoder,
             i,
             RANKS[i % len(RANKS)],
-            kind=KINDS[(i + i // len(RANKS)) % len(KINDS)],
+            kind=kinds[(i + i // len(RANKS)) % len(kinds)],
         )
         for i in range(count)
     ]

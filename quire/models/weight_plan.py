@@ -219,7 +219,7 @@ def plan_weights(
 def _check_can_compute(spec: ModelSpec, kernels: Kernels) -> None:
     for mixer in dict.fromkeys(spec.mixers):
         if not kernels.has_kernels_for(mixer):
-            what = "latent attention"
+            what = "attention with slopes (ALiBi)"
             if isinstance(mixer, AttentionSpec) and mixer.chunk is not None:
                 what = f"attention in chunks (attention_chunk_size {mixer.chunk})"
             raise UnsupportedModelError(

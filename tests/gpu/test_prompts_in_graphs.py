@@ -120,5 +120,5 @@ def test_what_is_needed_is_captured_first() -> None:
     engine.run([job])
     graphs = engine.engine.runner._graphs
     assert isinstance(graphs, DecodeGraphs)
-    assert next(size for size, _ in graphs._replays) == graphs._sizes[-1]
-    assert 1 in {size for size, _ in list(graphs._replays)[:4]}
+    assert next(size for size, *_ in graphs._replays) == graphs._sizes[-1]
+    assert 1 in {size for size, *_ in list(graphs._replays)[:4]}

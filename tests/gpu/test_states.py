@@ -36,9 +36,9 @@ SCENARIOS = {name: options for name, options in FEW.items() if name != "nothing 
 class ByDefinition(TritonKernels):
     """Layers with a state in plain torch, outside of graphs."""
 
-    convolve_ = ReferenceKernels.convolve_
-    recur_ = ReferenceKernels.recur_
-    gated_norm = ReferenceKernels.gated_norm
+    convolve_ = staticmethod(ReferenceKernels.convolve_)
+    recur_ = staticmethod(ReferenceKernels.recur_)
+    gated_norm = staticmethod(ReferenceKernels.gated_norm)
 
     def captures(self, part: object) -> bool:
         return ReferenceKernels.captures(self, part)

@@ -83,9 +83,7 @@ def _load_queries(
 @triton.jit
 def _slope(slopes, kv_head, rows, GROUP: tl.constexpr, SLOPES: tl.constexpr):
     """What each row's scores rise by from key to key."""
-    if SLOPES:
-        return tl.load(slopes + kv_head * GROUP + rows % GROUP) * 1.4426950408889634
-    return 0.0
+    return tl.load(slopes + kv_head * GROUP + rows % GROUP) * 1.4426950408889634 if SLOPES else 0.0
 
 
 @triton.jit

@@ -325,9 +325,9 @@ class TritonKernels(ReferenceKernels):
         )
 
     def has_kernels_for(self, mixer: object) -> bool:
-        if isinstance(mixer, LatentSpec):
-            return True
-        return not (isinstance(mixer, AttentionSpec) and mixer.chunk is not None)
+        # Of slopes there is a kernel, which no card has run yet (docs/performance.md, "State of the
+        # tests on a card").
+        return not isinstance(mixer, AttentionSpec) or (mixer.chunk is None and not mixer.slopes)
 
     def attention_work(
         self,

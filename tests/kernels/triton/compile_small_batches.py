@@ -34,7 +34,7 @@ from tests.long_runs import IS_LONG
 ATTENTION_TYPES = {
     **dict.fromkeys(("query", "out", "keys", "values"), "*bf16"),
     **dict.fromkeys(("block_tables", "work", "arrived", "failed"), "*i32"),
-    **dict.fromkeys(("partial_output", "partial_state", "sinks"), "*fp32"),
+    **dict.fromkeys(("partial_output", "partial_state", "sinks", "slopes"), "*fp32"),
     **dict.fromkeys(("scale", "value_scale", "cap"), "fp32"),
 }
 BOX = f"tensordesc<bf16[16, 64],{gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)!r}>"
