@@ -21,13 +21,16 @@ from quire.engine import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.device import Device
-from quire.models.adapters import AdapterLoader, Segments
+from quire.kernels.weights import Weight
+from quire.models.adapters import AdapterLoader
 from quire.models.decoder import Decoder
+from quire.models.given_weights import stored_weights
 from quire.models.load import Progress, load_planned, open_model, reading
 from quire.models.names import drafting_names, names_not_for_text
 from quire.models.parameters import WeightSource
 from quire.models.prediction import Predictor, prediction_files
 from quire.models.spec import ModelSpec
+from quire.models.vocabulary_adapters import Segments
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
 from quire.process import gc_pauses
 from quire.runner.dtypes import pick_dtype
@@ -60,6 +63,35 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightReader:
+    """Reads other weights for a decoder, this process's share of them."""
+
+    spec: ModelSpec
+    """Of the whole model."""
+    decoder: Decoder
+    source: ModelSource
+    config: EngineConfig
+    device: Device
+    share: Share
+
+    def read(self, stored: Checkpoint) -> dict[str, Weight]:
+        """New weights, for `Decoder.update`."""
+        quantization = self.config.quantization
+        return stored_weights(self.decoder, quantization, stored, self.spec, self.share.files)
+
+    def reload(self) -> None:
+        """Fills the decoder from its files again, in the memory that it has."""
+        files = open_model(self.source.path)
+        try:
+            weights = _choose(files, self.config, self.device, self.share)
+            with reading(weights) as loaded:
+                for name in self.decoder.weights:
+                    self.decoder.update({name: loaded.pop(name)})
+        finally:
+            files.checkpoint.close()
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A decoder with its weights in place, and what belongs to it."""
 
@@ -72,6 +104,7 @@ class LoadedModel:
     """The names of the weights' formats, for the start-up message."""
     draft: Draft | None
     adapters: AdapterLoader
+    replacing: WeightReader
 
 
 def load_model(
@@ -101,28 +134,20 @@ def load_model(
             config, expected_plan(weights, config), config.limits(on_gpu=device.is_gpu)
         )
         decoder = load_planned(weights, config.max_model_len, progress, share.source_of(files.spec))
-        draft = _load_draft(config, files.spec, weights, decoder, tokenizer, share)
+        draft = _load_draft(config, files, weights, decoder, tokenizer, share)
     finally:
         files.checkpoint.close()
     ends = tuple(dict.fromkeys((*files.spec.eos_token_ids, *tokenizer.eos_token_ids)))
     adapters = AdapterLoader(
-        decoder, files.spec, share.segments_of(files.spec), partial(open_model, source.path)
+        decoder,
+        files.spec,
+        share.segments_of(files.spec),
+        partial(open_model, source.path),
+        share.source_of(files.spec),
     )
-    return LoadedModel(files.spec, decoder, tokenizer, ends, weights.describe(), draft, adapters)
-
-
-def reload_weights(
-    decoder: Decoder, source: ModelSource, config: EngineConfig, device: Device, share: Share
-) -> None:
-    """Fills a decoder from its files again, in the memory that it has."""
-    files = open_model(source.path)
-    try:
-        weights = _choose(files, config, device, share)
-        with reading(weights) as loaded:
-            for name in decoder.weights:
-                decoder.update({name: loaded.pop(name)})
-    finally:
-        files.checkpoint.close()
+    replacing = WeightReader(files.spec, decoder, source, config, device, share)
+    formats = weights.describe()
+    return LoadedModel(files.spec, decoder, tokenizer, ends, formats, draft, adapters, replacing)
 
 
 def _choose(files: ModelFiles, config: EngineConfig, device: Device, share: Share) -> WeightPlan:
@@ -131,13 +156,15 @@ def _choose(files: ModelFiles, config: EngineConfig, device: Device, share: Shar
 
 def _load_draft(
     config: EngineConfig,
-    whole: ModelSpec,
+    whole: ModelFiles,
     weights: WeightPlan,
     decoder: Decoder,
     tokenizer: Tokenizer,
     share: Share,
 ) -> Draft | None:
-    """The decoder that makes draft tokens, if `speculation` wants one."""
+    """The decoder that makes draft tokens, if `speculation` wants one. `whole` are the model's files,
+    of which `weights` may have a share.
+    """
     spec = decoder.spec
     if config.speculation == "self":
         stored = weights.files.block_formats()
@@ -154,10 +181,10 @@ def _load_draft(
             weights.device,
             "auto" if stored else "int4",
         )
-        drafter = load_planned(plan, config.max_model_len, wrap_source=share.source_of(whole))
+        drafter = load_planned(plan, config.max_model_len, wrap_source=share.source_of(whole.spec))
         return Draft(drafter, False, f"drafts by itself in {plan.describe()}")
     if config.speculation == "mtp":
-        return _load_predictor(config, weights, decoder)
+        return _load_predictor(config, prediction_files(whole), weights, decoder, share)
     if not config.speculation.startswith("draft:"):
         return None
     source = resolve(config.speculation.removeprefix("draft:"))
@@ -198,17 +225,15 @@ def _load_draft(
         files.checkpoint.close()
 
 
-def _load_predictor(config: EngineConfig, weights: WeightPlan, decoder: Decoder) -> Draft:
-    """The checkpoint's layer for multi-token prediction."""
-    if config.tensor_parallel_size > 1:
-        raise InvalidRequestError(
-            "speculation",
-            "is mtp, which tensor_parallel_size > 1 does not have yet: use ngram or self",
-        )
-    files = prediction_files(weights.files)
+def _load_predictor(
+    config: EngineConfig, whole: ModelFiles, weights: WeightPlan, decoder: Decoder, share: Share
+) -> Draft:
+    """This process's share of the checkpoint's layer for multi-token prediction."""
+    files = share.files(whole)
     plan = plan_weights(files, weights.kernels, weights.dtype, weights.device, config.quantization)
     with reading(plan) as loaded:
-        predictor = Predictor(files.spec, decoder, loaded)
+        source = share.source_of(whole.spec)(loaded)
+        predictor = Predictor(files.spec, decoder, source)
     return Draft(
         predictor, False, f"drafts by its layer for multi-token prediction ({plan.describe()})"
     )

@@ -84,6 +84,9 @@ class Definition(ReferenceKernels):
     def soft_cap_(self, x: Tensor, cap: float) -> None:
         x.copy_(cap * torch.tanh(x / cap))
 
+    def clamp_(self, x: Tensor, limit: float) -> None:
+        x.copy_(x.clone().clamp(-limit, limit))  # its gradient needs x as it was
+
     def write_kv_(
         self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor
     ) -> None:
@@ -97,6 +100,7 @@ class Definition(ReferenceKernels):
         batch: PagedBatch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         outputs = []
         heads = cache.keys.shape[1]
@@ -107,6 +111,10 @@ class Definition(ReferenceKernels):
             scores = grouped @ keys.mT * spec.scale
             if spec.soft_cap:
                 scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+            if slopes is not None:
+                positions = torch.arange(scores.shape[-1], device=query.device)
+                distance = (positions - positions.unsqueeze(1)).to(scores.dtype)
+                scores = scores + slopes.to(scores.dtype).view(heads, -1, 1, 1) * distance
             scores = scores.masked_fill(~_visible(scores.shape[-1], spec, query.device), -torch.inf)
             if sinks is not None:
                 sink = sinks.to(scores.dtype).view(heads, -1, 1, 1)

@@ -19,11 +19,11 @@ from quire.tools.simulate.scenario import make_scenario
 from quire.tools.simulate.simulation import SimulationError, main, run_seed
 from tests.long_runs import short_or_long
 
-SEEDS_PER_TEST = 200
+SEEDS_PER_TEST = short_or_long(200, 200, quick=100)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("start", range(0, short_or_long(800, 20_000, quick=200), SEEDS_PER_TEST))
+@pytest.mark.parametrize("start", range(0, short_or_long(800, 20_000, quick=100), SEEDS_PER_TEST))
 def test_every_seed_gives_solo_answers_and_leaks_nothing(start: int) -> None:
     for seed in range(start, start + SEEDS_PER_TEST):
         run_seed(seed)

@@ -320,7 +320,7 @@ def num_drafted(bench: Bench) -> int:
     return sum(len(entry.draft_tokens) for line in bench.log for entry in line.step.scheduled)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_no_answer_changes(drawn: Pair, expected: Transcript, scenario: str) -> None:
     bench = Bench(drawn.decoder, predictor=drawn.predictor, num_drafts=3, **SCENARIOS[scenario])
@@ -330,6 +330,7 @@ def test_no_answer_changes(drawn: Pair, expected: Transcript, scenario: str) -> 
     assert again.tokens == expected.tokens
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", _HYBRIDS)
 def test_a_layer_that_knows_the_answer_is_always_right(name: str) -> None:
     decoder, predictor = pair(name, torch.float32, knows=True)
@@ -417,3 +418,63 @@ def test_it_sleeps_and_wakes(tmp_path: Path) -> None:
         assert answer(engine, [5, 6, 7], 8) == first
         again = list(engine.step_log)[count:]
         assert [e.draft_tokens for line in again for e in line.step.scheduled] == drafts
+
+
+def answers(engine: Engine) -> dict[str, Any]:
+    """Tokens and logprobs of several requests at once, greedy and sampled, twice: the second time
+    from the prefix cache.
+    """
+    generator = torch.Generator().manual_seed(7)
+    found: dict[str, Any] = {}
+    given = [
+        torch.randint(3, 97, (size,), generator=generator).tolist() for size in (1, 20, 70, 133)
+    ]
+    for time in "ab":
+        for number, prompt in enumerate(given):
+            params = SamplingParams(
+                temperature=0.7 * (number % 2),
+                seed=number,
+                max_tokens=12 + number,
+                ignore_eos=True,
+                logprobs=2,
+            )
+            (request,) = make_requests(f"{time}{number}", prompt, params, 0)
+            engine.core.add_request(request, 0.0)
+        while engine.core.has_work:
+            for update in engine.core.step(0.0):
+                assert update.error is None, update.error
+                of_request = found.setdefault(update.request_id, [])
+                of_request += zip(update.new_token_ids, update.logprobs, strict=True)
+    return found
+
+
+def drafts_of(engine: Engine) -> list[tuple[str, tuple[int, ...]]]:
+    return [
+        (entry.request_id, tuple(entry.draft_tokens))
+        for line in engine.step_log
+        for entry in line.step.scheduled
+        if entry.draft_tokens
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_draft_and_answer_as_one(kind: str, tmp_path: Path) -> None:
+    """Each has a part of the layer; every rank makes the same drafts."""
+    Published(KINDS[kind], 3).save(tmp_path)
+    options: dict[str, Any] = {"max_batched_tokens": 50, "max_num_seqs": 6}
+    plain = answers(engine_of(tmp_path, speculation="off", **options))
+    options["num_speculative_tokens"] = 3
+    alone = engine_of(tmp_path, **options)
+    assert answers(alone) == plain
+    both = engine_of(tmp_path, tensor_parallel_size=2, **options)
+    try:
+        assert answers(both) == plain
+        drafts = drafts_of(both)
+        assert drafts == drafts_of(alone)
+        assert len(drafts) > 10
+        both.sleep()
+        both.wake_up()
+        assert answers(both) == plain
+    finally:
+        both.runner.release()

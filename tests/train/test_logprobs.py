@@ -141,6 +141,8 @@ FAMILIES = (
     "gemma4_text",
     "starcoder2",
     "glm4_moe",
+    "bloom",
+    "mpt",
 )
 
 
