@@ -169,11 +169,11 @@ def draw(history: History, path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default="smollm2")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--group", type=int, default=8, help="answers to each prompt")
-    parser.add_argument("--max-tokens", type=int, default=24)
-    parser.add_argument("--layers", type=int, default=6, help="how many are trained, the last ones")
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--group", type=int, default=4, help="answers to each prompt")
+    parser.add_argument("--max-tokens", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=4, help="how many are trained, the last ones")
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument(
         "--usual-way", action="store_true", help="the trainer's side by transformers"
