@@ -287,7 +287,7 @@ class Scheduler:
         plan.budget += kept
         if first is not None:
             self._schedule_chunks((first,), plan)
-            if shares is not None:
+            if shares is not None and plan.budget:
                 self._schedule_by_shares(rest, plan, shares)
 
     def _schedule_by_shares(
