@@ -299,7 +299,7 @@ class Scheduler:
     ) -> list[Request]:
         """Prompts of the tenant that has had least come first, running ones (the shortest first)
         before waiting ones; with `most`, none of tenants that have had more. Returns the running
-        ones of those.
+        ones that were left out.
         """
         standing = shares.standing
         order = sorted((standing(one.tenant), _num_left(one), n) for n, one in enumerate(chunks))
@@ -310,6 +310,8 @@ class Scheduler:
             if had != before:
                 self._schedule_waiting(plan, had, False)
                 before = had
+            if not plan.budget:
+                break
             self._schedule_chunks((chunks[number],), plan)
             num_done += 1
         self._schedule_waiting(plan, most)

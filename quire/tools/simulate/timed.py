@@ -334,7 +334,9 @@ class TimedSimulation:
         table = self.scheduler.table
         now = self._standings()
         behind = {
-            self.tenants[one.request_id] for one in table.waiting if now[one.tenant] < had[first]
+            self.tenants[one.request_id]
+            for one in table.waiting
+            if round(now[one.tenant], 6) < had[first]
         }
         self._require(
             got <= half or not (table.free_rows and behind),
