@@ -242,7 +242,9 @@ class Step:
     have no draft tokens.
     """
     promise: StepPromise | None = None
-    """Where there is a target for token times and somebody waits for a token; None elsewhere."""
+    """Where there is a target for token times, somebody decodes and a prompt could be computed, too;
+    None elsewhere.
+    """
     adapters: StepAdapters | None = None
     """None where nobody has or waits for one."""
 

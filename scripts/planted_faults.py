@@ -74,7 +74,7 @@ FAULTS = (
     Fault(
         "scheduler",
         "a prompt that is cut to a graph's size still counts its token as on its way",
-        "quire/engine/scheduler.py",
+        "quire/engine/step_plan.py",
         "                request.num_placeholders -= entry.samples\n",
         "",
         ("tests/engine/test_scheduler.py", "tests/engine/test_core.py"),

@@ -151,6 +151,22 @@ class RequestTable:
         request.num_computed_tokens = request.num_committed_tokens = 0
         self.waiting.add(request)
 
+    def even_out(self, held_up: Request | None) -> None:
+        """Has a tenant with more rows than its share give one up, if the next request waits for a
+        row or, `held_up`, for blocks, and its tenant has less than its share.
+        """
+        shares, waiting = self.shares, self.waiting
+        if shares is None or not waiting or (self.free_rows and held_up is None):
+            return
+        request = waiting.first()
+        if request.num_placeholders or (self.free_rows and request is not held_up):
+            return
+        giver = shares.giver(request.tenant)
+        if giver is not None:
+            last = next(one for one in reversed(self.running) if one.tenant == giver)
+            why = f"request {request.request_id} of a tenant with less than its share waited"
+            self.preempt(last, why)
+
     def finish(
         self,
         request: Request,

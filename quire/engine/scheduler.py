@@ -149,7 +149,7 @@ class Scheduler:
         """Puts into the step what is to be computed."""
         table = self.table
         if table.shares is not None and self.pauses.mode is None:
-            self._even_out(table.shares)
+            table.even_out(self._held_up)
         self._held_up = None
         chunks = self._schedule_decodes(plan, held)
         may_admit = bool(table.free_rows and table.waiting)
@@ -164,7 +164,7 @@ class Scheduler:
         else:
             self._schedule_chunks(chunks, plan)
             self._schedule_waiting(plan)
-        self._cut_to_graph(plan)
+        plan.cut_to_graph(self.config, table.shares)
         if self._drafts is not None and not plan.preempting:
             self._drafts.add(plan, len(table.running))
         if self.config.state is not None:
@@ -264,7 +264,7 @@ class Scheduler:
         for request in chunks:
             if plan.budget and request.row is not None:
                 self._schedule_chunk(request, plan, ())
-        self._charge(plan)
+        plan.charge(self.table.shares)
 
     def _schedule_in_time(
         self, first: Request | None, chunks: list[Request], plan: StepPlan
@@ -287,7 +287,7 @@ class Scheduler:
         plan.budget += kept
         if first is not None:
             self._schedule_chunks((first,), plan)
-            if shares is not None:
+            if shares is not None and plan.budget:
                 self._schedule_by_shares(rest, plan, shares)
 
     def _schedule_by_shares(
@@ -299,7 +299,7 @@ class Scheduler:
     ) -> list[Request]:
         """Prompts of the tenant that has had least come first, running ones (the shortest first)
         before waiting ones; with `most`, none of tenants that have had more. Returns the running
-        ones of those.
+        ones that were left out.
         """
         standing = shares.standing
         order = sorted((standing(one.tenant), _num_left(one), n) for n, one in enumerate(chunks))
@@ -310,6 +310,8 @@ class Scheduler:
             if had != before:
                 self._schedule_waiting(plan, had, False)
                 before = had
+            if not plan.budget:
+                break
             self._schedule_chunks((chunks[number],), plan)
             num_done += 1
         self._schedule_waiting(plan, most)
@@ -327,33 +329,6 @@ class Scheduler:
             if request.row is not None:
                 return request
         return None
-
-    def _charge(self, plan: StepPlan) -> None:
-        """Counts what is scheduled for the first time to the tenants whose requests it is for."""
-        shares = self.table.shares
-        if shares is None or plan.num_charged == len(plan.scheduled):
-            return
-        for index in range(plan.num_charged, len(plan.scheduled)):
-            entry, request = plan.scheduled[index], plan.requests[index]
-            end = entry.start + entry.num_tokens
-            shares.charge(request.tenant, max(0, end - max(entry.start, request.computed_before)))
-        plan.num_charged = len(plan.scheduled)
-
-    def _even_out(self, shares: FairShares) -> None:
-        """Has a tenant with more rows than its share give one up, if the next request waits for a
-        row or for blocks and its tenant has less than its share.
-        """
-        waiting = self.table.waiting
-        if not waiting or (self.table.free_rows and self._held_up is None):
-            return
-        request = waiting.first()
-        if request.num_placeholders or (self.table.free_rows and request is not self._held_up):
-            return
-        giver = shares.giver(request.tenant)
-        if giver is not None:
-            last = next(one for one in reversed(self.table.running) if one.tenant == giver)
-            why = f"request {request.request_id} of a tenant with less than its share waited"
-            self.table.preempt(last, why)
 
     def _schedule_chunk(
         self, request: Request, plan: StepPlan, new_block_ids: tuple[int, ...]
@@ -375,31 +350,6 @@ class Scheduler:
         plan.budget -= end - start
         request.num_computed_tokens = end
         request.num_placeholders += samples
-
-    def _cut_to_graph(self, plan: StepPlan) -> None:
-        """Leaves the end of prompts to the next step where this one is a little larger than a CUDA
-        graph: two graphs take less time than one step that is launched kernel by kernel, and
-        decodes wait for half of it only.
-        """
-        most = self.config.max_checked_tokens
-        excess = self.config.max_batched_tokens - plan.left_out - plan.budget - most
-        if most == 0 or not 0 < excess <= most // 2:
-            return
-        for index in range(len(plan.scheduled) - 1, plan.num_decodes - 1, -1):
-            entry, request = plan.scheduled[index], plan.requests[index]
-            count = min(excess, entry.num_tokens - 1)
-            if count > 0:
-                end = request.num_computed_tokens = request.num_computed_tokens - count
-                request.num_placeholders -= entry.samples
-                request.recomputed_tokens -= min(count, max(0, request.computed_before - end))
-                plan.scheduled[index] = entry._replace(
-                    num_tokens=entry.num_tokens - count, samples=False
-                )
-                plan.budget += count
-                excess -= count
-                if self.table.shares is not None:
-                    again = min(count, max(0, request.computed_before - end))
-                    self.table.shares.charge(request.tenant, again - count)
 
     def _grow(self, request: Request, plan: StepPlan) -> tuple[int, ...] | None:
         """A block for the next token: a free one, else the least important running requests are
@@ -461,7 +411,7 @@ class Scheduler:
                 self._held_up = request
                 return
             self._admit(request, placement, plan)
-            self._charge(plan)
+            plan.charge(self.table.shares)
             if request.adapter and without_slot is not None:
                 without_slot.num_passed += 1
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from quire.engine.config import SchedulerConfig
+from quire.engine.fair_shares import FairShares
 from quire.engine.request import Request
 from quire.step import AdmittedRequest, ScheduledRequest, StepAdapters, StepPromise
 
@@ -49,3 +51,38 @@ class StepPlan:
         """Leaves at most so many tokens to be scheduled from here on."""
         self.left_out += max(0, self.budget - budget)
         self.budget = min(self.budget, budget)
+
+    def charge(self, shares: FairShares | None) -> None:
+        """Counts what is scheduled for the first time to the tenants whose requests it is for."""
+        if shares is None or self.num_charged == len(self.scheduled):
+            return
+        for index in range(self.num_charged, len(self.scheduled)):
+            entry, request = self.scheduled[index], self.requests[index]
+            end = entry.start + entry.num_tokens
+            shares.charge(request.tenant, max(0, end - max(entry.start, request.computed_before)))
+        self.num_charged = len(self.scheduled)
+
+    def cut_to_graph(self, config: SchedulerConfig, shares: FairShares | None) -> None:
+        """Leaves the end of prompts to the next step where this one is a little larger than a CUDA
+        graph: two graphs take less time than one step that is launched kernel by kernel, and
+        decodes wait for half of it only.
+        """
+        most = config.max_checked_tokens
+        excess = config.max_batched_tokens - self.left_out - self.budget - most
+        if most == 0 or not 0 < excess <= most // 2:
+            return
+        for index in range(len(self.scheduled) - 1, self.num_decodes - 1, -1):
+            entry, request = self.scheduled[index], self.requests[index]
+            count = min(excess, entry.num_tokens - 1)
+            if count > 0:
+                end = request.num_computed_tokens = request.num_computed_tokens - count
+                request.num_placeholders -= entry.samples
+                request.recomputed_tokens -= min(count, max(0, request.computed_before - end))
+                self.scheduled[index] = entry._replace(
+                    num_tokens=entry.num_tokens - count, samples=False
+                )
+                self.budget += count
+                excess -= count
+                if shares is not None:
+                    again = min(count, max(0, request.computed_before - end))
+                    shares.charge(request.tenant, again - count)

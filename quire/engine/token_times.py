@@ -181,25 +181,30 @@ class TokenTimes:
         waits for more of its tokens.
         """
         start = 0 if prompt is None else prompt.num_computed_tokens
-        positions = float(sum(map(_position, decodes)))
-        beside = self.seconds(len(decodes), positions)
-        left, (_, per_token, per_pair) = self.aim * self._token_time - beside, self._plane
+        num_decodes, positions = len(decodes), float(sum(map(_position, decodes)))
+        base, per_token, per_pair = self._plane
+        beside = base + per_token * num_decodes + per_pair * positions
+        left = self.aim * self._token_time - beside
         each = per_token + per_pair * start
         count = 0.0 if left <= 0 else float(most)
         if left > 0 and (each > 0 or per_pair > 0):
             # left = each * count + per_pair * count ** 2 / 2
             root = (each * each + 2 * per_pair * left) ** 0.5
             count = min(count, 2 * left / (each + root))
-        known = max(2 * self._most_tokens - len(decodes), _FIRST_PROMPT_TOKENS)
         least = min(LEAST_PROMPT_TOKENS, most)
-        allowed = max(least, min(int(count), known, most))
+        allowed = int(count)
+        if allowed < least:
+            allowed = least
+        elif allowed > _FIRST_PROMPT_TOKENS:
+            known = 2 * self._most_tokens - num_decodes
+            allowed = min(allowed, max(known, _FIRST_PROMPT_TOKENS))
         gave_way: str | None = "first_token" if count < least else None
         needed = self._needed(prompt, now)
         if needed > allowed:
             gave_way = self._gives_way
             if gave_way == "token_time":
                 allowed = min(needed, most)
-        seconds = self.seconds(len(decodes) + allowed, positions + allowed * (start + allowed / 2))
+        seconds = beside + per_token * allowed + per_pair * allowed * (start + allowed / 2)
         return StepPromise(allowed, seconds, gave_way)
 
     def _needed(self, prompt: Request | None, now: float) -> int:

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from quire.engine.fair_shares import FairShares
 from quire.engine.request import Request
+from quire.engine.token_times import work_of
 from quire.errors import InvalidRequestError
 from quire.sampling_params import SamplingParams
+from quire.tools.bench.open_loop import Arrival, Mix, percentile
 from tests.engine.harness import Harness, config
 from tests.engine.timed_engine import TimedEngine
 
@@ -105,6 +107,47 @@ def test_long_prompts_of_a_flood_do_not_hold_up_others(target: float | None) -> 
 
     # its share is half, and there may be a step or two of the others before it
     assert first_token(True) < 2 * first_token(False) + (0.13 if target is None else 0.06)
+
+
+@pytest.mark.slow
+def test_three_tenants_hardly_notice_a_flood() -> None:
+    """As `quire.tools.bench.gpu.promises` has it, on a device with steady steps: three send at 60%
+    of what it can do, one prompt in ten is long, and a fourth sends 20 times its quarter at once.
+    """
+    mix = Mix((50, 200), 2000, 48, vocab_size=50)
+
+    def play(arrivals: list[Arrival], **settings: Any) -> TimedEngine:
+        engine = TimedEngine(
+            lambda step: 0.005 + 4e-5 * step.num_tokens + 1e-9 * work_of(step)[1],
+            num_blocks=32 * 140,
+            max_num_seqs=32,
+            max_batched_tokens=2048,
+            max_model_len=2100,
+            prefix_caching=False,
+            **settings,
+        )
+        for number, (time, tenant, prompt, max_tokens) in enumerate(arrivals):
+            name = f"{tenant}{number}"
+            engine.at(time, name, prompt, max_tokens=max_tokens, tenant=tenant, ignore_eos=True)
+        engine.run(until=9.0)
+        return engine
+
+    def first_tokens(engine: TimedEngine) -> float:
+        times = [
+            (engine.token_times[name] or [engine.now])[0] - request.arrival
+            for name, request in engine.requests.items()
+            if request.tenant in "abc"
+        ]
+        return percentile(times, 0.95)
+
+    capacity = 64 / play(mix.at_once(64, seed=2, tenant="a")).now
+    others = mix.arrivals(0.6 * capacity, 6.0, seed=4, tenants="abc")
+    flood = mix.at_once(int(20 / 4 * capacity * 6.0), seed=5, tenant="flood")
+    alone = first_tokens(play(others, policy="fair", target_token_time=0.03))
+    flooded = play([*flood, *others], policy="fair", target_token_time=0.03)
+    assert first_tokens(flooded) < 1.3 * alone
+    assert percentile(flooded.gaps(), 0.99) <= 0.03
+    assert first_tokens(play([*flood, *others], policy="fcfs")) > 10 * alone
 
 
 def test_a_flood_whose_prompts_take_the_whole_step_gives_blocks_up() -> None:

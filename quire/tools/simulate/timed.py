@@ -229,7 +229,7 @@ class TimedSimulation:
 
     def _check_shares(self, number: int, step: Step) -> None:
         """Over `WINDOW` steps in which tenants had requests waiting all the time, each had its
-        share of the tokens that these had together.
+        share of the tokens that these had together, each token counted once.
         """
         waiting = self._waiting
         for tenant in list(self.busy_since):
@@ -238,8 +238,12 @@ class TimedSimulation:
         for tenant in waiting:
             self.busy_since.setdefault(tenant, number)
         counts: Counter[str] = Counter()
+        requests = self.scheduler.table.requests
         for entry in step.scheduled:
-            counts[self.tenants[entry.request_id]] += entry.num_tokens
+            # what a preemption has computed again is nobody's share
+            new_from = max(entry.start, requests[entry.request_id].computed_before)
+            new_tokens = max(0, entry.start + entry.num_tokens - new_from)
+            counts[self.tenants[entry.request_id]] += new_tokens
         self.served.append(counts)
         if len(self.served) < WINDOW or number % 20 or number >= NUM_STEPS:
             return
@@ -330,7 +334,9 @@ class TimedSimulation:
         table = self.scheduler.table
         now = self._standings()
         behind = {
-            self.tenants[one.request_id] for one in table.waiting if now[one.tenant] < had[first]
+            self.tenants[one.request_id]
+            for one in table.waiting
+            if round(now[one.tenant], 6) < had[first]
         }
         self._require(
             got <= half or not (table.free_rows and behind),
