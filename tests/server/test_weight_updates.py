@@ -5,6 +5,8 @@ through several HTTP workers; and whatever is killed while that goes on.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from quire import LLM, SamplingParams
 from tests.models.test_given_weights import changed
-from tests.server.harness import SMALL_ENGINE, Server, error_of, free_port
+from tests.server.harness import SMALL_ENGINE, Server, engines_of, error_of, free_port, wait_for
 
 ADMIN = {"authorization": "Bearer key-for-admins"}
 PROMPT = list(range(20, 60))
@@ -367,3 +369,202 @@ def test_hostile_groups_are_refused(server: Server, init: Any) -> None:
     response = manage(server, "/init_weight_transfer_engine", init_info=init)
     assert response.status_code in (400, 409), response.text
     assert len(answers(server)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["dies", "hangs", "sends less", "sends more", "is stopped"])
+def test_a_trainer_that_fails_leaves_the_old_weights(
+    fault: str, server: Server, folder: Path
+) -> None:
+    now = version(server)
+    before = answers(server)
+    info, names = announced(folder, 1)
+    with Trainer(3) as trainer:
+        init = {**trainer.init_info, "timeout_seconds": 4}
+        done(server, "/init_weight_transfer_engine", init_info=init)
+        assert trainer.heard() == "joined"
+        done(server, "/start_weight_update")
+        with ThreadPoolExecutor(1) as pool:
+            taking = pool.submit(manage, server, "/update_weights", update_info=info)
+            file = folder / "v1.safetensors"
+            if fault == "dies":
+                trainer.order(file, names[:3])
+                assert trainer.heard() == "sent"
+                trainer.process.kill()
+            elif fault == "hangs":
+                trainer.order(file, names[:3])
+            elif fault == "sends less":
+                trainer.order(file, names, cut=3)
+            elif fault == "sends more":
+                trainer.order(file, names, repeat=2)
+            else:
+                trainer.process.send_signal(signal.SIGSTOP)
+            assert answers(server) == before  # steps go on meanwhile
+            response = taking.result()
+        if fault in ("sends less", "sends more") and response.status_code == 200:
+            pytest.fail("other sizes than announced were taken")
+        assert response.status_code in (409, 503), response.text
+        assert error_of(manage(server, "/update_weights", update_info=info), 409)
+        done(server, "/finish_weight_update", abort=True)
+    assert (answers(server), version(server)) == (before, now)
+    assert set(statuses(server)) == {"ready"}
+    assert update(server, 1).status_code == 200
+
+
+def engine_pids(server: Server) -> list[int]:
+    return sorted(engines_of(server.process.pid))
+
+
+PHASES = ["paused", "begun", "gathered", "finishing", "finished", "asleep"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("count", [1, 2])
+def test_engines_may_be_killed_in_any_phase(
+    count: int, phase: str, small_model: str, folder: Path, expected: list[list[int]]
+) -> None:
+    """What answers afterwards has one version, the one that is told, and a full update brings the
+    engine back that was lost.
+    """
+    with start(small_model, folder, replicas=2) as server:
+        assert update(server, 1).json()["weights_version"] == 1
+
+        def kill() -> None:
+            for pid in engine_pids(server)[:count]:
+                os.kill(pid, signal.SIGKILL)
+
+        if phase == "asleep":
+            done(server, "/sleep?level=1")
+            kill()
+            wait_for(lambda: len(engine_pids(server)) == 2)
+            time.sleep(1)
+            wait_for(lambda: manage(server, "/wake_up").status_code == 200)
+        else:
+            done(server, "/pause?mode=keep")
+            if phase == "paused":
+                kill()
+            done_or_lost(server, "/start_weight_update")
+            if phase == "begun":
+                kill()
+            info = {"path": "v2.safetensors"}
+            done_or_lost(server, "/update_weights", update_info=info)
+            if phase == "gathered":
+                kill()
+            with ThreadPoolExecutor(1) as pool:
+                finishing = pool.submit(manage, server, "/finish_weight_update")
+                if phase == "finishing":
+                    time.sleep(0.02)
+                    kill()
+                finishing.result()
+            if phase == "finished":
+                kill()
+            wait_for(lambda: manage(server, "/resume").status_code == 200)
+        wait_for(lambda: complete(server).status_code == 200)
+        now = version(server)
+        for tokens, of in answers(server):
+            assert of == now
+            if now == 0:
+                assert tokens == expected[0]
+            else:
+                assert tokens in expected[1:]
+        wait_for(lambda: "restarting" not in statuses(server))
+        for tokens, of in answers(server):
+            assert of == version(server)
+            assert tokens in expected
+        assert wait_for(lambda: update(server, 2).status_code == 200 or forgotten(server))
+        wait_for(lambda: statuses(server) == ["ready"] * 2)
+        assert answers(server, 6) == [(expected[2], version(server))] * 6
+
+
+def forgotten(server: Server) -> bool:
+    manage(server, "/finish_weight_update", abort=True)
+    return False
+
+
+def done_or_lost(server: Server, path: str, **body: Any) -> None:
+    response = manage(server, path, **body)
+    assert response.status_code in (200, 409, 503), response.text
+
+
+@pytest.mark.slow
+def test_a_part_of_the_weights_leaves_an_engine_out_that_was_restarted(
+    small_model: str, folder: Path, versions: list[dict[str, Tensor]], expected: list[list[int]]
+) -> None:
+    name = next(name for name in versions[2] if name.endswith("0.mlp.down_proj.weight"))
+    save_file({name: versions[2][name]}, folder / "part.safetensors")
+    with start(small_model, folder, replicas=2) as server:
+        assert update(server, 1).status_code == 200
+        os.kill(engine_pids(server)[0], signal.SIGKILL)
+        wait_for(lambda: "outdated" in statuses(server))
+        assert answers(server) == [(expected[1], 1)] * 4
+        done(server, "/start_weight_update")
+        done(server, "/update_weights", update_info={"path": "part.safetensors"})
+        found = done(server, "/finish_weight_update")
+        assert (found["weights_version"], len(found["left_out"])) == (2, 1)
+        tokens = {tuple(one) for one, of in answers(server) if of == 2}
+        assert len(tokens) == 1
+        found = update(server, 2).json()
+        assert "left_out" not in found
+        assert statuses(server) == ["ready"] * 2
+        assert answers(server) == [(expected[2], 3)] * 4
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_in_the_middle_stops_no_update(
+    server: Server, expected: list[list[int]]
+) -> None:
+    done(server, "/start_weight_update")
+    done(server, "/update_weights", update_info={"backend": "disk", "path": "v2.safetensors"})
+    with ThreadPoolExecutor(1) as pool:
+        finishing = pool.submit(manage, server, "/finish_weight_update")
+        time.sleep(0.01)
+        for pid in worker_pids(server):
+            os.kill(pid, signal.SIGKILL)
+        finishing.exception()
+    wait_for(lambda: is_answering(server))
+    wait_for(lambda: [tokens for tokens, _ in answers(server)] == [expected[2]] * 4)
+
+
+def worker_pids(server: Server) -> list[int]:
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [
+        int(child)
+        for child in children
+        if b"workers.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+
+
+def is_answering(server: Server) -> bool:
+    try:
+        return bool(complete(server).status_code == 200)
+    except Exception:
+        return False
+
+
+@pytest.mark.slow
+def test_two_ranks_behind_http(small_model: str, folder: Path, expected: list[list[int]]) -> None:
+    """And when one of them is killed the engine starts anew with its files."""
+    engine = SMALL_ENGINE | {"tensor_parallel_size": 2, "device": "cpu"}
+    with Server(
+        model=small_model,
+        engine=engine,
+        weights_folder=folder,
+        api_keys=["key"],
+        admin_keys=["key-for-admins"],
+    ) as server:
+        assert state(server, "/get_world_size") == {"world_size": 1}
+        assert update(server, 1).status_code == 200
+        assert answers(server, 2) == [(expected[1], 1)] * 2
+        done(server, "/sleep?level=2")
+        done(server, "/wake_up")
+        assert answers(server, 2) == [(expected[0], 2)] * 2
+        with Trainer(2) as trainer:
+            done(server, "/init_weight_transfer_engine", init_info=trainer.init_info)
+            info, names = announced(folder, 2)
+            done(server, "/start_weight_update")
+            trainer.order(folder / "v2.safetensors", names)
+            done(server, "/update_weights", update_info=info)
+            done(server, "/finish_weight_update")
+        assert answers(server, 2) == [(expected[2], 3)] * 2

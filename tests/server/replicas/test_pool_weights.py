@@ -171,6 +171,7 @@ class World:
         finally:
             self.check()
         self.num_finished += "weights" in found
+        assert self.risk or "left_out" not in found  # only those that were lost are
 
     async def live(self) -> None:
         """Requests come and go, and engines that were lost come back."""
@@ -181,7 +182,7 @@ class World:
                     one.start()
                     self.weights.joined(one)  # type: ignore[arg-type]
                     assert one.is_asleep or one.is_paused or not self.weights._is_paused
-                elif not one.is_paused and self.rng.random() < 0.05:
+                elif not one.is_paused and self.rng.random() < 0.2:
                     one.num_running = self.rng.randrange(2)
             self.check()
 
