@@ -190,7 +190,7 @@ class World:
         living = asyncio.create_task(self.live())
         await asyncio.gather(*(self.administer(name) for name in ("a", "b")))
         self.risk = 0.0
-        while not all(one.state == "ready" for one in self.engines):
+        while not (living.done() or all(one.state == "ready" for one in self.engines)):
             await asyncio.sleep(0)
         living.cancel()
         (error,) = await asyncio.gather(living, return_exceptions=True)
