@@ -57,6 +57,8 @@ class PoolWeights:
         self._sleep_level: int | None = None
         self._update: _Update | None = None
         self._tasks: set[asyncio.Task[Record]] = set()
+        self._changing: set[asyncio.Task[Record]] = set()
+        """Those that pause engines, say: none may take effect while an update is finished."""
 
     # What becomes of engines
 
@@ -102,6 +104,9 @@ class PoolWeights:
             raise _conflict("an update is being finished: wait for it")
         # whoever asked may leave in the middle
         task = asyncio.ensure_future(self._control(action, seconds, arguments))
+        if action not in ("state", "finish_update"):
+            self._changing.add(task)
+            task.add_done_callback(self._changing.discard)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
@@ -233,6 +238,10 @@ class PoolWeights:
             return self._told(await self._ask(self._live(), "state", seconds))
         engines = self._taking_part(update)
         _check_nothing_comes(update)
+        if update.is_finishing:
+            raise _conflict("an update is being finished: wait for it")
+        if self._changing:
+            raise _conflict("engines are being paused, resumed or the like: wait for that answer")
         # one in which an update failed halfway may have a higher version than those that serve
         least = 1 + max(self.version, *(one.weights_version for one in engines))
         target = least if version is None else version
