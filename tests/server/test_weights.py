@@ -49,6 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, weights: dict[str, Tensor])
     (root / "inside" / "broken.safetensors").write_bytes(b"\xff" * 20)
     name = next(name for name in weights if name.endswith("0.mlp.down_proj.weight"))
     save_file({name: weights[name][:-1].clone()}, root / "inside" / "other.safetensors")
+    name = next(name for name in weights if name.endswith("0.self_attn.q_proj.weight"))
+    save_file({name: weights[name]}, root / "inside" / "part.safetensors")
     return root / "inside"
 
 
@@ -211,7 +213,10 @@ def test_sleep_gives_memory_back_and_changes_no_bit(
         ({"path": "step-1", "name": "quire-x"}, 400),
         ({"backend": "shared_memory", "name": "../etc/passwd"}, 400),
         ({"backend": "shared_memory", "name": "quire-nothing"}, 400),
-        ({"backend": "nccl", "names": ["a"]}, 501),
+        ({"path": "other.safetensors"}, 400),
+        ({"backend": "nccl", "names": ["a"]}, 400),
+        ({"backend": "gloo", "names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}, 409),
+        ({"backend": "ipc"}, 400),
         ({"path": 5}, 400),
     ],
 )
@@ -230,7 +235,7 @@ def test_hostile_updates_are_refused_and_show_no_path(
 
 def test_what_does_not_fit_leaves_the_old_weights(server: Server) -> None:
     before, now = answer(server), version(server)
-    assert error_of(update(server, path="other.safetensors"), 400)
+    assert "kept as one matrix" in error_of(update(server, path="part.safetensors"), 400)
     assert error_of(manage(server, "/finish_weight_update"), 409)
     assert manage(server, "/start_weight_update").status_code == 200
     assert manage(server, "/update_weights", update_info={"path": "step-1"}).status_code == 200
@@ -262,5 +267,12 @@ def test_only_administrators_may(server: Server, path: str) -> None:
 
 def test_the_world_is_one_engine(server: Server) -> None:
     assert ask(server, "/get_world_size") == {"world_size": 1}
-    nccl = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
-    assert error_of(manage(server, "/init_weight_transfer_engine", init_info=nccl), 501)
+    nccl: dict[str, Any] = {
+        "master_address": "127.0.0.1",
+        "master_port": 1,
+        "rank_offset": 1,
+        "world_size": 2,
+    }
+    nccl["backend"] = "nccl"
+    said = error_of(manage(server, "/init_weight_transfer_engine", init_info=nccl), 400)
+    assert "between GPUs" in said

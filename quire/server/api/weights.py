@@ -14,12 +14,13 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from quire.errors import InvalidRequestError
+from quire.parallel.packs import PACKED_BYTES
 from quire.server.api.body import Body
 from quire.server.errors import ApiError
 from quire.server.guard.auth import seen_by
 from quire.server.guard.connection import body_schema, read_body
 from quire.server.http_responses import JsonResponse
-from quire.server.link.engine_client import EngineClient, unavailable
+from quire.server.link.engine_client import Engines
 from quire.server.service import GenerationService, get_service
 from quire.step import PauseMode
 
@@ -28,14 +29,36 @@ router = APIRouter(tags=["vLLM"])
 
 _SECONDS = 600.0
 """For files to be read, or the weights' memory to be given back or taken."""
-_NCCL_FIELDS = ("master_address", "master_port", "rank_offset", "world_size")
+_GROUP_FIELDS = ("master_address", "master_port", "rank_offset", "world_size", "timeout_seconds")
+
+
+_GROUP_SECONDS = 120.0
+"""For a trainer's group to come together, and for each broadcast."""
+_SECONDS_OF_TRANSFER = 3600.0
+_MOST_TENSORS = 100_000
+
+_Count = Annotated[int, Field(ge=1, le=2**40)]
+
+
+class InitInfo(Body):
+    """How tensors will come."""
+
+    backend: Literal["disk", "shared_memory", "gloo", "nccl"] | None = None
+    """By default a trainer's group, if it is described, else disk."""
+    master_address: str | None = Field(None, min_length=1, max_length=255)
+    """Where the trainer, rank 0 of a process group, has opened a TCPStore."""
+    master_port: int | None = Field(None, ge=1, le=65535)
+    rank_offset: int | None = Field(None, ge=1, le=10_000)
+    """The rank of the first engine."""
+    world_size: int | None = Field(None, ge=2, le=10_000)
+    timeout_seconds: float | None = Field(None, gt=0, le=600)
+    """For the group to come together, and for each broadcast: 120 by default."""
 
 
 class InitRequest(Body):
     """POST /init_weight_transfer_engine."""
 
-    init_info: dict[str, Any]
-    """`backend`: disk or shared_memory."""
+    init_info: InitInfo
 
 
 class StartRequest(Body):
@@ -45,18 +68,44 @@ class StartRequest(Body):
 
 
 class UpdateInfo(Body):
-    """Where tensors lie."""
+    """Where tensors lie, or what will be broadcast."""
 
-    backend: Literal["disk", "shared_memory", "nccl", "ipc"] | None = None
+    backend: Literal["disk", "shared_memory", "gloo", "nccl"] | None = None
     """By default the one that the last init named."""
     path: str | None = Field(None, min_length=1, max_length=4096)
     """With disk: a folder in --weights-dir, or a .safetensors file."""
     name: str | None = Field(None, min_length=1, max_length=250)
     """With shared_memory: a safetensors file there."""
-    names: list[str] | None = Field(None, max_length=100_000)
-    dtype_names: list[str] | None = Field(None, max_length=100_000)
-    shapes: list[list[int]] | None = Field(None, max_length=100_000)
+    names: list[str] | None = Field(None, min_length=1, max_length=_MOST_TENSORS)
+    """With gloo and nccl: what is broadcast, in this order."""
+    dtype_names: list[str] | None = Field(None, max_length=_MOST_TENSORS)
+    shapes: list[Annotated[list[_Count], Field(max_length=8)]] | None = Field(
+        None, max_length=_MOST_TENSORS
+    )
     packed: bool | None = None
+    """Several tensors in one broadcast, until they are more than `packed_buffer_size_bytes`."""
+    packed_buffer_size_bytes: int | None = Field(None, ge=1, le=2**40)
+    packed_num_buffers: int | None = Field(None, ge=1, le=1000)
+    """Of the trainer: here one is enough."""
+
+
+_GROUPS = ("gloo", "nccl")
+_FIELDS_OF = {
+    "disk": ("path",),
+    "shared_memory": ("name",),
+    **dict.fromkeys(
+        _GROUPS,
+        (
+            "names",
+            "dtype_names",
+            "shapes",
+            "packed",
+            "packed_buffer_size_bytes",
+            "packed_num_buffers",
+        ),
+    ),
+}
+"""What an update says with each backend; the first must be there."""
 
 
 class UpdateRequest(Body):
@@ -154,22 +203,40 @@ async def weight_info(request: Request) -> Response:
 
 @router.get("/get_world_size")
 async def get_world_size(request: Request, include_dp: Annotated[bool, Query()] = True) -> Response:
-    """How many processes have weights."""
-    config = get_service(request).config
-    size = int(config.engine.get("tensor_parallel_size", 1))
-    return JsonResponse({"world_size": size * config.replicas if include_dp else size})
+    """How many processes receive weights: one for each engine, which passes them on to its others."""
+    return JsonResponse({"world_size": get_service(request).config.replicas if include_dp else 1})
 
 
 @router.post("/init_weight_transfer_engine", openapi_extra=body_schema(InitRequest))
 async def init_weight_transfer_engine(request: Request) -> Response:
-    """Says how tensors will come: `init_info.backend` is disk or shared_memory."""
-    service, _ = _administered(request)
+    """Says how tensors will come: `init_info.backend` is disk, shared_memory, or gloo or nccl, where
+    this waits until a trainer's process group has come together.
+    """
+    service, engine = _administered(request)
     info = (await read_body(request, InitRequest)).init_info
-    is_nccl = any(name in info for name in _NCCL_FIELDS)
-    backend = _backend(info.get("backend", "nccl" if is_nccl else "disk"), "init_info.backend")
-    request.app.state.weights_backend = backend
+    has_group = any(getattr(info, name) is not None for name in _GROUP_FIELDS)
+    backend = info.backend or ("auto" if has_group else "disk")
+    is_group = backend in (*_GROUPS, "auto")
+    for name in _GROUP_FIELDS:
+        if (getattr(info, name) is not None) != is_group and name != "timeout_seconds":
+            what = "is missing" if is_group else f"goes with {' or '.join(_GROUPS)}, not {backend}"
+            raise InvalidRequestError(f"init_info.{name}", what)
     if backend == "disk" and service.config.weights_folder is None:
         raise InvalidRequestError("init_info.backend", "disk needs a server with --weights-dir")
+    if is_group:
+        seconds = info.timeout_seconds or _GROUP_SECONDS
+        found = await engine.control(
+            "join_group",
+            seconds + _SECONDS,
+            address=info.master_address,
+            port=info.master_port,
+            rank=info.rank_offset,
+            world_size=info.world_size,
+            backend=backend,
+            timeout=seconds,
+        )
+        backend = found["backend"]
+    request.app.state.weights_backend = backend
     return JsonResponse({"message": "Weight transfer initialized", "backend": backend})
 
 
@@ -185,26 +252,51 @@ async def start_weight_update(request: Request) -> Response:
 
 @router.post("/update_weights", openapi_extra=body_schema(UpdateRequest))
 async def update_weights(request: Request) -> Response:
-    """Names files of the update that was begun. They are checked now and read when it is finished."""
+    """Adds to the update that was begun: files, or what a trainer broadcasts now. Answers when all is
+    in the host's memory.
+    """
     service, engine = _administered(request)
     info = (await read_body(request, UpdateRequest)).update_info
-    default = getattr(request.app.state, "weights_backend", "disk")
-    backend = _backend(info.backend or default, "update_info.backend")
-    wanted, other = ("path", "name") if backend == "disk" else ("name", "path")
-    path = getattr(info, wanted)
-    for name in (other, "names", "dtype_names", "shapes", "packed"):
+    default: str = getattr(request.app.state, "weights_backend", "disk")
+    backend: str = info.backend or default
+    own = _FIELDS_OF[backend]
+    for name in sorted(UpdateInfo.model_fields.keys() - {"backend", *own}):
         if getattr(info, name) is not None:
             raise InvalidRequestError(
                 f"update_info.{name}",
-                f"goes with another backend than {backend}, which wants {wanted}",
+                f"goes with another backend than {backend}, which wants {own[0]}",
             )
-    if path is None:
-        raise InvalidRequestError(f"update_info.{wanted}", f"is missing: {backend} needs it")
+    if getattr(info, own[0]) is None:
+        raise InvalidRequestError(f"update_info.{own[0]}", f"is missing: {backend} needs it")
+    if backend in _GROUPS:
+        return _taken(await engine.control("receive", _SECONDS_OF_TRANSFER, **_announced(info)))
     folder = service.config.weights_folder
     if backend == "disk" and folder is None:
         raise InvalidRequestError("update_info.path", "needs a server with --weights-dir")
     root = None if folder is None else str(folder)
-    found = await engine.control("add_files", _SECONDS, backend=backend, folder=root, path=path)
+    path = getattr(info, own[0])
+    return _taken(
+        await engine.control("add_files", _SECONDS, backend=backend, folder=root, path=path)
+    )
+
+
+def _announced(info: UpdateInfo) -> dict[str, Any]:
+    """What a trainer is about to broadcast."""
+    names, dtypes, shapes = info.names or [], info.dtype_names, info.shapes
+    for field, values in (("dtype_names", dtypes), ("shapes", shapes)):
+        if values is None or len(values) != len(names):
+            raise InvalidRequestError(
+                f"update_info.{field}", f"must have one entry for each of {len(names)} names"
+            )
+    packed_bytes = None
+    if info.packed:
+        packed_bytes = info.packed_buffer_size_bytes or PACKED_BYTES
+    elif info.packed_buffer_size_bytes is not None or info.packed_num_buffers is not None:
+        raise InvalidRequestError("update_info.packed", "must be true where buffers are named")
+    return {"names": names, "dtypes": dtypes, "shapes": shapes, "packed_bytes": packed_bytes}
+
+
+def _taken(found: dict[str, Any]) -> Response:
     return JsonResponse({"message": "Weights taken", **found})
 
 
@@ -224,18 +316,6 @@ async def finish_weight_update(request: Request) -> Response:
     return _done("forgotten" if body.abort else "finished", found)
 
 
-def _backend(name: Any, field: str) -> str:
-    if name in ("disk", "shared_memory"):
-        return str(name)
-    shown = repr(name)[:100]
-    raise ApiError(
-        501,
-        f"{field}: {shown} is not supported; there are disk and shared_memory",
-        field=field,
-        code="unsupported",
-    )
-
-
 async def _state(request: Request) -> dict[str, Any]:
     _, engine = _administered(request)
     return await engine.control("state", 30.0)
@@ -245,7 +325,7 @@ def _done(status: str, found: dict[str, Any]) -> Response:
     return JsonResponse({"status": status, **found})
 
 
-def _administered(request: Request) -> tuple[GenerationService, EngineClient]:
+def _administered(request: Request) -> tuple[GenerationService, Engines]:
     """For those who may change what is served: holders of an admin key; where there are no keys,
     clients on this machine.
     """
@@ -254,13 +334,4 @@ def _administered(request: Request) -> tuple[GenerationService, EngineClient]:
     is_allowed = seen_by(request.scope) is None if config.api_keys else not config.is_public
     if not is_allowed:
         raise ApiError(403, "this needs an admin key (--admin-key)", code="admin_key_needed")
-    for name, count in (("--http-workers", config.http_workers), ("--replicas", config.replicas)):
-        if count > 1:
-            raise ApiError(
-                501,
-                f"one engine is paused or updated, not those of {name} {count}",
-                code="unsupported",
-            )
-    if not service.client.engines:
-        raise unavailable()
-    return service, service.client.engines[0]
+    return service, service.client

@@ -80,6 +80,9 @@ class Engines(Protocol):
 
     def unload_adapter(self, name: str) -> None: ...
 
+    async def control(self, action: str, seconds: float, **arguments: Any) -> dict[str, Any]:
+        """Has all engines do something between two steps; raises ApiError if they can't."""
+
 
 class EngineClient:
     """One engine, whichever process it runs in at the moment."""
@@ -108,6 +111,8 @@ class EngineClient:
         self.state: State = "starting"
         self.ready: messages.Ready | None = None
         """What the engine said about itself, the last time it started."""
+        self.weights_version = 0
+        """Of the weights that it computes with."""
 
     # Its life
 
@@ -217,6 +222,15 @@ class EngineClient:
             raise ApiError(status, found["error"], field=field, code=code)
         return found
 
+    def order(self, action: str, **arguments: Any) -> None:
+        """`control` whose answer nobody waits for."""
+        self._live_link().send(messages.Control(0, action, arguments))
+
+    @property
+    def process(self) -> object:
+        """Another one whenever the engine was started again."""
+        return self._link
+
     def unload_adapter(self, name: str) -> None:
         if self._link is not None and self.state == "ready":
             self._link.send(messages.UnloadAdapter(name))
@@ -245,6 +259,7 @@ class EngineClient:
 
     def _became_ready(self, ready: messages.Ready) -> None:
         self.ready = ready
+        self.weights_version = 0
         self._metrics.set_cache(ready.num_blocks, ready.block_size, ready.bytes_per_block)
         self._metrics.memory(ready.memory)
         self.state = "ready"
@@ -371,6 +386,7 @@ class EngineClient:
             base = self.ready.fingerprint.partition("-w")[0]
             fingerprint = f"{base}-w{event.weights_version}"
             self.ready = msgspec.structs.replace(self.ready, fingerprint=fingerprint)
+            self.weights_version = event.weights_version
             self._weights_changed(fingerprint)
         self._metrics.memory(event.memory)
 

@@ -1,33 +1,45 @@
 """What administrators have an engine do between two steps: pause, sleep, take other weights.
 
-An update is begun, given its files, and finished. Until then files are only looked at: names,
-shapes and sizes are checked, no tensor is read. At its end all of them are read and converted, and
-only then the old weights are replaced; whatever goes wrong before leaves these.
+An update is begun, given its parts, prepared and committed. Parts are checked, names and shapes, and
+then gathered in memory by a thread: files are read, or a trainer's broadcasts received. A thread
+prepares them, too: it converts all of them to what the model computes with. Meanwhile the engine
+goes on. Only the commit, between two steps, replaces the old weights; whatever goes wrong before it
+leaves these.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import os
 import re
 import stat
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from quire.assemble import Engine
 from quire.checkpoints.checkpoint import Checkpoint, TensorInfo
-from quire.checkpoints.files import FileStamp
+from quire.checkpoints.files import quote
+from quire.checkpoints.memory_file import MemoryFile
 from quire.checkpoints.safetensors_checkpoint import open_safetensors, open_shards
-from quire.errors import EngineError, InvalidRequestError, QuireError
+from quire.errors import CapacityError, EngineError, InvalidRequestError, QuireError
+from quire.kernels.formats import PLAIN
+from quire.kernels.weights import Weight
+from quire.models.given_weights import check_tensors
+from quire.models.spec import ModelSpec
+from quire.parallel.packs import packs
 from quire.server.link.messages import Control, Described
+from quire.server.link.weight_receiver import Place, WeightReceiver
 
 logger = logging.getLogger(__name__)
 
 UPDATE_SECONDS = 600.0
 """After which an update that nobody goes on with is forgotten."""
-MAX_PATHS = 1000
+MAX_PARTS = 1000
 """Of one update."""
 SHARED_MEMORY = Path("/dev/shm")
 _SHARED_NAME = re.compile(r"quire-[A-Za-z0-9._-]{1,200}")
@@ -35,28 +47,57 @@ _SHARED_NAME = re.compile(r"quire-[A-Za-z0-9._-]{1,200}")
 Record = dict[str, Any]
 
 
+class _Job:
+    """Something that a thread does, unless it must be done here."""
+
+    def __init__(
+        self, work: Callable[[], Any], notify: Callable[[], None], in_thread: bool = True
+    ) -> None:
+        self._work = work
+        self._notify = notify
+        self._result: Any = None
+        self._error: Exception | None = None
+        self.is_done = False
+        if in_thread:
+            threading.Thread(target=self._run, name="weights", daemon=True).start()
+        else:
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work()
+        except Exception as error:
+            self._error = error
+        self.is_done = True
+        self._notify()
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
 class _Update:
-    """Files whose weights will replace the present ones."""
+    """Weights that will replace the present ones."""
 
     def __init__(self, now: float) -> None:
         self.touched = now
-        self.checkpoints: list[Checkpoint] = []
+        self.num_parts = 0
+        self.gathered = MemoryFile()
+        self.is_wanted = True
+        self.weights: dict[str, Weight] | None = None
+        """Once they are prepared."""
 
-    def add(self, checkpoint: Checkpoint) -> None:
-        if len(self.checkpoints) >= MAX_PATHS:
-            raise InvalidRequestError("update_info", f"an update has at most {MAX_PATHS} parts")
-        for name in checkpoint.tensors:
-            if any(name in one.tensors for one in self.checkpoints):
+    def check(self, spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> None:
+        """Raises for tensors that came before, or that the model has no place for."""
+        if self.weights is not None:
+            raise EngineError("the update is being finished: start another")
+        if self.num_parts >= MAX_PARTS:
+            raise InvalidRequestError("update_info", f"an update has at most {MAX_PARTS} parts")
+        for name in tensors:
+            if name in self.gathered.names:
                 raise InvalidRequestError("update_info", f"{name} came before in this update")
-        self.checkpoints.append(checkpoint)
-
-    def joined(self) -> Checkpoint:
-        tensors: dict[str, TensorInfo] = {}
-        stamps: dict[Path, FileStamp] = {}
-        for one in self.checkpoints:
-            tensors |= one.tensors
-            stamps |= {info.file: one.stamp_of(info.file) for info in one.tensors.values()}
-        return Checkpoint("safetensors", tensors, stamps)
+        check_tensors(spec, {**self.gathered.checkpoint().tensors, **tensors})
 
 
 class EngineController:
@@ -67,6 +108,9 @@ class EngineController:
         self._core = engine.core
         self._waiting: list[tuple[Control, Callable[[], Record | None]]] = []
         self._update: _Update | None = None
+        self._job: _Job | None = None
+        self._receiver: WeightReceiver | None = None
+        self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._resumes_awake = False
         """Whether the pause was begun by `sleep`, and ends with it."""
 
@@ -78,8 +122,27 @@ class EngineController:
         except Exception as error:
             self._waiting.append((command, _raises(error)))
 
+    @property
+    def wake_fd(self) -> int:
+        """Readable when a thread is done."""
+        return self._woken
+
+    def _notify(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wakes, b"!")
+
+    @property
+    def has_update(self) -> bool:
+        """Whether one is under way, and would be forgotten after a while."""
+        return self._update is not None
+
     def poll(self) -> list[Described]:
         """The answers to actions that are done."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._woken, 4096)
+        if self._update is not None and self._job is None and self._is_late(self._update):
+            logger.warning("an update of weights took too long and was forgotten")
+            self._forget()
         waiting, self._waiting = self._waiting, []
         answers = []
         for command, proceed in waiting:
@@ -153,46 +216,223 @@ class EngineController:
         return self._describe
 
     def _start_update(self) -> Callable[[], Record]:
-        now = time.monotonic()
-        if self._update is not None and now - self._update.touched < UPDATE_SECONDS:
-            raise EngineError("an update is under way: finish it first, or finish it with abort")
-        self._update = _Update(now)
+        """Whatever was begun before is forgotten: the pool of engines says when it is over."""
+        self._forget()
+        self._update = _Update(time.monotonic())
         return self._describe
 
-    def _add_files(self, backend: str, folder: str | None, path: str) -> Callable[[], Record]:
+    def _add_files(
+        self, backend: str, folder: str | None, path: str
+    ) -> Callable[[], Record | None]:
         update = self._current()
         is_shared = backend == "shared_memory"
-        update.add(_open_shared(path) if is_shared else _open_inside(Path(folder or ""), path))
-        update.touched = time.monotonic()
+        found = _open_shared(path) if is_shared else _open_inside(Path(folder or ""), path)
+        update.check(self._engine.spec, found.tensors)
+        return self._gather(update, lambda: update.gathered.copy(found, lambda: update.is_wanted))
+
+    def _join_group(
+        self,
+        address: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        backend: str,
+        timeout: float,
+    ) -> Callable[[], Record | None]:
+        """Takes part in a trainer's process group, and leaves the one before."""
+        self._check_idle()
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+        device = str(self._engine.decoder.device)
+        if backend == "auto":
+            backend = "nccl" if device.startswith("cuda") else "gloo"
+        if backend == "nccl" and not device.startswith("cuda"):
+            raise InvalidRequestError(
+                "init_info.backend",
+                f"nccl works between GPUs, and the model is on {device}: use gloo",
+            )
+        place = Place(address, port, rank, world_size, backend, device, timeout)
+        job = self._begin(lambda: WeightReceiver(place))
+
+        def proceed() -> Record | None:
+            if not job.is_done:
+                return None
+            self._end(job)
+            self._receiver = job.result()
+            return {**self._describe(), "backend": backend}
+
+        return proceed
+
+    def _receive(
+        self, names: list[str], dtypes: list[str], shapes: list[list[int]], packed_bytes: int | None
+    ) -> Callable[[], Record | None]:
+        update = self._current()
+        receiver = self._receiver
+        if receiver is None or receiver.is_broken:
+            raise EngineError(
+                "the engine takes part in no trainer's group, or in a broken one: init_weight_transfer_engine first"
+            )
+        infos = _announced(names, dtypes, shapes)
+        update.check(self._engine.spec, infos)
+
+        def receive() -> None:
+            gathered = update.gathered
+            start = gathered.end
+            try:
+                placed = [
+                    gathered.reserve(one.name, one.dtype, one.shape) for one in infos.values()
+                ]
+                sizes = [one.num_bytes for one in placed]
+                few = [slice(place, place + 1) for place in range(len(sizes))]
+                if packed_bytes is not None:
+                    few = list(packs(sizes, packed_bytes))
+                runs = [(placed[one][0].offset, sum(sizes[one])) for one in few]
+                receiver.receive(gathered, runs)
+            except BaseException:
+                gathered.cut(start)
+                raise
+            gathered.add(*placed)
+
+        return self._gather(update, receive)
+
+    def _gather(self, update: _Update, work: Callable[[], None]) -> Callable[[], Record | None]:
+        self._check_idle()
+        job = self._begin(work)
+
+        def proceed() -> Record | None:
+            update.touched = time.monotonic()
+            if not job.is_done:
+                return None
+            self._end(job)
+            job.result()
+            if not update.is_wanted:
+                raise EngineError("the update was forgotten meanwhile")
+            update.num_parts += 1
+            return {**self._describe(), "tensors": len(update.gathered.names)}
+
+        return proceed
+
+    def _check_update(self, version: int) -> Callable[[], Record]:
+        """Whether it could be prepared and committed now."""
+        self._current()
+        self._check_idle()
+        self._core.next_version(version)
+        self._check_drained()
+        if self._engine.runner.is_asleep:
+            raise EngineError("the engine is asleep: wake it up before its weights are replaced")
         return self._describe
 
-    def _finish_update(self, version: int | None, abort: bool) -> Callable[[], Record]:
+    def _prepare_update(self) -> Callable[[], Record | None]:
         update = self._current()
-        if abort:
-            self._update = None
-            return self._describe
+        self._check_idle()
+        checkpoint = update.gathered.checkpoint()
+        # a GPU is used by one thread only
+        on_cpu = self._engine.decoder.device.type == "cpu"
+        job = self._begin(lambda: self._engine.stored_weights(checkpoint), in_thread=on_cpu)
+
+        def proceed() -> Record | None:
+            update.touched = time.monotonic()
+            if not job.is_done:
+                return None
+            self._end(job)
+            weights: dict[str, Weight] = job.result()
+            if self._update is not update:
+                raise EngineError("the update was forgotten meanwhile")
+            update.weights = weights
+            update.gathered.close()
+            is_complete = weights.keys() >= self._engine.decoder.weights.keys()
+            return {**self._describe(), "is_complete": is_complete}
+
+        return proceed
+
+    def _commit_update(self, version: int) -> Callable[[], Record]:
+        update = self._current()
+        if update.weights is None:
+            raise EngineError("the update was not prepared")
         self._core.next_version(version)
+        self._check_drained()
+        began = time.monotonic()
+        count = len(update.weights)
+        try:
+            self._engine.update_weights(update.weights, version)
+        finally:
+            self._forget()
+        seconds = time.monotonic() - began
+        logger.info("%d weights were replaced in %.2f s: version %d", count, seconds, version)
+        return lambda: {**self._describe(), "weights": count, "seconds": round(seconds, 4)}
+
+    def _abandon_update(self) -> Callable[[], Record]:
+        self._forget()
+        return self._describe
+
+    def _check_drained(self) -> None:
         if not self._core.is_drained:
             raise EngineError("requests are being answered: pause the engine first")
-        self._update = None  # whatever comes of it
-        began = time.monotonic()
-        weights = self._engine.stored_weights(update.joined())
-        self._engine.update_weights(weights, version)
-        seconds = time.monotonic() - began
-        version = self._engine.weights_version
-        logger.info(
-            "%d weights were replaced in %.2f s: version %d", len(weights), seconds, version
-        )
-        return lambda: {**self._describe(), "weights": len(weights), "seconds": round(seconds, 4)}
+
+    def _check_idle(self) -> None:
+        if self._job is not None:
+            raise EngineError("another part of an update is on its way: wait for its answer")
+
+    def _begin(self, work: Callable[[], Any], in_thread: bool = True) -> _Job:
+        self._job = _Job(work, self._notify, in_thread)
+        return self._job
+
+    def _end(self, job: _Job) -> None:
+        if self._job is job:
+            self._job = None
+
+    def _forget(self) -> None:
+        """Gives back what an update has gathered. A transfer that is under way is broken off: its
+        group is of no more use.
+        """
+        update = self._update
+        self._update = None
+        if update is None:
+            return
+        update.is_wanted = False
+        update.weights = None
+        self._engine.abandon_weights()
+        if self._job is not None and self._receiver is not None:
+            self._receiver.close()
+            self._receiver.is_broken = True
 
     def _current(self) -> _Update:
         update = self._update
         if update is None:
             raise EngineError("no update is under way: start one first")
-        if time.monotonic() - update.touched > UPDATE_SECONDS:
-            self._update = None
+        if self._is_late(update):
+            self._forget()
             raise EngineError("the update took too long and was forgotten: start another")
         return update
+
+    def _is_late(self, update: _Update) -> bool:
+        return time.monotonic() - update.touched > UPDATE_SECONDS
+
+    def close(self) -> None:
+        """Ends what an update has begun."""
+        self._forget()
+        if self._receiver is not None:
+            self._receiver.close()
+
+
+def _announced(
+    names: list[str], dtypes: list[str], shapes: list[list[int]]
+) -> dict[str, TensorInfo]:
+    """Tensors that a trainer is about to broadcast."""
+    known = {str(dtype).removeprefix("torch."): format for dtype, format in PLAIN.items()}
+    found: dict[str, TensorInfo] = {}
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        if name in found:
+            raise InvalidRequestError("update_info.names", f"has {quote(name)} twice")
+        format = known.get(dtype)
+        if format is None:
+            raise InvalidRequestError(
+                "update_info.dtype_names", f"has {quote(dtype)}; there are {', '.join(known)}"
+            )
+        num_bytes = math.prod(shape) * format.num_bytes
+        found[name] = TensorInfo(name, tuple(shape), format.name, Path(), num_bytes, 0)
+    return found
 
 
 def _open_inside(root: Path, path: str) -> Checkpoint:
@@ -243,7 +483,7 @@ def _told(action: str, error: Exception) -> Record:
     """What went wrong, without saying where files lie."""
     if isinstance(error, InvalidRequestError):
         return {"error": str(error), "status": 400, "field": error.field}
-    if isinstance(error, EngineError):
+    if isinstance(error, (EngineError, CapacityError)):
         return {"error": str(error), "status": 409}
     logger.error("%s: %s", action, error, exc_info=not isinstance(error, QuireError))
     if isinstance(error, QuireError):

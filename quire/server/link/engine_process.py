@@ -118,6 +118,7 @@ class EngineLoop:
         controller = self._controller = EngineController(engine)
         self._memory = EngineMemory(engine.decoder.device)
         self._poller.register(requests.wake_fd, select.POLLIN)
+        self._poller.register(controller.wake_fd, select.POLLIN)
         if engine.runner.broken_fd is not None:
             self._poller.register(engine.runner.broken_fd, select.POLLIN)
         core = engine.core
@@ -156,6 +157,7 @@ class EngineLoop:
                 if self._failures >= _FAILURES_IN_A_ROW:
                     raise EngineError(f"{self._failures} steps failed one after the other")
         finally:
+            controller.close()
             requests.close()
 
     def _wait(self, is_compiling: bool) -> None:
@@ -166,7 +168,7 @@ class EngineLoop:
         frame_due = None if self._watch is None else self._watch.wait_seconds(time.monotonic())
         if frame_due is not None:
             self._poller.poll(math.ceil(1000 * frame_due))
-        elif is_compiling:
+        elif is_compiling or (self._controller is not None and self._controller.has_update):
             self._poller.poll(_HEARTBEAT)
         elif not self._idle_collector.is_due(time.monotonic()):
             self._poller.poll()

@@ -24,6 +24,7 @@ from quire.server.link.replicas.metrics import PoolMetrics
 from quire.server.link.replicas.relay import Relay, bind_to
 from quire.server.link.replicas.router import PrefixRouter
 from quire.server.link.replicas.shares import divide
+from quire.server.link.replicas.weights import PoolWeights
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class Replica(EngineClient):
 
     def _weights_changed(self, fingerprint: str) -> None:
         bind_to(self._pool.relays_at(self.number), fingerprint)
+        self._pool.weights.settle()
+        self._pool.look_at(self)
 
     @property
     def is_suspect(self) -> bool:
@@ -102,6 +105,7 @@ class ReplicaPool:
         self._last_at: OrderedDict[str, int] = OrderedDict()
         """Which engine had a request last, of those that may still be asked about."""
         self._is_stopped = False
+        self.weights = PoolWeights(self._present, self._look_at_all)
 
     def _divide(self, config: ServerConfig) -> list[ServerConfig]:
         """The configuration of each engine."""
@@ -153,7 +157,9 @@ class ReplicaPool:
         """All of them as one: what each can take, and as many requests and blocks as they have
         together.
         """
-        found = [replica.ready for replica in self.replicas if replica.ready is not None]
+        known = [replica for replica in self.replicas if replica.ready is not None]
+        known.sort(key=lambda one: not self.weights.serves(one))
+        found = [replica.ready for replica in known if replica.ready is not None]
         if not found:
             return None
         return msgspec.structs.replace(
@@ -185,12 +191,18 @@ class ReplicaPool:
         return [
             {
                 "replica": replica.number,
-                "status": "stalled" if replica.is_stalled else replica.state,
+                "status": self._status(replica),
                 "load": self.router.load(replica.number),
                 "cached_blocks": self.router.num_cached_blocks(replica.number),
             }
             for replica in self._present()
         ]
+
+    def _status(self, replica: Replica) -> str:
+        if replica.is_stalled:
+            return "stalled"
+        is_outdated = replica.state == "ready" and not self.weights.serves(replica)
+        return "outdated" if is_outdated else replica.state
 
     def _present(self) -> list[Replica]:
         """Those there are, or are to be."""
@@ -258,6 +270,9 @@ class ReplicaPool:
         self._adapters.note(adapter.name, live[0].number)
         return await answer_of_all([replica.load_adapter(adapter) for replica in live])
 
+    async def control(self, action: str, seconds: float, **arguments: Any) -> dict[str, Any]:
+        return await self.weights.control(action, seconds, **arguments)
+
     def unload_adapter(self, name: str) -> None:
         self._adapters.forget(name)
         for replica in self.replicas:
@@ -275,6 +290,15 @@ class ReplicaPool:
             replica.number, ready.block_size, ready.num_blocks, ready.max_num_seqs, ready.window
         )
         self._metrics.up(replica.number, True)
+        self.weights.joined(replica)
+        self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        """Some take requests now that did not, or the other way round."""
+        for replica in self._present():
+            self.look_at(replica)
+        if not self._candidates():
+            return
         for relay in list(self._stranded):
             if relay in self._stranded:  # the call of one that fails takes its others along
                 self._stranded.pop(relay).cancel()
@@ -284,6 +308,7 @@ class ReplicaPool:
         """An engine is lost; its requests are told next."""
         self.router.leave(replica.number)
         self._metrics.up(replica.number, False)
+        self.weights.settle()
 
     def failed(self, number: int) -> None:
         """An engine could not be started again and again."""
@@ -402,7 +427,11 @@ class ReplicaPool:
         blocks = self._block_names(message)
         # Only an answer that has begun may be bound to some of them: looking at each takes long
         # where there are many.
-        is_free = self.router.has_open and not any(relay.outputs.values())
+        is_free = (
+            self.router.has_open
+            and not any(relay.outputs.values())
+            and message.params.get("weights_version") is None
+        )
         candidates = None if is_free else self._candidates(relay)
         if message.adapter is not None:
             among = self._candidates() if candidates is None else candidates
@@ -437,13 +466,20 @@ class ReplicaPool:
         same tokens come of it. One that may hang takes them only where there is no other.
         """
         live = [replica for replica in self.replicas if self._takes_requests(replica)]
+        wanted = None if relay is None else relay.message.params.get("weights_version")
+        if wanted is not None:  # during an update, some may have it
+            live = [
+                replica
+                for replica in self.replicas
+                if replica.state == "ready" and replica.weights_version == wanted
+            ] or live
         if relay is not None and relay.fingerprint is not None and any(relay.outputs.values()):
             live = [replica for replica in live if self._fingerprint(replica) == relay.fingerprint]
         lively = [replica.number for replica in live if not replica.is_suspect]
         return lively or [replica.number for replica in live]
 
     def _takes_requests(self, replica: Replica) -> bool:
-        return replica.state == "ready"
+        return replica.state == "ready" and self.weights.serves(replica)
 
     @staticmethod
     def _fingerprint(replica: Replica) -> str | None:
