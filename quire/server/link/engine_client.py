@@ -108,6 +108,8 @@ class EngineClient:
         """
         self._last_steps: deque[StepSummary] = deque(maxlen=_LAST_STEPS)
         self._on_watched: Callable[[messages.Watched], None] | None = None
+        self.number = 0
+        """Which of a pool's engines it is."""
         self.state: State = "starting"
         self.ready: messages.Ready | None = None
         """What the engine said about itself, the last time it started."""

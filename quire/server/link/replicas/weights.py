@@ -11,14 +11,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.errors import InvalidRequestError
 from quire.server.errors import ApiError
-from quire.server.link.engine_client import unavailable
-
-if TYPE_CHECKING:
-    from quire.server.link.replicas.pool import Replica
+from quire.server.link.engine_client import EngineClient, unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +41,7 @@ class PoolWeights:
     """What engines of a pool have in common: their version, whether they are paused or asleep."""
 
     def __init__(
-        self, present: Callable[[], Sequence[Replica]], on_change: Callable[[], None]
+        self, present: Callable[[], Sequence[EngineClient]], on_change: Callable[[], None]
     ) -> None:
         """`on_change` is called when another version is served."""
         self._present = present
@@ -62,7 +59,7 @@ class PoolWeights:
 
     # What becomes of engines
 
-    def joined(self, engine: Replica) -> None:
+    def joined(self, engine: EngineClient) -> None:
         """An engine has started: it does what the others do, before its first request."""
         if self._sleep_level is not None:
             engine.order("sleep", level=self._sleep_level, mode="abort")
@@ -88,11 +85,11 @@ class PoolWeights:
             self.version = max(one.weights_version for one in sound or live)
             self._on_change()
 
-    def serves(self, engine: Replica) -> bool:
+    def serves(self, engine: EngineClient) -> bool:
         """Whether it has the weights that answer requests."""
         return engine.weights_version == self.version and engine.process not in self._damaged
 
-    def _live(self) -> dict[Replica, int]:
+    def _live(self) -> dict[EngineClient, int]:
         """Those that can be asked, with their numbers."""
         return {engine: engine.number for engine in self._present() if engine.state == "ready"}
 
@@ -183,7 +180,7 @@ class PoolWeights:
             self._update = None
         return self._told(answers)
 
-    def _taking_part(self, update: _Update) -> dict[Replica, int]:
+    def _taking_part(self, update: _Update) -> dict[EngineClient, int]:
         """Engines that have all parts of an update."""
         found = {
             engine: number
@@ -256,7 +253,7 @@ class PoolWeights:
             update.is_finishing = False
 
     async def _commit(
-        self, update: _Update, engines: dict[Replica, int], version: int, seconds: float
+        self, update: _Update, engines: dict[EngineClient, int], version: int, seconds: float
     ) -> Record:
         answers = await self._ask(engines, "check_update", seconds, version=version)
         self._raise_refusals(answers)
@@ -315,7 +312,7 @@ class PoolWeights:
         return {**done[0], "left_out": left_out}
 
     async def _ask(
-        self, engines: dict[Replica, int], action: str, seconds: float, **arguments: Any
+        self, engines: dict[EngineClient, int], action: str, seconds: float, **arguments: Any
     ) -> Answers:
         return await _gather(
             {
