@@ -486,8 +486,7 @@ def _attend(
         1, tiles, 1, 1, KEY_TILE
     )
     if slopes is not None:
-        distance = (key_position - query_position).float()
-        scores = scores + slopes.view(kv_heads, 1, 1, group, 1) * distance
+        scores = scores + slopes.view(kv_heads, 1, 1, group, 1) * (key_position - query_position)
     visible = key_position <= query_position
     if spec.sliding_window is not None:
         visible = visible & (key_position > query_position - spec.sliding_window)

@@ -122,7 +122,7 @@ def as_stored(piece: Piece, checkpoint: Checkpoint) -> Piece:
     info = checkpoint.tensors.get(piece.name)
     if piece.parameter.endswith(".choice_bias") and info is not None:
         return replace(piece, has_first=len(info.shape) == 2)
-    if not piece.is_turned or piece.stack or info is None or info.format.dtype is not None:
+    if not piece.is_turned or info is None or info.format.dtype is not None:
         return piece
     return replace(piece, is_turned=False)
 
