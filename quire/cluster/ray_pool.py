@@ -10,7 +10,7 @@ from quire.observe.prometheus import ServerMetrics
 from quire.server.config import ServerConfig
 from quire.server.link.engine_link import EngineLink
 from quire.server.link.replicas.elastic import ElasticPool
-from quire.server.link.replicas.pool import Replica
+from quire.server.link.replicas.replica import Replica
 
 
 class RayReplica(Replica):

@@ -11,93 +11,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import re
-import stat
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from quire.assemble import Engine
-from quire.checkpoints.checkpoint import Checkpoint, TensorInfo
-from quire.checkpoints.files import quote
-from quire.checkpoints.memory_file import MemoryFile
-from quire.checkpoints.safetensors_checkpoint import open_safetensors, open_shards
 from quire.errors import CapacityError, EngineError, InvalidRequestError, QuireError
-from quire.kernels.formats import PLAIN
 from quire.kernels.weights import Weight
-from quire.models.given_weights import check_tensors
-from quire.models.spec import ModelSpec
 from quire.parallel.packs import packs
 from quire.server.link.messages import Control, Described
 from quire.server.link.weight_receiver import Place, WeightReceiver
+from quire.server.link.weight_updates import Job, Update, announced, open_inside, open_shared
 
 logger = logging.getLogger(__name__)
 
 UPDATE_SECONDS = 600.0
 """After which an update that nobody goes on with is forgotten."""
-MAX_PARTS = 1000
-"""Of one update."""
-SHARED_MEMORY = Path("/dev/shm")
-_SHARED_NAME = re.compile(r"quire-[A-Za-z0-9._-]{1,200}")
-
 Record = dict[str, Any]
-
-
-class _Job:
-    """Something that a thread does, unless it must be done here."""
-
-    def __init__(
-        self, work: Callable[[], Any], notify: Callable[[], None], in_thread: bool = True
-    ) -> None:
-        self._work = work
-        self._notify = notify
-        self._result: Any = None
-        self._error: Exception | None = None
-        self.is_done = False
-        if in_thread:
-            threading.Thread(target=self._run, name="weights", daemon=True).start()
-        else:
-            self._run()
-
-    def _run(self) -> None:
-        try:
-            self._result = self._work()
-        except Exception as error:
-            self._error = error
-        self.is_done = True
-        self._notify()
-
-    def result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-
-class _Update:
-    """Weights that will replace the present ones."""
-
-    def __init__(self, now: float) -> None:
-        self.touched = now
-        self.num_parts = 0
-        self.gathered = MemoryFile()
-        self.is_wanted = True
-        self.weights: dict[str, Weight] | None = None
-        """Once they are prepared."""
-
-    def check(self, spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> None:
-        """Raises for tensors that came before, or that the model has no place for."""
-        if self.weights is not None:
-            raise EngineError("the update is being finished: start another")
-        if self.num_parts >= MAX_PARTS:
-            raise InvalidRequestError("update_info", f"an update has at most {MAX_PARTS} parts")
-        for name in tensors:
-            if name in self.gathered.names:
-                raise InvalidRequestError("update_info", f"{name} came before in this update")
-        check_tensors(spec, {**self.gathered.checkpoint().tensors, **tensors})
 
 
 class EngineController:
@@ -107,8 +40,8 @@ class EngineController:
         self._engine = engine
         self._core = engine.core
         self._waiting: list[tuple[Control, Callable[[], Record | None]]] = []
-        self._update: _Update | None = None
-        self._job: _Job | None = None
+        self._update: Update | None = None
+        self._job: Job | None = None
         self._receiver: WeightReceiver | None = None
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._resumes_awake = False
@@ -218,7 +151,7 @@ class EngineController:
     def _start_update(self) -> Callable[[], Record]:
         """Whatever was begun before is forgotten: the pool of engines says when it is over."""
         self._forget()
-        self._update = _Update(time.monotonic())
+        self._update = Update(time.monotonic())
         return self._describe
 
     def _add_files(
@@ -226,7 +159,7 @@ class EngineController:
     ) -> Callable[[], Record | None]:
         update = self._current()
         is_shared = backend == "shared_memory"
-        found = _open_shared(path) if is_shared else _open_inside(Path(folder or ""), path)
+        found = open_shared(path) if is_shared else open_inside(Path(folder or ""), path)
         update.check(self._engine.spec, found.tensors)
         return self._gather(update, lambda: update.gathered.copy(found, lambda: update.is_wanted))
 
@@ -273,7 +206,7 @@ class EngineController:
             raise EngineError(
                 "the engine takes part in no trainer's group, or in a broken one: init_weight_transfer_engine first"
             )
-        infos = _announced(names, dtypes, shapes)
+        infos = announced(names, dtypes, shapes)
         update.check(self._engine.spec, infos)
 
         def receive() -> None:
@@ -296,7 +229,7 @@ class EngineController:
 
         return self._gather(update, receive)
 
-    def _gather(self, update: _Update, work: Callable[[], None]) -> Callable[[], Record | None]:
+    def _gather(self, update: Update, work: Callable[[], None]) -> Callable[[], Record | None]:
         self._check_idle()
         job = self._begin(work)
 
@@ -374,11 +307,11 @@ class EngineController:
         if self._job is not None:
             raise EngineError("another part of an update is on its way: wait for its answer")
 
-    def _begin(self, work: Callable[[], Any], in_thread: bool = True) -> _Job:
-        self._job = _Job(work, self._notify, in_thread)
+    def _begin(self, work: Callable[[], Any], in_thread: bool = True) -> Job:
+        self._job = Job(work, self._notify, in_thread)
         return self._job
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: Job) -> None:
         if self._job is job:
             self._job = None
 
@@ -397,7 +330,7 @@ class EngineController:
             self._receiver.close()
             self._receiver.is_broken = True
 
-    def _current(self) -> _Update:
+    def _current(self) -> Update:
         update = self._update
         if update is None:
             raise EngineError("no update is under way: start one first")
@@ -406,7 +339,7 @@ class EngineController:
             raise EngineError("the update took too long and was forgotten: start another")
         return update
 
-    def _is_late(self, update: _Update) -> bool:
+    def _is_late(self, update: Update) -> bool:
         return time.monotonic() - update.touched > UPDATE_SECONDS
 
     def close(self) -> None:
@@ -414,62 +347,6 @@ class EngineController:
         self._forget()
         if self._receiver is not None:
             self._receiver.close()
-
-
-def _announced(
-    names: list[str], dtypes: list[str], shapes: list[list[int]]
-) -> dict[str, TensorInfo]:
-    """Tensors that a trainer is about to broadcast."""
-    known = {str(dtype).removeprefix("torch."): format for dtype, format in PLAIN.items()}
-    found: dict[str, TensorInfo] = {}
-    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        if name in found:
-            raise InvalidRequestError("update_info.names", f"has {quote(name)} twice")
-        format = known.get(dtype)
-        if format is None:
-            raise InvalidRequestError(
-                "update_info.dtype_names", f"has {quote(dtype)}; there are {', '.join(known)}"
-            )
-        num_bytes = math.prod(shape) * format.num_bytes
-        found[name] = TensorInfo(name, tuple(shape), format.name, Path(), num_bytes, 0)
-    return found
-
-
-def _open_inside(root: Path, path: str) -> Checkpoint:
-    """A folder or file inside of the folder that the operator named, links followed."""
-    parts = Path(path)
-    if "\0" in path or parts.is_absolute() or ".." in parts.parts:
-        raise InvalidRequestError("update_info.path", "must lead to a place in --weights-dir")
-    try:
-        found = (root / parts).resolve(strict=True)
-        is_inside = found.is_relative_to(root.resolve(strict=True))
-    except (OSError, RuntimeError):
-        is_inside = False
-    if not is_inside:
-        raise InvalidRequestError(
-            "update_info.path", "there is nothing of that name in --weights-dir"
-        )
-    if found.is_dir():
-        return open_safetensors(found)
-    return open_shards([found], False)
-
-
-def _open_shared(name: str) -> Checkpoint:
-    """A safetensors file in shared memory, which this user made."""
-    if not _SHARED_NAME.fullmatch(name):
-        raise InvalidRequestError(
-            "update_info.name", "must be quire- and up to 200 letters, digits, dots or dashes"
-        )
-    path = SHARED_MEMORY / name
-    try:
-        found = path.lstat()
-    except OSError:
-        raise InvalidRequestError(
-            "update_info.name", "there is no shared memory of that name"
-        ) from None
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        raise InvalidRequestError("update_info.name", "is no shared memory of this user")
-    return open_shards([path], False)
 
 
 def _raises(error: Exception) -> Callable[[], Record]:

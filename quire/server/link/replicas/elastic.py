@@ -16,7 +16,8 @@ from quire.errors import QuireError
 from quire.observe.prometheus import ServerMetrics
 from quire.server.config import ServerConfig
 from quire.server.link import messages
-from quire.server.link.replicas.pool import Replica, ReplicaPool
+from quire.server.link.replicas.pool import ReplicaPool
+from quire.server.link.replicas.replica import Replica
 from quire.server.link.replicas.scaling import Scaler, ScalingRule
 
 logger = logging.getLogger(__name__)

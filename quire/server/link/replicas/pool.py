@@ -21,7 +21,8 @@ from quire.server.link import messages
 from quire.server.link.engine_client import EngineClient, Listener, State, going_down, unavailable
 from quire.server.link.replicas.adapter_places import AdapterPlaces, answer_of_all
 from quire.server.link.replicas.metrics import PoolMetrics
-from quire.server.link.replicas.relay import Relay, bind_to
+from quire.server.link.replicas.relay import Relay
+from quire.server.link.replicas.replica import Replica
 from quire.server.link.replicas.router import PrefixRouter
 from quire.server.link.replicas.shares import divide
 from quire.server.link.replicas.weights import PoolWeights
@@ -31,53 +32,6 @@ logger = logging.getLogger(__name__)
 _LONGEST_TIMER = 86400.0
 _REMEMBERED = 4096
 """Requests of which it is known where they were, running or not."""
-
-
-class Replica(EngineClient):
-    """One of the engines, which tells the pool when it comes and goes and what it has cached."""
-
-    def __init__(
-        self, config: ServerConfig, metrics: ServerMetrics, pool: ReplicaPool, number: int
-    ) -> None:
-        super().__init__(config, metrics, lambda: pool.failed(number))
-        self._pool = pool
-        self.number = number
-
-    def _became_ready(self, ready: messages.Ready) -> None:
-        super()._became_ready(ready)
-        self._pool.joined(self)
-
-    def _take_updates(self, event: messages.Updates) -> None:
-        # First the blocks: who hears of an answer may send the next prompt, which begins with it.
-        if event.blocks_stored or event.blocks_removed:
-            self._pool.router.note_blocks(self.number, event.blocks_stored, event.blocks_removed)
-        super()._take_updates(event)
-
-    def _weights_changed(self, fingerprint: str) -> None:
-        bind_to(self._pool.relays_at(self.number), fingerprint)
-        self._pool.weights.settle()
-        self._pool.look_at(self)
-
-    @property
-    def is_suspect(self) -> bool:
-        """It may hang: whoever can be served elsewhere is."""
-        return self.seconds_silent > self._config.suspect_seconds
-
-    def _look_at_silence(self) -> None:
-        self._pool.look_at(self)
-        if self.is_suspect and self._listeners:
-            self._pool.relieve(self)
-
-    def forsake(self, request_id: str) -> None:
-        """Takes a request from an engine that is silent; that it was silent is not forgotten for
-        that.
-        """
-        self._owes = True
-        self.abort([request_id])
-
-    def _lose_all(self, error: ApiError) -> None:
-        self._pool.left(self)
-        super()._lose_all(error)
 
 
 class ReplicaPool:

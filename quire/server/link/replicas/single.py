@@ -11,7 +11,8 @@ import numpy as np
 from quire.observe.block_names import Names
 from quire.server.config import ServerConfig
 from quire.server.link import messages
-from quire.server.link.replicas.pool import Replica, ReplicaPool
+from quire.server.link.replicas.pool import ReplicaPool
+from quire.server.link.replicas.replica import Replica
 
 _NO_NAMES: Names = np.empty(0, np.uint64)
 
