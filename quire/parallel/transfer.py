@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from quire.backends.select import device_of
 from quire.errors import EngineError
 
 TransferBackend = Literal["gloo", "nccl"]
@@ -55,7 +56,7 @@ class TransferGroup:
             )
             store.set_timeout(self._timeout)
             if self.is_nccl:
-                torch.cuda.set_device(self.device)
+                device_of(self.device).make_current()
                 options = c10d.ProcessGroupNCCL.Options()
                 options._timeout = self._timeout
                 self._group: c10d.Backend = c10d.ProcessGroupNCCL(store, rank, world_size, options)
@@ -89,7 +90,7 @@ class TransferGroup:
         try:
             self._group.broadcast([data], options).wait()  # type: ignore[attr-defined]
             if self.is_nccl:
-                torch.cuda.synchronize(self.device)
+                device_of(self.device).synchronize()
         except RuntimeError as error:
             raise TransferError(f"the transfer broke off: {_first_line(error)}") from error
 

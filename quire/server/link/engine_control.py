@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.assemble import Engine
+from quire.backends.select import device_of
 from quire.errors import CapacityError, EngineError, InvalidRequestError, QuireError
 from quire.kernels.weights import Weight
 from quire.parallel.packs import packs
@@ -173,14 +174,15 @@ class EngineController:
         timeout: float,
     ) -> Callable[[], Record | None]:
         """Takes part in a trainer's process group, and leaves the one before."""
+        decoder = self._engine.decoder
         self._check_idle()
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
-        device = str(self._engine.decoder.device)
+        device, collectives = str(decoder.device), device_of(decoder.device).collectives
         if backend == "auto":
-            backend = "nccl" if device.startswith("cuda") else "gloo"
-        if backend == "nccl" and not device.startswith("cuda"):
+            backend = collectives
+        if backend == "nccl" and collectives != "nccl":
             raise InvalidRequestError(
                 "init_info.backend",
                 f"nccl works between GPUs, and the model is on {device}: use gloo",
