@@ -65,6 +65,7 @@ from quire.kernels.ops import (
     PagedBatch,
     TransformActivated,
 )
+from quire.kernels.recurrent import RecurrentSpec
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Weight
 from quire.process.compile_together import compile_together
@@ -262,6 +263,8 @@ class TritonKernels(ReferenceKernels):
     def has_kernels_for(self, mixer: object) -> bool:
         if isinstance(mixer, LatentSpec):
             return self._takes_latent
+        if isinstance(mixer, RecurrentSpec) and (mixer.gate_rank or mixer.norm.sigmoid):
+            return False
         return not (isinstance(mixer, AttentionSpec) and mixer.chunk is not None)
 
     def attention_work(

@@ -192,7 +192,7 @@ def latent_to_cache_(
     latent: Tensor,
     norm: LatentNorm,
     positions: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     cache: LayerCache,
     slot_mapping: Tensor,
 ) -> Tensor:
@@ -202,6 +202,12 @@ def latent_to_cache_(
     absorbed, latent = absorbed.contiguous(), as_rows(latent)
     rotated = rotated if rotated.stride(2) == 1 else rotated.contiguous()
     query = absorbed.new_empty(rows, heads, rank + rope)
+    if cos_sin is None:  # one angle for all: no rotation
+        half = torch.ones(1, rope // 2, device=absorbed.device)
+        cos_sin, positions = (
+            torch.cat((half, torch.zeros_like(half)), 1),
+            torch.zeros_like(positions),
+        )
     if rows:
         _latent_cache_kernel[(rows, 1 + cdiv(heads, _HEADS))](
             absorbed=absorbed,
