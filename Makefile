@@ -17,7 +17,7 @@ export PROMPT
 # Tests start hundreds of processes of Quire: compiled once, it starts sooner.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run serve test test-all check compiled bench clients soak clean
+.PHONY: run serve test test-all check bench clients soak clean
 
 run: .venv/run-installed
 	@$(BIN)/quire run "$$PROMPT"
@@ -33,12 +33,14 @@ WORKERS := -p xdist.plugin -n 3
 
 # Tests of one server or one file share a worker (tests/selection.py).
 test: .venv/test-installed
-	@$(MAKE) --no-print-directory -j2 check compiled
+	@$(MAKE) --no-print-directory -j2 check .venv/tests-compiled
 	QUIRE_QUICK_TESTS=1 $(PYTEST) $(WORKERS) -m "not slow and not gpu" --dist loadgroup $(PYTEST_ARGS)
 
-# Beside the type checker, which has one core: in a fresh clone each of pytest's workers would compile every test file.
-compiled: .venv/test-installed
+# Once, beside the type checker, which has one core: in a fresh clone each of pytest's workers would compile every test
+# file.
+.venv/tests-compiled: .venv/test-installed
 	@QUIRE_QUICK_TESTS=1 $(PYTEST) --collect-only -qq > .venv/collected.txt || { cat .venv/collected.txt; exit 1; }
+	@touch $@
 
 # Some of these take a minute alone: whoever is done takes single tests from the others.
 test-all: .venv/test-installed

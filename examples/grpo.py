@@ -4,7 +4,7 @@ begin with t. On a CPU: `python examples/grpo.py`; docs/training.md says how lon
 Each step samples a group of answers to every prompt, scores them, and makes those likelier that are
 better than their group. The trainer must know how likely the sampler found each token. Usually the
 two compute different probabilities, and their KL is another number at each step; here it is 0.0,
-because `quire.train.logprobs` has the engine's bits. With `--usual` transformers computes the
+because `quire.train.logprobs` has the engine's bits. With `--usual-way` transformers computes the
 trainer's side, for comparison.
 
 To be quick only the last layers are trained (`--layers`), and one update is made of each sample.
@@ -175,7 +175,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="how many are trained, the last ones")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
-    parser.add_argument("--usual", action="store_true", help="the trainer's side by transformers")
+    parser.add_argument(
+        "--usual-way", action="store_true", help="the trainer's side by transformers"
+    )
     parser.add_argument("--plot", default="grpo.svg")
     chosen = parser.parse_args()
     # plain numbers: quantised ones have no gradient
@@ -191,7 +193,7 @@ def main() -> None:
         def own_way(sequences: list[list[int]], starts: list[int]) -> list[Tensor]:
             return train.logprobs(weights, sequences, starts)
 
-        trainer_logprobs = usual_way(llm, weights) if chosen.usual else own_way
+        trainer_logprobs = usual_way(llm, weights) if chosen.usual_way else own_way
         history = History()
         for step in range(chosen.steps):
             begin = time.monotonic()

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from quire.backends.select import device_of, pick_device
 from quire.checkpoints.checkpoint import Checkpoint
+from quire.checkpoints.memory_file import MemoryFile
 from quire.checkpoints.sources import ModelSource
 from quire.config import EngineConfig, parse_bytes
 from quire.constrain import GrammarCompiler
@@ -25,10 +25,10 @@ from quire.frontend.adapters import AdapterRegistry
 from quire.frontend.engine_info import EngineInfo, engine_info
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.weights import Weight
-from quire.load import Share, load_model, reload_weights, scheduler_config
+from quire.load import Share, WeightReader, load_model, scheduler_config
 from quire.models.adapters import AdapterLoader
 from quire.models.decoder import Decoder
-from quire.models.given_weights import given_weights, stored_weights
+from quire.models.given_weights import checked_tensors, given_weights, stored_weights
 from quire.models.load import Progress
 from quire.models.spec import ModelSpec
 from quire.observe.measure_costs import about_model
@@ -115,19 +115,27 @@ class Engine:
 
     def new_weights(self, given: Iterable[tuple[str, Tensor]]) -> dict[str, Weight]:
         """What `update_weights` takes, from tensors by the names that checkpoints have."""
-        if not isinstance(self.runner, Runner):
-            raise EngineError(
-                "weights can't be replaced with tensor parallelism: each rank has a part"
-            )
-        return given_weights(self.decoder, self.quantization, given)
+        if isinstance(self.runner, Runner):
+            return given_weights(self.decoder, self.quantization, given)
+        tensors = checked_tensors(given)
+        gathered = MemoryFile()  # for the other ranks to read
+        try:
+            for name, tensor in tensors.items():
+                gathered.write(name, tensor)
+            return self.runner.prepare(gathered.checkpoint())
+        finally:
+            gathered.close()
 
     def stored_weights(self, checkpoint: Checkpoint) -> dict[str, Weight]:
-        """The same from files."""
+        """The same from files. In any thread, also while requests are computed."""
+        if isinstance(self.runner, Runner):
+            return stored_weights(self.decoder, self.quantization, checkpoint)
+        return self.runner.prepare(checkpoint)
+
+    def abandon_weights(self) -> None:
+        """Forgets what `new_weights` or `stored_weights` has read and nobody will replace."""
         if not isinstance(self.runner, Runner):
-            raise EngineError(
-                "weights can't be replaced with tensor parallelism: each rank has a part"
-            )
-        return stored_weights(self.decoder, self.quantization, checkpoint)
+            self.runner.abandon()
 
     def update_weights(self, weights: Mapping[str, Weight], version: int | None = None) -> None:
         """Replaces weights, by the decoder's names, where they lie (see `Parameters.update`), and
@@ -197,12 +205,21 @@ def build_engine(
         loaded = load_model(source, config, device, share, progress)
         about = {
             name: getattr(loaded, name)
-            for name in ("tokenizer", "eos_token_ids", "formats", "draft", "spec", "adapters")
+            for name in (
+                "tokenizer",
+                "eos_token_ids",
+                "formats",
+                "draft",
+                "spec",
+                "adapters",
+                "replacing",
+            )
         }
-        reload = partial(reload_weights, loaded.decoder, source, config, device, share)
         engine = assemble(
             loaded.decoder, config, name=source.name, listeners=listeners, ranks=ranks, **about
         )
+        runner = engine.runner
+        reload = loaded.replacing.reload if isinstance(runner, Runner) else runner.reload
         return replace(engine, reload=reload, path=source.path)
     except BaseException as error:
         if ranks is None:
@@ -224,11 +241,13 @@ def assemble(
     spec: ModelSpec | None = None,
     ranks: Ranks | None = None,
     adapters: AdapterLoader | None = None,
+    replacing: WeightReader | None = None,
 ) -> Engine:
     """An engine around a decoder whose weights are loaded; without a tokenizer, tokens are bytes.
     Each of `listeners` is called after every step; `formats` names the weights' formats; `grammars`
     may be shared with another engine. With `ranks` (tensor parallelism) the decoder has a part of
-    the model, and `spec` describes the whole model. `adapters` reads those that requests may have.
+    the model, `spec` describes the whole model, and `replacing` reads other weights for that part.
+    `adapters` reads those that requests may have.
     """
     tokenizer = Tokenizer.of_bytes() if tokenizer is None else tokenizer
     grammars = grammars or GrammarCompiler(tokenizer, decoder.spec.vocab_size, eos_token_ids)
@@ -241,7 +260,10 @@ def assemble(
         None if ranks is None else ranks.agree,
         adapters or AdapterLoader(decoder, decoder.spec if spec is None else spec),
     )
-    runner = worker.runner if ranks is None else ranks.runner(worker.runner)
+    runner: Runner | ParallelRunner = worker.runner
+    if ranks is not None:
+        assert replacing is not None
+        runner = ranks.runner(worker.runner, replacing)
     has_ngrams, has_drafts = config.speculation == "ngram", draft is not None
     speculator = Speculator(
         decoder.spec.vocab_size,

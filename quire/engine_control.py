@@ -94,11 +94,12 @@ class EngineControl(ABC):
             engine.core.next_version(version)
             named = engine.new_weights(weights)
             was_paused = engine.core.is_paused
-            if mode is not None:
-                self.pause(mode)
             try:
+                if mode is not None:
+                    self.pause(mode)
                 engine.update_weights(named, version)
             finally:
+                engine.abandon_weights()
                 # after an update that failed halfway, nobody may go on
                 if mode is not None and not was_paused and engine.core.refusal is None:
                     engine.core.resume()

@@ -21,13 +21,16 @@ from quire.engine import SchedulerConfig
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.device import Device
-from quire.models.adapters import AdapterLoader, Segments
+from quire.kernels.weights import Weight
+from quire.models.adapters import AdapterLoader
 from quire.models.decoder import Decoder
+from quire.models.given_weights import stored_weights
 from quire.models.load import Progress, load_planned, open_model, reading
 from quire.models.names import drafting_names, names_not_for_text
 from quire.models.parameters import WeightSource
 from quire.models.prediction import Predictor, prediction_files
 from quire.models.spec import ModelSpec
+from quire.models.vocabulary_adapters import Segments
 from quire.models.weight_plan import ModelFiles, WeightPlan, plan_weights
 from quire.process import gc_pauses
 from quire.runner.dtypes import pick_dtype
@@ -60,6 +63,35 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightReader:
+    """Reads other weights for a decoder, this process's share of them."""
+
+    spec: ModelSpec
+    """Of the whole model."""
+    decoder: Decoder
+    source: ModelSource
+    config: EngineConfig
+    device: Device
+    share: Share
+
+    def read(self, stored: Checkpoint) -> dict[str, Weight]:
+        """New weights, for `Decoder.update`."""
+        quantization = self.config.quantization
+        return stored_weights(self.decoder, quantization, stored, self.spec, self.share.files)
+
+    def reload(self) -> None:
+        """Fills the decoder from its files again, in the memory that it has."""
+        files = open_model(self.source.path)
+        try:
+            weights = _choose(files, self.config, self.device, self.share)
+            with reading(weights) as loaded:
+                for name in self.decoder.weights:
+                    self.decoder.update({name: loaded.pop(name)})
+        finally:
+            files.checkpoint.close()
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A decoder with its weights in place, and what belongs to it."""
 
@@ -72,6 +104,7 @@ class LoadedModel:
     """The names of the weights' formats, for the start-up message."""
     draft: Draft | None
     adapters: AdapterLoader
+    replacing: WeightReader
 
 
 def load_model(
@@ -106,23 +139,15 @@ def load_model(
         files.checkpoint.close()
     ends = tuple(dict.fromkeys((*files.spec.eos_token_ids, *tokenizer.eos_token_ids)))
     adapters = AdapterLoader(
-        decoder, files.spec, share.segments_of(files.spec), partial(open_model, source.path)
+        decoder,
+        files.spec,
+        share.segments_of(files.spec),
+        partial(open_model, source.path),
+        share.source_of(files.spec),
     )
-    return LoadedModel(files.spec, decoder, tokenizer, ends, weights.describe(), draft, adapters)
-
-
-def reload_weights(
-    decoder: Decoder, source: ModelSource, config: EngineConfig, device: Device, share: Share
-) -> None:
-    """Fills a decoder from its files again, in the memory that it has."""
-    files = open_model(source.path)
-    try:
-        weights = _choose(files, config, device, share)
-        with reading(weights) as loaded:
-            for name in decoder.weights:
-                decoder.update({name: loaded.pop(name)})
-    finally:
-        files.checkpoint.close()
+    replacing = WeightReader(files.spec, decoder, source, config, device, share)
+    formats = weights.describe()
+    return LoadedModel(files.spec, decoder, tokenizer, ends, formats, draft, adapters, replacing)
 
 
 def _choose(files: ModelFiles, config: EngineConfig, device: Device, share: Share) -> WeightPlan:

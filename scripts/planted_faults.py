@@ -234,6 +234,54 @@ FAULTS = (
         "for key in own.keys() & section.keys():",
         ("tests/cli/test_options.py",),
     ),
+    Fault(
+        "key parts",
+        "a key says that an adapter or a caller's key ends a token early",
+        "quire/engine/prefix_cache.py",
+        "size if part.end is None else min(part.end - first, size),",
+        "size if part.end is None else min(part.end - first - 1, size),",
+        ("tests/engine/test_key_parts.py", "tests/engine/test_prefix_cache.py"),
+    ),
+    Fault(
+        "chunk end",
+        "a prompt's chunk may be a token longer than the step's budget",
+        "quire/engine/scheduler.py",
+        "end = min(request.num_tokens, start + plan.budget)",
+        "end = min(request.num_tokens, start + plan.budget + 1)",
+        ("tests/engine/test_scheduler.py", "tests/engine/test_scheduler_machine.py"),
+    ),
+    Fault(
+        "min_p",
+        "min_p is taken from top_p",
+        "quire/sampling/filters.py",
+        'np.log(own["min_p"].astype(np.float64))',
+        'np.log(own["top_p"].astype(np.float64))',
+        ("tests/runner/test_sampler.py", "tests/runner/test_sampling_definition.py"),
+    ),
+    Fault(
+        "last character",
+        "a character that no token completes is lost at the end of an answer",
+        "quire/frontend/detokenizer.py",
+        'return self._utf8.decode(b"", final=True)',
+        'return self._utf8.decode(b"", final=False)',
+        ("tests/frontend/test_detokenizer.py",),
+    ),
+    Fault(
+        "abort",
+        "a call whose client has left goes on in the engine",
+        "quire/server/calls/call.py",
+        "            self._client.abort([asked.request_id for asked in self._asked])\n",
+        "",
+        ("tests/server/test_cuts.py", "tests/server/test_concurrency.py"),
+    ),
+    Fault(
+        "header",
+        "an error that passes does not say when to come again",
+        "quire/server/errors.py",
+        'found["retry-after"] = str(max(1, round(self.retry_after)))',
+        "pass",
+        ("tests/server/test_parts.py", "tests/server/test_quotas.py"),
+    ),
 )
 
 
@@ -253,7 +301,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
-        copied = ("quire", "tests", "scripts", "docs", "examples", "deploy", "bench")
+        copied = ("quire", "tests", "scripts", "docs", "examples", "deploy")
         for name in copied:
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         for path in (*ROOT.glob("*.md"), ROOT / "pyproject.toml", ROOT / "Makefile"):

@@ -36,14 +36,24 @@ def save_adapter(folder: Path, tensors: Mapping[str, Tensor], **settings: Any) -
     return folder
 
 
+KINDS = ("", "copies", "tokens", "pair")
+"""What an adapter changes of embedding and head: nothing, all of both, some tokens' rows, or both by
+low rank.
+"""
+
+
 def random_adapter(
-    folder: Path, decoder: Decoder, seed: int, rank: int = 4, size: float = 0.3
+    folder: Path, decoder: Decoder, seed: int, rank: int = 4, size: float = 0.3, kind: str = ""
 ) -> Path:
     """One for attention's projections, dense MLPs and every other expert of a decoder in Hugging
-    Face's names.
+    Face's names; and of a kind for embedding and head.
     """
     source = torch.Generator().manual_seed(seed)
     spec, tensors = decoder.spec, {}
+    settings: dict[str, Any] = {"r": rank, "lora_alpha": 2 * rank}
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=source) * size
 
     def add(module: str, outputs: int, inputs: int) -> None:
         name = f"base_model.model.model.layers.{module}"
@@ -70,4 +80,18 @@ def random_adapter(
             for expert in range(0, layer.mlp.num_experts, 2):
                 add(f"{number}.mlp.experts.{expert}.gate_proj", inner, spec.hidden_size)
                 add(f"{number}.mlp.experts.{expert}.down_proj", spec.hidden_size, inner)
-    return save_adapter(folder, tensors, r=rank, lora_alpha=2 * rank)
+    vocab, hidden = spec.vocab_size, spec.hidden_size
+    embedding, head = "base_model.model.model.embed_tokens", "base_model.model.lm_head"
+    if kind == "copies":
+        settings["modules_to_save"] = ["embed_tokens", "lm_head"]
+        tensors |= {f"{one}.weight": drawn(vocab, hidden) for one in (embedding, head)}
+    elif kind == "tokens":
+        settings["trainable_token_indices"] = list(range(vocab - 1, 2, -3))
+        count = len(settings["trainable_token_indices"])
+        tensors[f"{embedding}.token_adapter.trainable_tokens_delta"] = drawn(count, hidden)
+    elif kind == "pair":
+        tensors[f"{embedding}.lora_embedding_A"] = drawn(rank, vocab)
+        tensors[f"{embedding}.lora_embedding_B"] = drawn(hidden, rank)
+        tensors[f"{head}.lora_A.weight"] = drawn(rank, hidden)
+        tensors[f"{head}.lora_B.weight"] = drawn(vocab, rank)
+    return save_adapter(folder, tensors, **settings)

@@ -17,3 +17,8 @@ def short_or_long(short: int, long: int, quick: int | None = None) -> int:
     if IS_LONG:
         return long
     return short if quick is None or not IS_QUICK else quick
+
+
+def examples(count: int) -> int:
+    """How many Hypothesis draws, for `max_examples`: 60 at most in `make test`."""
+    return min(count, 60) if IS_QUICK else count

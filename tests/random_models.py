@@ -188,6 +188,12 @@ SPECS: dict[str, ModelSpec] = {
             ),
         ),
     ),
+    "mpt": replace(
+        _PLAIN,
+        family="mpt",
+        layer_norm=True,
+        layers=(_LAYER.with_attention(slopes=(0.25, 0.0625, 0.5, 0.125)),) * 2,
+    ).with_layers(rope=None, qkv_limit=1.5, mlp=MlpSpec(96, Activation.GELU, gated=False)),
     "gpt_oss": replace(_PLAIN, family="gpt_oss", layers=(_WINDOW, _LAYER)).with_layers(
         sinks=True,
         qkv_bias=True,

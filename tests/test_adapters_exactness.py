@@ -12,7 +12,7 @@ import torch
 
 from quire.models.decoder import Decoder
 from quire.sampling_params import SamplingParams
-from tests.adapters import random_adapter
+from tests.adapters import KINDS, random_adapter
 from tests.random_models import SPECS, Bench, Transcript, random_decoder
 from tests.test_exactness import DTYPES, SCENARIOS, assert_same, make_kernels, workload
 
@@ -21,7 +21,14 @@ RANKS = (1, 4, 16, 33)
 
 def make_adapters(folder: Path, decoder: Decoder, count: int) -> list[Path]:
     return [
-        random_adapter(folder / str(i), decoder, i, RANKS[i % len(RANKS)]) for i in range(count)
+        random_adapter(
+            folder / str(i),
+            decoder,
+            i,
+            RANKS[i % len(RANKS)],
+            kind=KINDS[(i + i // len(RANKS)) % len(KINDS)],
+        )
+        for i in range(count)
     ]
 
 
@@ -64,7 +71,7 @@ def check(
         assert_same(found, expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama", "gemma2", "starcoder2"])
 def test_requests_of_many_adapters_have_the_bits_they_have_alone(

@@ -20,6 +20,7 @@ from quire.frontend.beam_search import Beam, BeamSearchParams, Continuations
 from quire.outputs import RequestDelta
 from tests.beams import search_beams
 from tests.decoding import all_logits
+from tests.long_runs import examples
 
 VOCAB = 6
 
@@ -60,7 +61,7 @@ def naive(
     return [item[1:] for item in finished[: params.beam_width]]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     width=st.integers(1, 4),
     max_tokens=st.integers(1, 6),

@@ -88,7 +88,7 @@ def expected(decoder: Decoder) -> Transcript:
     return Bench(decoder).run(prompts(), EVERYTHING)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
 def test_draft_tokens_change_no_bit(
@@ -114,6 +114,7 @@ def test_draft_tokens_change_no_bit_of_latent_attention() -> None:
     assert_same(bench.run(prompts(), EVERYTHING), expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -26,7 +26,7 @@ from quire.models.load import open_model
 from quire.runner.recorded import RecordedSteps
 from quire.sampling_params import SamplingParams
 from tests.decoding import load_decoder
-from tests.long_runs import IS_LONG, short_or_long
+from tests.long_runs import IS_LONG, IS_QUICK, short_or_long
 from tests.random_models import SPECS, Bench, Transcript, random_decoder
 
 CPU = torch.device("cpu")
@@ -143,7 +143,8 @@ OF_ALL_KINDS = ("llama", "smollm3", "qwen3_moe")
 def test_every_family_is_exact_in_every_scenario(family: str, dtype: str) -> None:
     decoder = random_decoder(SPECS[family], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
     is_whole = IS_LONG or family in OF_ALL_KINDS
-    prompts, params = workload(24 if is_whole else 10, seed=len(family))
+    count = short_or_long(24, 24, quick=16) if is_whole else 10
+    prompts, params = workload(count, seed=len(family))
     expected = solo(decoder, prompts, params)
     windows = [layer.mixer.sliding_window for layer in decoder.spec.layers]
     for name in SCENARIOS if is_whole else OF_EVERY_FAMILY:
@@ -170,7 +171,7 @@ def test_a_cache_of_8_bits_is_exact_too(family: str, stored: torch.dtype, dtype:
     expected = solo(decoder, prompts, params, cache_dtype=stored)
     for name, options in SCENARIOS.items():
         if (
-            stored == torch.int8
+            (stored == torch.int8 and not IS_QUICK)
             or IS_LONG
             or name in (*OF_EVERY_FAMILY, "hardly any memory and a host tier")
         ):
@@ -222,7 +223,7 @@ def test_sixty_four_requests_in_any_order_equal_each_alone(dtype: str) -> None:
     decoder = random_decoder(SPECS["llama"], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
     prompts, params = workload(64, seed=11)
     expected = solo(decoder, prompts, params)
-    for seed in range(3):
+    for seed in range(short_or_long(3, 3, quick=1)):
         order = list(range(64))
         random.Random(seed).shuffle(order)
         got = Bench(decoder).run([prompts[i] for i in order], [params[i] for i in order], ids=order)
@@ -231,7 +232,7 @@ def test_sixty_four_requests_in_any_order_equal_each_alone(dtype: str) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("chunk", [1, 7, 16, 64, 512])
+@pytest.mark.parametrize("chunk", [7, 1, 16, 64, 512])
 def test_a_long_prompt_has_the_same_bits_in_chunks_of_any_size(chunk: int, dtype: str) -> None:
     decoder = random_decoder(SPECS["smollm3"], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
     prompt = [random.Random(3).randrange(97) for _ in range(700)]
@@ -242,6 +243,7 @@ def test_a_long_prompt_has_the_same_bits_in_chunks_of_any_size(chunk: int, dtype
     assert_same(parts, whole)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prefix_hits_at_every_block_boundary_change_nothing(dtype: str) -> None:
     decoder = random_decoder(SPECS["qwen3"], make_kernels("auto", DTYPES[dtype]), DTYPES[dtype])
@@ -334,7 +336,7 @@ def test_what_goes_on_from_a_partly_filled_block_equals_requests_of_their_own(
     assert [admitted[str(i)] for i in range(9)] == [0, 16, 16, 16, 16, 32, 32, 48, 49]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("dtype", "weights"), [("float32", "auto"), ("float32", "none"), ("bfloat16", "none")]

@@ -45,7 +45,7 @@ def test_every_example_is_listed_and_tested() -> None:
     listed = (ROOT / "examples" / "README.md").read_text()
     tested = Path(__file__).read_text()
     names = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
-    assert len(names) == 9
+    assert len(names) == 10
     for name in names:
         assert f"[{name}.py]({name}.py)" in listed
         assert f'run("{name}"' in tested
@@ -126,7 +126,7 @@ def test_grpo(
 ) -> None:
     sizes = ("--steps=2", "--group=2", "--max-tokens=6", "--layers=1", "--dtype=bfloat16")
     plot = tmp_path / "plot.svg"
-    options = (*sizes, "--plot", str(plot), *(["--usual"] if usual else []))
+    options = (*sizes, "--plot", str(plot), *(["--usual-way"] if usual else []))
     out = run("grpo", monkeypatch, capsys, tiny, *options)
     divergences = [float(text) for text in re.findall(r"KL (\S+),", out)]
     assert len(divergences) == 2
@@ -135,6 +135,29 @@ def test_grpo(
         assert 0 < max(map(abs, divergences)) < 0.05
     else:
         assert re.findall(r"KL (\S+),", out) == ["0.0", "0.0"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("usual", [False, True])
+def test_trl_grpo(
+    usual: bool,
+    dtype: str,
+    tiny: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
+    sizes = ("--steps=3", "--group=4", "--max-tokens=6", "--layers=2", f"--dtype={dtype}")
+    out = run("trl_grpo", monkeypatch, capsys, tiny, *sizes, *(["--usual-way"] if usual else []))
+    divergences = [float(text) for text in re.findall(r"sampling_kl (\S+)", out)]
+    assert len(divergences) == 3
+    assert len(set(re.findall(r"reward (\S+),", out))) > 1  # answers were rewarded
+    if usual:  # near, as it is the same model, but not the same bits
+        assert 0 < max(map(abs, divergences)) < 0.01
+    else:
+        assert divergences == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.usefixtures("small")

@@ -172,15 +172,96 @@ def test_experts_of_another_model_are_refused_by_name(llm: LLM, tmp_path: Path) 
         llm.load_adapter("it", adapter.lora_path)
 
 
-def test_there_is_no_dora_of_experts(llm: LLM, tmp_path: Path) -> None:
-    module = f"{MODULE}.3.gate_proj"
+class LinearExperts(torch.nn.Module):
+    """A layer's experts as products of their own: so transformers had them before version 5, when
+    PEFT had DoRA for them.
+    """
+
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        super().__init__()
+
+        def linear(weight: Tensor) -> torch.nn.Linear:
+            made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+            made.weight.data = weight.clone()
+            return made
+
+        self.experts = torch.nn.ModuleList(
+            torch.nn.ModuleDict(
+                {
+                    "gate_proj": linear(gate_up[i, :INNER]),
+                    "up_proj": linear(gate_up[i, INNER:]),
+                    "down_proj": linear(down[i]),
+                }
+            )
+            for i in range(EXPERTS)
+        )
+
+
+def dora_of_experts(model: Path, folder: Path, merged: Path) -> Path:
+    """An adapter by PEFT, and the model into which PEFT merged it."""
+    import peft
+
+    torch.manual_seed(5)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    experts = whole.model.layers[1].mlp.experts
+    gate_up, down = experts.gate_up_proj.data, experts.down_proj.data
+    config = peft.LoraConfig(
+        r=RANK,
+        lora_alpha=2 * RANK,
+        use_dora=True,
+        init_lora_weights=False,
+        target_modules=r".*experts\.[0135]\.(gate|up|down)_proj",
+    )
+    adapted = peft.get_peft_model(LinearExperts(gate_up, down), config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            grown = torch.rand_like(parameter) + 0.5
+            parameter.data = parameter.data * grown if "magnitude" in name else grown - 1
     tensors = {
-        f"{module}.lora_A.weight": torch.ones(RANK, HIDDEN),
-        f"{module}.lora_B.weight": torch.ones(INNER, RANK),
-        f"{module}.lora_magnitude_vector": torch.ones(INNER),
+        name.replace("model.experts", "model.model.layers.1.mlp.experts"): one
+        for name, one in peft.get_peft_model_state_dict(adapted).items()
     }
-    adapter = save(tmp_path / "it", tensors, use_dora=True)
-    with pytest.raises(UnsupportedModelError, match=r"experts\.3\.gate_proj.*DoRA"):
+    own = adapted.merge_and_unload().experts
+    for i, expert in enumerate(own):
+        gate_up[i] = torch.cat([expert["gate_proj"].weight, expert["up_proj"].weight])
+        down[i] = expert["down_proj"].weight
+    whole.save_pretrained(merged)
+    assert len(tensors) == 4 * 3 * 3
+    return save_adapter(folder, tensors, r=RANK, lora_alpha=2 * RANK, use_dora=True)
+
+
+def logprobs(llm: LLM, adapter: LoRARequest | None) -> tuple[Any, Tensor]:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+    (found,) = llm.generate(PROMPT, params, lora_request=adapter)[0].completions
+    assert found.logprobs is not None
+    return found.token_ids, torch.tensor([one.logprob for one in found.logprobs])
+
+
+def test_dora_of_experts_computes_as_peft_does(llm: LLM, model: Path, tmp_path: Path) -> None:
+    path = dora_of_experts(model, tmp_path / "dora", tmp_path / "merged")
+    plain = logprobs(llm, None)
+    found = logprobs(llm, LoRARequest("dora", 1, str(path)))
+    with LLM(tmp_path / "merged", **ENGINE) as merged:
+        expected = logprobs(merged, None)
+    assert found[0] == expected[0]
+    torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=0)
+    assert (found[1] - plain[1]).abs().max() > 1e-2
+
+
+@pytest.mark.slow  # two processes that load the model
+def test_dora_of_experts_on_ranks(llm: LLM, model: Path, tmp_path: Path) -> None:
+    path = dora_of_experts(model, tmp_path / "dora", tmp_path / "merged")
+    adapter = LoRARequest("dora", 1, str(path))
+    with LLM(model, **ENGINE, tensor_parallel_size=2) as divided:
+        assert logprobs(divided, adapter)[0] == logprobs(llm, adapter)[0]
+
+
+def test_there_is_no_dora_of_all_experts_in_one(llm: LLM, tmp_path: Path) -> None:
+    tensors = in_one(pairs()) | {f"{MODULE}.lora_magnitude_vector": torch.ones(HIDDEN)}
+    tensors |= {f"{MODULE}.base_layer.lora_magnitude_vector": torch.ones(2 * INNER)}
+    new = {"target_parameters": BOTH, "peft_version": "0.21.2", "use_dora": True}
+    adapter = save(tmp_path / "it", tensors, **new)
+    with pytest.raises(UnsupportedModelError, match=r"experts.*PEFT has no DoRA"):
         llm.load_adapter("it", adapter.lora_path)
 
 

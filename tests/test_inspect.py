@@ -228,6 +228,7 @@ def test_a_wrong_tolerance_is_refused(folder: Path) -> None:
         inspect(folder, "--tolerance", -1)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("family", SPECS)
 def test_a_trace_ends_with_the_decoders_own_logits(family: str) -> None:
     for kernels in (ReferenceKernels(), CpuKernels()):

@@ -100,7 +100,7 @@ class Searches:
         assert self.num_held_blocks == 0
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
     "settings",
@@ -129,6 +129,7 @@ def test_the_beams_are_those_of_a_search_without_an_engine(
     assert search.beams == alone(decoder, PROMPT, params)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_each_beam_computes_one_token_per_step(
@@ -157,6 +158,7 @@ def test_full_blocks_are_shared_and_beams_free_theirs_at_once(decoder: Decoder) 
     assert engine.num_held_blocks == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "settings", [{}, {"num_blocks": 30, "block_size": 4, "max_num_seqs": 5}, {"preempt_every": 3}]
 )

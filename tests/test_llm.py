@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -253,6 +254,7 @@ def test_stop_tokens_outside_the_vocabulary_are_refused(llm: LLM) -> None:
         llm.generate("x", SamplingParams(stop_token_ids=(10**6,)))
 
 
+@pytest.mark.slow
 def test_the_step_log_tells_what_happened(smollm2_gguf: Path, tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     with LLM(smollm2_gguf, kv_cache_memory="64MiB", max_model_len=256, step_log=path) as llm:
@@ -360,6 +362,7 @@ def test_a_first_answer_imports_nothing_it_does_not_need(smollm2_gguf: Path) -> 
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 def test_no_full_collection_comes_while_answers_are_computed(
     smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,7 +380,7 @@ def test_no_full_collection_comes_while_answers_are_computed(
 
 def test_a_folder_of_npy_files_runs_with_bytes_for_tokens(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "scripts" / "export_npy.py"
-    subprocess.run([sys.executable, script, "--out", tmp_path], check=True, capture_output=True)
+    runpy.run_path(str(script))["export"](tmp_path, 0)
     with LLM(tmp_path, dtype="float32", kv_cache_memory="16MiB", max_model_len=64) as llm:
         output = llm.generate("héllo", SamplingParams(temperature=0, max_tokens=4))[0]
         assert bytes(output.prompt_token_ids) == "héllo".encode()

@@ -316,6 +316,7 @@ def test_deltas_carry_the_logprobs_of_their_tokens(llm: LLM) -> None:
     assert len(entries) == 5
 
 
+@pytest.mark.slow
 def test_best_of_returns_the_answers_with_the_highest_mean_logprob(llm: LLM) -> None:
     prompt = "My favourite animal is"
     params = SamplingParams(seed=20, max_tokens=6, n=2, best_of=5)

@@ -69,6 +69,7 @@ def sizes(chat: Chat, remainders: list[int], least: int) -> int:
     return least + (wanted - len(chat.history) - least) % 64
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("keeps_reasoning", [True, False])
 @pytest.mark.parametrize("model", ["delta rule", "state space", "convolution"])
 def test_a_turn_computes_at_most_128_old_tokens(model: str, keeps_reasoning: bool) -> None:

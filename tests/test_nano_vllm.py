@@ -254,6 +254,7 @@ def test_the_script_fails_where_answers_differ(
     assert out.count("error: ") == 16  # of each answer's first token: its logprob, and the token
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_the_model_is_noticed(
     name: str, tmp_path: Path, folder: Path, ours: list[RequestOutput]

@@ -55,7 +55,7 @@ def in_format(name: str, value: Tensor) -> Weight:
     return Weight.of(FORMATS[name], tuple(value.shape), weight.tensor.view(*value.shape[:-1], -1))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.soak
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("name", NAMES)
@@ -80,7 +80,7 @@ def test_every_format_is_exact_in_every_scenario(name: str, family: str) -> None
         assert_same(Bench(decoder, **SCENARIOS[scenario]).run(prompts, params), expected)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gemma2", "phi3", "olmo2", "starcoder2", "glm4_moe", "gpt_oss"])
 @pytest.mark.parametrize("name", ["Q5_1", "INT8", "MXFP4"])
 def test_newer_families_are_exact_with_quantised_weights(name: str, family: str) -> None:
@@ -94,6 +94,7 @@ def test_newer_families_are_exact_with_quantised_weights(name: str, family: str)
         assert_same(Bench(decoder, **SCENARIOS[scenario]).run(prompts, params), expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "INT8"])
 def test_scores_of_an_answer_are_those_of_the_same_text_as_a_prompt(name: str) -> None:
     decoder = random_decoder(

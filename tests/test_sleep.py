@@ -97,7 +97,7 @@ def same(one: Transcript, other: Transcript) -> bool:
 # Weights replaced
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", SPECS)
 def test_a_decoder_with_new_weights_is_a_new_decoder(family: str, dtype: torch.dtype) -> None:
@@ -220,7 +220,7 @@ def test_a_weight_that_fails_is_named_with_those_replaced_before_it(
 # Sleeping
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "glm4_moe"])
 def test_an_engine_that_slept_answers_as_before(family: str) -> None:
     engine = engine_of(SPECS[family], 0, host_cache_memory="128KiB")

@@ -91,6 +91,7 @@ def test_twenty_greedy_continuations_are_those_of_transformers(llm: LLM, referen
         assert choices[:16] == recorded[output.prompt]
 
 
+@pytest.mark.slow
 def test_bfloat16_says_the_same_on_clear_questions(smollm2_gguf: Path, llm: LLM) -> None:
     clear = ["The capital of France is", "1, 2, 3, 4, 5,", "To be, or not to"]
     params = SamplingParams(temperature=0, max_tokens=1)

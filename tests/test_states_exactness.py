@@ -86,7 +86,7 @@ def test_decode_steps_are_recorded_where_kernels_can_be(decoder: Decoder) -> Non
     assert RecordedSteps.fit(decoder) == expected
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("scenario", FEW)
 def test_bits_do_not_depend_on_what_happens_around_a_request(
     decoder: Decoder, expected: Transcript, scenario: str
@@ -94,6 +94,7 @@ def test_bits_do_not_depend_on_what_happens_around_a_request(
     assert_same(Bench(decoder, **FEW[scenario]).run(*prompts()), expected)
 
 
+@pytest.mark.few(3)
 def test_a_second_run_takes_prefixes_from_the_cache(decoder: Decoder, expected: Transcript) -> None:
     bench = Bench(decoder)
     assert_same(bench.run(*prompts()), expected)
@@ -104,6 +105,7 @@ def test_a_second_run_takes_prefixes_from_the_cache(decoder: Decoder, expected: 
         assert torch.equal(logits, expected.logits[key])
 
 
+@pytest.mark.few(4)
 def test_drafts_do_not_change_bits_even_across_a_chunks_end(
     decoder: Decoder, expected: Transcript
 ) -> None:

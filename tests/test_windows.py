@@ -35,7 +35,7 @@ def check_long_answers(decoder: Decoder, num_prompt: int, num_new: int) -> None:
     assert min(held[-10:]) < 2 * config.blocks_for(num_prompt)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_long_answers_are_exact_and_hold_less(family: str, kernels: str) -> None:

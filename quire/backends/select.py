@@ -80,11 +80,11 @@ def _triton_kernels(device: torch.device, dtype: torch.dtype, name: str) -> Kern
     if device.type == CudaDevice.kind:
         try:
             # triton comes with torch's CUDA builds only
-            from quire.backends.triton.recurrent_kernels import triton_kernels
+            from quire.backends.triton.kernels import TritonKernels
         except ImportError as error:
             problem = f"{error} (pip install triton)"
         else:
-            return triton_kernels(dtype)
+            return TritonKernels(dtype)
     if name == "triton":
         raise DeviceError(f"The triton kernels can't be used: {problem}.")
     logger.warning("Running on the reference kernels, which are many times slower: %s.", problem)

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,9 @@ _MAX_REPEATING = 64
 _HASHED_AT_ONCE = 2**20
 
 _REFUSED: Mapping[str, tuple[object, ...]] = {
-    "fan_in_fan_out": (None, False),
     "bias": (None, "none"),
     "lora_bias": (None, False),
-    "modules_to_save": (None, []),
     "layer_replication": (None, []),
-    "trainable_token_indices": (None, [], {}),
     "alora_invocation_tokens": (None, []),
     "use_qalora": (None, False),
     "use_bdlora": (None, False),
@@ -53,7 +50,9 @@ _KNOWN = frozenset(
     {
         *("peft_type", "task_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern"),
         *("use_rslora", "use_dora", "base_model_name_or_path", "init_lora_weights"),
-        # where it was put and how it was trained: the tensors say the rest
+        # where it was put (fan_in_fan_out: on weights that lie the other way round) and how it was
+        # trained: the tensors say the rest
+        "fan_in_fan_out",
         *(
             "target_modules",
             "target_parameters",
@@ -64,6 +63,7 @@ _KNOWN = frozenset(
         *("auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout"),
         *("megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
         *("qalora_group_size", "runtime_config"),
+        *("modules_to_save", "trainable_token_indices"),
     }
 )
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -86,6 +86,10 @@ class AdapterSettings:
     base_model: str
     peft_version: tuple[int, int] | None = None
     """Versions lay A and B of stacked experts out differently."""
+    modules_to_save: tuple[str, ...] = ()
+    """How the names end of modules of which the adapter has trained copies."""
+    trained_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Tokens whose rows were trained, by how the module's name ends; "": of the embedding."""
 
     def rank_of(self, module: str) -> int:
         return int(_by_pattern(self.rank_pattern, module, self.rank))
@@ -106,6 +110,8 @@ class AdapterFiles:
     digest: str
     """Of its content: of the numbers, and of the settings that change what it computes."""
     num_bytes: int
+    config: Path
+    weights: Path
 
 
 def open_adapter(folder: Path) -> AdapterFiles:
@@ -129,9 +135,8 @@ def open_adapter(folder: Path) -> AdapterFiles:
     checkpoint = open_shards([weights], is_quantized=False)
     if not checkpoint.tensors:
         raise ModelFormatError(f"{weights}: the adapter has no tensors")
-    return AdapterFiles(
-        settings, checkpoint, _digest(settings, weights, checkpoint), weights.stat().st_size
-    )
+    digest, size = _digest(settings, weights, checkpoint), weights.stat().st_size
+    return AdapterFiles(settings, checkpoint, digest, size, config, weights)
 
 
 def read_adapter_settings(values: Mapping[str, Any], file: str) -> AdapterSettings:
@@ -171,7 +176,29 @@ def read_adapter_settings(values: Mapping[str, Any], file: str) -> AdapterSettin
         is_dora=fields.boolean("use_dora", False),
         base_model=str(fields.raw("base_model_name_or_path") or ""),
         peft_version=_version(fields.raw("peft_version")),
+        modules_to_save=_names(fields, "modules_to_save"),
+        trained_tokens=_trained_tokens(fields, "trainable_token_indices"),
     )
+
+
+def _names(fields: Fields, name: str) -> tuple[str, ...]:
+    found = fields.raw(name) or []
+    is_list = isinstance(found, list) and len(found) <= _MAX_PATTERNS
+    if not is_list or not all(isinstance(one, str) and one for one in found):
+        raise fields.error(name, f"a list of at most {_MAX_PATTERNS} modules' names", found)
+    return tuple(dict.fromkeys(found))
+
+
+def _trained_tokens(fields: Fields, name: str) -> dict[str, tuple[int, ...]]:
+    found = fields.raw(name) or {}
+    by_module = {"": found} if isinstance(found, list) else found
+    if not isinstance(by_module, dict) or len(by_module) > _MAX_PATTERNS:
+        raise fields.error(name, "a list of token ids, or such lists by modules' names", found)
+    for tokens in by_module.values():
+        is_list = isinstance(tokens, list) and all(type(one) is int for one in tokens)
+        if not is_list or not tokens or min(tokens) < 0 or len(set(tokens)) < len(tokens):
+            raise fields.error(name, "lists of token ids, each from 0 on and once", tokens)
+    return {module: tuple(tokens) for module, tokens in by_module.items()}
 
 
 def _version(value: object) -> tuple[int, int] | None:
@@ -243,6 +270,8 @@ def _digest(settings: AdapterSettings, weights: Path, checkpoint: Checkpoint) ->
         settings.is_dora,
         settings.peft_version,
     ]
+    if settings.modules_to_save or settings.trained_tokens:
+        described += [settings.modules_to_save, sorted(settings.trained_tokens.items())]
     content.update(json.dumps(described).encode())
     with open_checked(weights, checkpoint.stamp_of(weights)) as file:
         while data := file.read(_HASHED_AT_ONCE):

@@ -18,7 +18,9 @@ KEYS = {
     "num_attention_heads": "attention.head_count", "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length", "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon", "layer_norm_eps": "attention.layer_norm_epsilon",
-    "norm_epsilon": "attention.layer_norm_epsilon", "norm_eps": "attention.layer_norm_rms_epsilon",
+    "norm_epsilon": "attention.layer_norm_epsilon", "layer_norm_epsilon": "attention.layer_norm_epsilon",
+    "alibi_bias_max": "attention.max_alibi_bias", "clip_qkv": "attention.clamp_kqv",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
     "conv_L_cache": "shortconv.l_cache", "num_dense_layers": "leading_dense_block_count",
     "mamba_n_heads": "ssm.time_step_rank", "mamba_n_groups": "ssm.group_count", "mamba_d_conv": "ssm.conv_kernel",
     "linear_num_value_heads": "ssm.time_step_rank", "linear_num_key_heads": "ssm.group_count",
@@ -35,6 +37,7 @@ KEYS = {
     "logits_scaling": "logit_scale", "logit_scale": "logit_scale",
     "num_experts": "expert_count", "num_local_experts": "expert_count", "n_routed_experts": "expert_count",
     "n_shared_experts": "expert_shared_count", "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
     "num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "shared_intermediate_size": "expert_shared_feed_forward_length",
@@ -52,16 +55,8 @@ def gguf_settings(checkpoint: Checkpoint, file: str, of_family: Mapping[str, Any
     prefix = f"{name}."
     fields, general = Fields(metadata, file, prefix), Fields(metadata, file)
     heads = fields.integer("attention.head_count")
-    known = "attention.key_length" in fields
-    head_dim = (
-        fields.integer("attention.key_length")
-        if known
-        else fields.head_size("embedding_length", heads)
-    )
-    if fields.integer("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModelError(
-            f"{file}: keys and values of different sizes are not supported."
-        )
+    latent = _latent(fields, heads) if "attention.kv_lora_rank" in fields else {}
+    head_dim = latent.get("head_dim") or _head_dim(fields, heads)
     tokens = metadata.get("tokenizer.ggml.tokens")
     num_tokens = len(tokens) if isinstance(tokens, list | tuple) else 0
     ids = {key: f"tokenizer.ggml.{key}_token_id" for key in ("bos", "eos", "eot", "eom")}
@@ -106,6 +101,7 @@ def gguf_settings(checkpoint: Checkpoint, file: str, of_family: Mapping[str, Any
             mlp = "moe" if fields.integer("expert_count", 0, low=0) else "mlp"
             pairs = zip(kinds, sizes, strict=False)
             made["layers_block_type"] = [mlp if size else kind for kind, size in pairs]
+    made |= latent
     if not fields.integer("expert_count", 0, low=0):
         made["shared_intermediate_size"] = made["intermediate_size"]
     if "ssm.inner_size" in fields:
@@ -117,6 +113,38 @@ def gguf_settings(checkpoint: Checkpoint, file: str, of_family: Mapping[str, Any
         made[key] = made[key] | value if isinstance(value, dict) else value
     renamed = {key: prefix + own for key, own in KEYS.items() if key not in made}
     return Fields({**metadata, **made}, file, renamed=renamed)
+
+
+def _head_dim(fields: Fields, heads: int) -> int:
+    known = "attention.key_length" in fields
+    size = (
+        fields.integer("attention.key_length")
+        if known
+        else fields.head_size("embedding_length", heads)
+    )
+    if fields.integer("attention.value_length", size) != size:
+        raise UnsupportedModelError(
+            f"{fields.file}: keys and values of different sizes are not supported."
+        )
+    return size
+
+
+def _latent(fields: Fields, heads: int) -> dict[str, Any]:
+    """Sizes of latent attention. Newer files call the size of what the cache holds a key's, and
+    have other keys for the heads that are made of it.
+    """
+    suffix = "_mla" if "attention.key_length_mla" in fields else ""
+    key_size = fields.integer(f"attention.key_length{suffix}")
+    rotated = fields.integer("rope.dimension_count", high=key_size - 1)
+    return {
+        "head_dim": rotated,
+        "num_key_value_heads": heads,
+        "kv_lora_rank": fields.integer("attention.kv_lora_rank"),
+        "q_lora_rank": fields.raw("attention.q_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key_size - rotated,
+        "v_head_dim": fields.integer(f"attention.value_length{suffix}"),
+    }
 
 
 def _is_in_a_layer(name: str, tensor_names: Iterable[str]) -> bool:
@@ -177,7 +205,24 @@ def _rope(fields: Fields, head_dim: int, checkpoint: Checkpoint) -> dict[str, An
     rope |= {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         rope["original_max_position_embeddings"] = original
-        rope["attention_factor"] = (0.1 * math.log(max(factor, 1.0)) + 1.0) * fields.number(
-            "rope.scaling.attn_factor", 1.0
-        )
+        rope |= _yarn(fields, factor)
     return rope
+
+
+def _yarn(fields: Fields, factor: float) -> dict[str, Any]:
+    """What yarn has besides."""
+    if (strength := fields.number("rope.scaling.yarn_ext_factor", 1.0)) != 1.0:
+        raise UnsupportedModelError(
+            f"{fields.file}: rope.scaling.yarn_ext_factor {strength:g} is not supported, only 1 is."
+        )
+    found: dict[str, Any] = {
+        f"beta_{side}": fields.number(f"rope.scaling.yarn_beta_{side}", default)
+        for side, default in (("fast", 32.0), ("slow", 1.0))
+    }
+    if "rope.scaling.yarn_log_multiplier" in fields and "attention.kv_lora_rank" in fields:
+        # of one tenth; files don't say `mscale` and mean the same by it
+        mscale = fields.number("rope.scaling.yarn_log_multiplier") / 0.1
+        return found | {"mscale": mscale, "mscale_all_dim": mscale}
+    plain = 0.1 * math.log(max(factor, 1.0)) + 1.0
+    own = fields.number("rope.scaling.yarn_attn_factor", plain)
+    return found | {"attention_factor": own * fields.number("rope.scaling.attn_factor", 1.0)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 
 from quire.engine.request import Request
@@ -19,6 +19,7 @@ from quire.engine.request_queue import RequestQueue
 
 _LEARN = 0.05
 """What a request that has ended counts in the mean of tokens."""
+_tenant = attrgetter("params.tenant")
 _MOST_ABSENT = 10_000
 """Counters kept of tenants that have no request; beyond it all of them are forgotten."""
 
@@ -38,6 +39,10 @@ class FairShares:
         self._total_weight = 0.0
         self._mean_tokens = 0.0
         """Of requests that have ended lately."""
+        self._decoding: list[Request] = []
+        """The requests that computed a token each in the last step."""
+        self._decoding_shares: list[tuple[str, float]] = []
+        """What their tenants were charged for it."""
         self._last_served = 0.0
         """What the last one had had when nobody was left."""
 
@@ -87,6 +92,22 @@ class FairShares:
         """Tokens were computed for a tenant for the first time."""
         self.served[tenant] += num_tokens / self.weight(tenant)
 
+    def charge_decodes(self, requests: list[Request], recomputed: Iterable[str]) -> None:
+        """A token was computed for each of these requests; not for the first time for a request of
+        each of the tenants `recomputed`.
+        """
+        if requests != self._decoding:
+            self._decoding = requests.copy()
+            counts = Counter(map(_tenant, requests))
+            self._decoding_shares = [
+                (one, count / self.weight(one)) for one, count in counts.items()
+            ]
+        served = self.served
+        for tenant, share in self._decoding_shares:
+            served[tenant] += share
+        for tenant in recomputed:
+            self.charge(tenant, -1)
+
     def giver(self, tenant: str) -> str | None:
         """The tenant that has the most rows beyond its share, if this one has had less and has
         fewer rows than its share. Nobody gives its only row.
@@ -129,6 +150,15 @@ class FairQueue:
     def queues(self) -> list[RequestQueue]:
         """Each is in order."""
         return list(self._queues.values())
+
+    def first(self) -> Request:
+        """Who is next; there must be somebody."""
+        queues, standing = self._queues, self._shares.standing
+        if len(queues) == 1:
+            (queue,) = queues.values()
+            return queue[0]
+        _, tenant = min((standing(tenant), tenant) for tenant in queues)
+        return queues[tenant][0]
 
     def add(self, request: Request) -> None:
         self._queues.setdefault(request.tenant, _TenantQueue()).add(request)

@@ -30,6 +30,10 @@ class RequestQueue(list[Request]):
         assert self[index] is request, f"request {request.request_id} is not in this queue"
         del self[index]
 
+    def first(self) -> Request:
+        """Who is next; there must be somebody."""
+        return self[0]
+
     def candidates(self) -> Iterator[Request]:
         """Whom to admit, in this order. A request may be removed before the next one is asked for."""
         index = 0

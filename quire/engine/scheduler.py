@@ -150,18 +150,20 @@ class Scheduler:
         table = self.table
         if table.shares is not None and self.pauses.mode is None:
             self._even_out(table.shares)
+        self._held_up = None
         chunks = self._schedule_decodes(plan, held)
-        if self.step_times is not None and plan.num_decodes and (chunks or table.waiting):
-            plan.promise = self.step_times.promise(
-                plan.scheduled, self._first_prompt(chunks), plan.now, plan.budget
-            )
+        may_admit = bool(table.free_rows and table.waiting)
+        if self.step_times is not None and plan.num_decodes and (chunks or may_admit):
+            first = self._first_chunk(chunks)
+            prompt = table.waiting.first() if first is None and table.waiting else first
+            plan.promise = self.step_times.promise(plan.scheduled, prompt, plan.now, plan.budget)
             plan.limit(plan.promise.prompt_tokens)
-            self._schedule_in_time(chunks, plan)
+            self._schedule_in_time(first, chunks, plan)
+        elif table.shares is not None and chunks:
+            self._schedule_by_shares(chunks, plan, table.shares)
         else:
             self._schedule_chunks(chunks, plan)
-            # Whoever was just preempted for another's blocks must not be admitted again at once.
-            if not plan.preempting:
-                self._schedule_waiting(plan)
+            self._schedule_waiting(plan)
         self._cut_to_graph(plan)
         if self._drafts is not None and not plan.preempting:
             self._drafts.add(plan, len(table.running))
@@ -181,7 +183,7 @@ class Scheduler:
         _, requests = self.in_flight.popleft()
         self._results.take(step, requests, result, now)
         if self.step_times is not None:
-            self.step_times.observe(step, now)
+            self.step_times.observe(step, requests, now)
         return self.take_updates()
 
     def fail(self, step: Step, message: str, now: float) -> list[Step]:
@@ -238,6 +240,7 @@ class Scheduler:
                 new_block_ids = allocated
             if start < request.computed_before:
                 request.recomputed_tokens += 1
+                plan.recomputed_decodes.append(request.tenant)
             ahead = draft_tokens and request.num_draft_tokens > 0
             # As `decode_entry` makes it (their fields are checked when step.py is loaded, and
             # compared by a test): a call for every row would take a tenth of this loop's time.
@@ -251,8 +254,9 @@ class Scheduler:
             request.num_computed_tokens = num_tokens
             request.num_placeholders += 1
         plan.budget -= len(scheduled)
-        plan.num_decodes = len(scheduled)
-        self._charge(plan)
+        plan.num_decodes = plan.num_charged = len(scheduled)
+        if self.table.shares is not None:
+            self.table.shares.charge_decodes(requests, plan.recomputed_decodes)
         return chunks
 
     def _schedule_chunks(self, chunks: Iterable[Request], plan: StepPlan) -> None:
@@ -262,31 +266,72 @@ class Scheduler:
                 self._schedule_chunk(request, plan, ())
         self._charge(plan)
 
-    def _schedule_in_time(self, chunks: list[Request], plan: StepPlan) -> None:
+    def _schedule_in_time(
+        self, first: Request | None, chunks: list[Request], plan: StepPlan
+    ) -> None:
         """Where the budget is small to keep a promise of time: half of it is the first prompt's,
-        so that it gets on; with the other half short prompts may pass it, the shortest first.
+        so that it gets on; with the other half short prompts may pass it, the shortest first. With
+        shares, those of tenants that have had more come last.
         """
-        oldest = next((request for request in chunks if request.row is not None), None)
-        kept = 0 if oldest is None else (plan.budget + 1) // 2
+        shares = self.table.shares
+        rest = [request for request in chunks if request is not first]
+        kept = 0 if first is None else (plan.budget + 1) // 2
         plan.budget -= kept
-        rest = [request for request in chunks if request is not oldest]
-        rest.sort(key=lambda request: request.num_tokens - request.num_computed_tokens)
-        self._schedule_chunks(rest, plan)
-        if not plan.preempting:
+        if shares is None:
+            rest.sort(key=_num_left)
+            self._schedule_chunks(rest, plan)
             self._schedule_waiting(plan)
+        else:
+            most = None if first is None else shares.standing(first.tenant)
+            rest = self._schedule_by_shares(rest, plan, shares, most)
         plan.budget += kept
-        if oldest is not None:
-            self._schedule_chunks((oldest,), plan)
+        if first is not None:
+            self._schedule_chunks((first,), plan)
+            if shares is not None:
+                self._schedule_by_shares(rest, plan, shares)
 
-    def _first_prompt(self, chunks: list[Request]) -> Request | None:
-        """The request that waits for its first token and is next."""
-        running = next((request for request in chunks if request.row is not None), None)
-        return running or next(self.table.waiting.candidates(), None)
+    def _schedule_by_shares(
+        self,
+        chunks: list[Request],
+        plan: StepPlan,
+        shares: FairShares,
+        most: float | None = None,
+    ) -> list[Request]:
+        """Prompts of the tenant that has had least come first, running ones (the shortest first)
+        before waiting ones; with `most`, none of tenants that have had more. Returns the running
+        ones of those.
+        """
+        standing = shares.standing
+        order = sorted((standing(one.tenant), _num_left(one), n) for n, one in enumerate(chunks))
+        num_done, before = 0, -1.0
+        for had, _, number in order:
+            if most is not None and had > most:
+                break
+            if had != before:
+                self._schedule_waiting(plan, had, False)
+                before = had
+            self._schedule_chunks((chunks[number],), plan)
+            num_done += 1
+        self._schedule_waiting(plan, most)
+        return [chunks[number] for _, _, number in order[num_done:]]
+
+    def _first_chunk(self, chunks: list[Request]) -> Request | None:
+        """The first of the prompts that are being computed; with shares, of the tenant that has had
+        least.
+        """
+        if len(chunks) > 1 and self.table.shares is not None:
+            standing = self.table.shares.standing
+            live = [request for request in chunks if request.row is not None]
+            return min(live, key=lambda request: standing(request.tenant), default=None)
+        for request in chunks:
+            if request.row is not None:
+                return request
+        return None
 
     def _charge(self, plan: StepPlan) -> None:
         """Counts what is scheduled for the first time to the tenants whose requests it is for."""
         shares = self.table.shares
-        if shares is None:
+        if shares is None or plan.num_charged == len(plan.scheduled):
             return
         for index in range(plan.num_charged, len(plan.scheduled)):
             entry, request = plan.scheduled[index], plan.requests[index]
@@ -298,10 +343,11 @@ class Scheduler:
         """Has a tenant with more rows than its share give one up, if the next request waits for a
         row or for blocks and its tenant has less than its share.
         """
-        request = next(self.table.waiting.candidates(), None)
-        if request is None or (self.table.free_rows and request is not self._held_up):
+        waiting = self.table.waiting
+        if not waiting or (self.table.free_rows and self._held_up is None):
             return
-        if request.num_placeholders:
+        request = waiting.first()
+        if request.num_placeholders or (self.table.free_rows and request is not self._held_up):
             return
         giver = shares.giver(request.tenant)
         if giver is not None:
@@ -375,17 +421,27 @@ class Scheduler:
             self.table.preempt(self.table.running[-1], why)
         return None
 
-    def _schedule_waiting(self, plan: StepPlan) -> None:
-        """Admits waiting requests in order. One for which there are too few blocks holds up all
-        behind it; one that is not ready (its last token is in flight, or another answer computes
-        its prompt, or there is no room for its adapter) is passed over.
+    def _schedule_waiting(
+        self, plan: StepPlan, most: float | None = None, or_equal: bool = True
+    ) -> None:
+        """Admits waiting requests in order; with `most`, those of tenants that have had less (or as
+        much). One for which there are too few blocks holds up all behind it; one that is not ready
+        (its last token is in flight, or another answer computes its prompt, or there is no room for
+        its adapter) is passed over.
         """
-        self._held_up = None
+        # Whoever was just preempted for another's blocks must not be admitted again at once.
+        if plan.preempting or not (plan.budget and self.table.free_rows and self.table.waiting):
+            return
+        shares = self.table.shares
         without_slot: Request | None = None
         """The first that waits for room for its adapter."""
         for request in self.table.waiting.candidates():
             if not plan.budget or not self.table.free_rows:
                 return
+            if most is not None and shares is not None:
+                had = shares.standing(request.tenant)
+                if had > most or (had == most and not or_equal):
+                    return
             if request.num_placeholders or self._waits_for_prompt(request, plan):
                 continue
             if not self.pauses.lets_in(request):
@@ -477,3 +533,8 @@ class Scheduler:
             self.blocks.advance_states(
                 request, entry.start, entry.start + entry.num_tokens, reserve
             )
+
+
+def _num_left(request: Request) -> int:
+    """Tokens of it that are not computed yet."""
+    return request.num_tokens - request.num_computed_tokens

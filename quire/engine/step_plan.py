@@ -28,6 +28,8 @@ class StepPlan:
     """
     preempting: bool = False
     num_decodes: int = 0
+    recomputed_decodes: list[str] = field(default_factory=list)
+    """Tenants of decodes that compute a token a second time."""
     promise: StepPromise | None = None
     waiting_adapters: list[str] = field(default_factory=list)
     """The adapter's name of each request that was passed over for want of room for it."""

@@ -8,6 +8,7 @@ calls, so a replay with the same times decides the same. Answers don't depend on
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from operator import itemgetter
 
@@ -30,7 +31,13 @@ _FEW_STEPS = 17.0
 _FIT_EVERY = 4
 """Steps: the fit takes longer than everything else here."""
 AIM = 0.9
-"""The part of the promised time that a step is planned to take."""
+"""The part of the promised time that a step is planned to take, if steps are as long as expected."""
+_LEAST_AIM = 0.6
+"""The same where they often are not: below it prompts would take too long."""
+_MARGIN_STEPS = 64
+"""The last steps that were promised: their errors decide how much is left free."""
+_LATE = 2
+"""Of these so many may take longer than the target."""
 _FIRST_PROMPT_TOKENS = 64
 """Planned for the first step, and at most twice the largest step so far after it: sizes that were
 never seen are approached, not jumped at.
@@ -54,62 +61,112 @@ class TokenTimes:
         """Of the last steps: their number, tokens, pairs; tokens times tokens, tokens times pairs,
         pairs times pairs; seconds, and these times tokens, times pairs.
         """
-        self._num_steps = 0
+        self._new: list[tuple[int, float, float]] = []
+        """Tokens, pairs and seconds of steps that are not among these yet."""
         self._plane = (0.0, 0.0, 0.0)
         """Seconds of a step, of each token, of each pair."""
         self._last_commit = float("-inf")
         self._most_tokens = 0
         """Of any step so far."""
+        self._decoding: list[Request] = []
+        """Those that decoded in the last step, and their pairs."""
+        self._decoding_pairs = 0.0
+        self._errors: deque[float] = deque([1.0] * _MARGIN_STEPS, _MARGIN_STEPS)
+        """Of the last steps that were promised: the time they took by that expected."""
+        self._num_errors = 0
+        self.aim = AIM
+        """The part of the promised time that a step is planned to take now."""
 
     def seconds(self, num_tokens: int, num_pairs: float) -> float:
         """How long such a step takes, by what is known now."""
         base, per_token, per_pair = self._plane
         return base + per_token * num_tokens + per_pair * num_pairs
 
-    def observe(self, step: Step, now: float) -> None:
-        """A step came back: it began when it was scheduled or when the one before it was done."""
-        seconds = now - max(step.now, self._last_commit)
+    def observe(self, step: Step, requests: list[Request], now: float) -> None:
+        """A step of these requests came back: it began when it was scheduled or when the one before
+        it was done.
+        """
+        began = max(step.now, self._last_commit)
         self._last_commit = now
-        if seconds <= 0 or not step.scheduled:
+        seconds = now - began
+        if seconds <= 0 or not requests:
+            self._decoding = []
             return  # nobody tells the time
-        num_tokens, num_pairs = work_of(step)
-        expected = self.seconds(num_tokens, num_pairs)
-        count = self._sums[0]
-        is_known = count >= _FEW_STEPS and num_tokens <= self._most_tokens
+        num_tokens = step.num_decodes
+        decoding = requests if num_tokens == len(requests) else requests[:num_tokens]
+        if decoding == self._decoding:  # each is a token further
+            num_pairs = self._decoding_pairs = self._decoding_pairs + num_tokens
+        else:
+            num_pairs = self._decoding_pairs = _pairs_of(step.scheduled, num_tokens)
+            self._decoding = decoding
+        if num_tokens < len(requests):
+            for _, _, start, count, *_ in step.scheduled[num_tokens:]:
+                num_tokens += count
+                num_pairs += count * (start + count / 2)
+        base, per_token, per_pair = self._plane
+        expected = base + per_token * num_tokens + per_pair * num_pairs
+        is_known = self._sums[0] >= _FEW_STEPS and num_tokens <= self._most_tokens
         if expected > 0:
+            if is_known and step.promise is not None:
+                self._note_error(seconds / expected)
             outlier = _OUTLIER if is_known else _FIRST_OUTLIER
-            seconds = min(max(seconds, expected / outlier), outlier * expected)
+            if seconds > outlier * expected:
+                seconds = outlier * expected
+            elif seconds * outlier < expected:
+                seconds = expected / outlier
         if num_tokens > self._most_tokens:
             self._most_tokens = num_tokens
-        tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total = self._sums[1:]
+        self._new.append((num_tokens, num_pairs, seconds))
+        if not is_known or len(self._new) == _FIT_EVERY:
+            self._learn()
+
+    def _note_error(self, error: float) -> None:
+        """Leaves so much of the target free that few of the last steps would have missed it."""
+        self._errors.append(error)
+        self._num_errors += 1
+        if self._num_errors % _FIT_EVERY == 0:
+            late = sorted(self._errors)[-1 - _LATE]
+            self.aim = min(AIM, max(_LEAST_AIM, 1 / late))
+
+    def _learn(self) -> None:
+        """Takes the new steps into the sums, and fits the plane to these."""
+        count, tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total = self._sums
+        for num_tokens, num_pairs, seconds in self._new:
+            count = _FORGET * count + 1.0
+            tokens = _FORGET * tokens + num_tokens
+            pairs = _FORGET * pairs + num_pairs
+            tokens2 = _FORGET * tokens2 + num_tokens * num_tokens
+            both = _FORGET * both + num_tokens * num_pairs
+            pairs2 = _FORGET * pairs2 + num_pairs * num_pairs
+            total = _FORGET * total + seconds
+            tokens_total = _FORGET * tokens_total + num_tokens * seconds
+            pairs_total = _FORGET * pairs_total + num_pairs * seconds
+        self._new.clear()
         self._sums = (
-            _FORGET * count + 1.0,
-            _FORGET * tokens + num_tokens,
-            _FORGET * pairs + num_pairs,
-            _FORGET * tokens2 + num_tokens * num_tokens,
-            _FORGET * both + num_tokens * num_pairs,
-            _FORGET * pairs2 + num_pairs * num_pairs,
-            _FORGET * total + seconds,
-            _FORGET * tokens_total + num_tokens * seconds,
-            _FORGET * pairs_total + num_pairs * seconds,
-        )
-        self._num_steps += 1
-        if not is_known or self._num_steps % _FIT_EVERY == 0:
-            self._plane = self._fit()
+            count, tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total,
+        )  # fmt: skip
+        self._plane = self._fit()
 
     def _fit(self) -> tuple[float, float, float]:
         """The plane with the least squares, none of whose parts is negative."""
         count, tokens, pairs, tokens2, both, pairs2, seconds, tokens_total, pairs_total = self._sums
-        rows = [
-            [count, tokens, pairs, seconds],
-            [tokens, tokens2, both, tokens_total],
-            [pairs, both, pairs2, pairs_total],
-        ]
+        # The upper half of the three equations, with a little trust in each part as it was.
+        squares = [count, tokens2, pairs2]
+        totals = [seconds, tokens_total, pairs_total]
         for index, before in enumerate(self._plane):
-            trust = _TRUST * rows[index][index] if before else 1e-9 * rows[index][index] + 1e-300
-            rows[index][index] += trust
-            rows[index][3] += trust * before
-        _, per_token, per_pair = _solved(rows)
+            trust = _TRUST * squares[index] if before else 1e-9 * squares[index] + 1e-300
+            squares[index] += trust
+            totals[index] += trust * before
+        # Solved by elimination.
+        by_tokens, by_pairs = tokens / squares[0], pairs / squares[0]
+        squares[1] -= by_tokens * tokens
+        squares[2] -= by_pairs * pairs
+        both -= by_tokens * pairs
+        totals[1] -= by_tokens * totals[0]
+        totals[2] -= by_pairs * totals[0]
+        by_both = both / squares[1]
+        per_pair = (totals[2] - by_both * totals[1]) / (squares[2] - by_both * both)
+        per_token = (totals[1] - both * per_pair) / squares[1]
         per_token, per_pair = max(per_token, 0.0), max(per_pair, 0.0)
         base = (seconds - per_token * tokens - per_pair * pairs) / count
         if base < 0:  # then all of it is the tokens'
@@ -126,7 +183,7 @@ class TokenTimes:
         start = 0 if prompt is None else prompt.num_computed_tokens
         positions = float(sum(map(_position, decodes)))
         beside = self.seconds(len(decodes), positions)
-        left, (_, per_token, per_pair) = AIM * self._token_time - beside, self._plane
+        left, (_, per_token, per_pair) = self.aim * self._token_time - beside, self._plane
         each = per_token + per_pair * start
         count = 0.0 if left <= 0 else float(most)
         if left > 0 and (each > 0 or per_pair > 0):
@@ -159,26 +216,14 @@ class TokenTimes:
 
 def work_of(step: Step) -> tuple[int, float]:
     """A step's tokens and pairs: each query with every key that it reads, but for windows."""
-    scheduled, num_decodes = step.scheduled, step.num_decodes
-    num_tokens = num_decodes
-    num_pairs = 0.5 * num_decodes + sum(map(_position, scheduled[:num_decodes]))
-    for _, _, start, count, *_ in scheduled[num_decodes:]:
+    num_tokens = step.num_decodes
+    num_pairs = _pairs_of(step.scheduled, num_tokens)
+    for _, _, start, count, *_ in step.scheduled[num_tokens:]:
         num_tokens += count
         num_pairs += count * (start + count / 2)
     return num_tokens, num_pairs
 
 
-def _solved(rows: list[list[float]]) -> list[float]:
-    """Of a system of equations whose matrix is symmetric and positive."""
-    size = len(rows)
-    for index in range(size):
-        pivot = rows[index][index]
-        for below in range(index + 1, size):
-            factor = rows[below][index] / pivot
-            for column in range(index, size + 1):
-                rows[below][column] -= factor * rows[index][column]
-    found = [0.0] * size
-    for index in reversed(range(size)):
-        known = sum(rows[index][column] * found[column] for column in range(index + 1, size))
-        found[index] = (rows[index][size] - known) / rows[index][index]
-    return found
+def _pairs_of(scheduled: Sequence[ScheduledRequest], num_decodes: int) -> float:
+    """Of the first entries, which compute one token each."""
+    return 0.5 * num_decodes + float(sum(map(_position, scheduled[:num_decodes])))

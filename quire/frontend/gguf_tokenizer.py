@@ -98,7 +98,8 @@ _PRE_TOKENIZERS = {
     "refact": _STARCODER,
     "command-r": _PreTokenizer(single_digits=True, nfc=True),
     "seed-coder": _PreTokenizer(_SEED_WORDS),
-    "hunyuan-dense": _PreTokenizer(_HUNYUAN_WORDS),
+    # of DeepSeek-V3
+    **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), _PreTokenizer(_HUNYUAN_WORDS)),
 }
 
 # Architectures whose control tokens swallow the white space behind them, but for these: files do

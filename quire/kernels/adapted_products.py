@@ -6,7 +6,13 @@ from abc import abstractmethod
 
 from torch import Tensor
 
-from quire.kernels.low_rank import LowRank, LowRankTable, PackedLowRank, PlainTable
+from quire.kernels.low_rank import (
+    ExpertTables,
+    LowRank,
+    LowRankTable,
+    PackedLowRank,
+    PlainTable,
+)
 from quire.kernels.ops import Activation, MoeSpec
 from quire.kernels.tiled_linear import tiled_linear
 from quire.kernels.weights import Weight
@@ -26,6 +32,9 @@ class AdaptedProducts:
     def linear_gated(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
     ) -> Tensor: ...
+
+    @abstractmethod
+    def linear_heads(self, x: Tensor, weight: Weight) -> Tensor: ...
 
     @abstractmethod
     def activate(self, x: Tensor, activation: Activation) -> Tensor: ...
@@ -62,6 +71,16 @@ class AdaptedProducts:
         table: LowRankTable,
     ) -> Tensor:
         return self.gate(self.adapted_linear(x, weight, bias, slots, table), activation)
+
+    def adapted_linear_heads(
+        self, x: Tensor, weight: Weight, slots: Tensor, tables: ExpertTables
+    ) -> Tensor:
+        out = self.linear_heads(x, weight)
+        for head in range(x.shape[1]):
+            table = tables[head]
+            if table is not None:
+                self.add_low_rank_(out[:, head], x[:, head], slots, table)
+        return out
 
     def linear_of(
         self,

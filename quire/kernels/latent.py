@@ -9,7 +9,7 @@ form: attention with one key head for all query heads, whose value is the first 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, dtype, float32, int8
@@ -127,6 +127,26 @@ class _Kernels(Protocol):
     def write_kv_(
         self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor
     ) -> None: ...
+
+
+def latent_queries_(
+    self: Any,
+    plain: Tensor,
+    rotated: Tensor,
+    key_up: Weight,
+    latent: Tensor,
+    norm: LatentNorm,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    cache: LayerCache,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """See `Kernels.latent_queries_`."""
+    absorbed = self.linear_heads(plain, key_up)
+    found: Tensor = self.latent_to_cache_(
+        absorbed, rotated, latent, norm, positions, cos_sin, cache, slot_mapping
+    )
+    return found
 
 
 def linear_heads(self: _Kernels, x: Tensor, weight: Weight) -> Tensor:

@@ -87,9 +87,13 @@ class PackedExperts:
         return sum(one.nbytes for one in self.experts.values())
 
 
+class PackedHeads(PackedExperts):
+    """The same for a product in which each head has a matrix of its own."""
+
+
 class ExpertTables:
-    """What the adapters in all slots add to a stacked product: a table for each expert that one of
-    them changed.
+    """What the adapters in all slots add to a stacked product: a table for each expert (or head) that
+    one of them changed.
     """
 
     def __init__(self, num_experts: int, make: Callable[[], LowRankTable]) -> None:

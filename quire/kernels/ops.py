@@ -29,7 +29,13 @@ from torch import Tensor, dtype, float32, int8
 from quire.errors import InvalidRequestError
 from quire.kernels.formats import Format
 from quire.kernels.layer_state import CacheMemory, LayerState, StoredPart
-from quire.kernels.low_rank import ExpertAdapters, LowRank, LowRankTable, PackedLowRank
+from quire.kernels.low_rank import (
+    ExpertAdapters,
+    ExpertTables,
+    LowRank,
+    LowRankTable,
+    PackedLowRank,
+)
 from quire.kernels.recurrent import (
     ConvolutionCache,
     ConvolutionSpec,
@@ -199,6 +205,10 @@ class AttentionSpec:
     """A query sees the keys of its own chunk of so many tokens, counted from the sequence's begin,
     up to itself; None: of all chunks. Not beside a window.
     """
+    slopes: tuple[float, ...] = ()
+    """ALiBi: each head adds its slope times the distance of a key, a negative number of tokens, to
+    the scaled (and capped) product; (): none does.
+    """
 
     @property
     def input_size(self) -> int:
@@ -240,7 +250,8 @@ class AttentionSpec:
         own, each = self.heads.share(rank, size), self.heads.head_dim
         query, kv = times(own.query, each), times(own.kv, each)
         rows = {"qkv": (query, kv, kv, query), "sinks": (own.query,)}
-        return MixerShare(replace(self, heads=own.shape), rows, query, self.output_size)
+        mixer = replace(self, heads=own.shape, slopes=self.slopes[own.query])
+        return MixerShare(mixer, rows, query, self.output_size)
 
     def bytes_read(self, context: int, itemsize: float) -> float:
         """Of the cache, by a token that is the last of so many; `itemsize` is a key's."""
@@ -371,6 +382,27 @@ class ExpertWeights(NamedTuple):
     """[num_experts]."""
 
 
+class Router(NamedTuple):
+    """The product whose logits choose a layer's experts."""
+
+    weight: Weight
+    """[num_experts, hidden]."""
+    bias: Tensor | None
+
+
+class SharedExpert(NamedTuple):
+    """The expert that all tokens share."""
+
+    up: Weight
+    """[2 * intermediate, hidden]: gate rows first, then up rows; up rows alone where experts have
+    no gate.
+    """
+    down: Weight
+    """[hidden, intermediate]."""
+    gate: Weight | None
+    """[1, hidden]: the output is multiplied by the sigmoid of this product."""
+
+
 HAS_NAN = 1
 NOTHING_LEFT = 2
 """Flags of a row that could not choose a token: not all of its scores are numbers, or all are minus
@@ -492,6 +524,16 @@ class Kernels(Protocol):
         8-bit integers first, each row by itself (`cpu/quantized.h`).
         """
 
+    def linear_pair(
+        self,
+        x: Tensor,
+        first: Weight,
+        first_bias: Tensor | None,
+        second: Weight,
+        second_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`linear` of the same rows with two weights."""
+
     def linear_gated(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
     ) -> Tensor:
@@ -574,6 +616,11 @@ class Kernels(Protocol):
 
     def soft_cap_(self, x: Tensor, cap: float) -> None:
         """Numbers of x [rows, size] become cap * tanh(x / cap)."""
+
+    def clamp_(self, x: Tensor, limit: float) -> None:
+        """Numbers of x [rows, size] that are above the limit, or below its negative, become it; NaN
+        stays.
+        """
 
     def qkv_to_cache_(
         self,
@@ -662,17 +709,24 @@ class Kernels(Protocol):
         batch: PagedBatch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of query [rows, num_heads, head_dim] over the cached keys and values
         (those of this step are already written); grouped heads; a window counts the query's own
         position. Each head's softmax has one more score, of sinks [num_heads], which adds nothing
-        to the output. That has as many numbers in a head as the values have.
+        to the output. `slopes` are `spec.slopes` in float32, where it has some. The output has as
+        many numbers in a head as the values have.
         """
 
     def linear_heads(self, x: Tensor, weight: Weight) -> Tensor:
         """[rows, heads, out] of x [rows, heads, in]: each head's product with its own matrix of the
         stack weight [heads, out, in], as `linear` computes it.
         """
+
+    def adapted_linear_heads(
+        self, x: Tensor, weight: Weight, slots: Tensor, tables: ExpertTables
+    ) -> Tensor:
+        """`linear_heads`, and what the adapters in int32 slots [rows] of each head's table add to it."""
 
     def latent_to_cache_(
         self,
@@ -690,6 +744,20 @@ class Kernels(Protocol):
         queries [rows, heads, rank + rope]: absorbed [rows, heads, rank] beside what becomes of
         `rotated` [rows, heads, rope].
         """
+
+    def latent_queries_(
+        self,
+        plain: Tensor,
+        rotated: Tensor,
+        key_up: Weight,
+        latent: Tensor,
+        norm: LatentNorm,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """`latent_to_cache_` of linear_heads(plain, key_up)."""
 
     def convolve_(
         self,
@@ -744,6 +812,18 @@ class Kernels(Protocol):
         `transform_activated` is applied to the activated gate and up products [pairs of row and expert,
         intermediate], before the down products. `adapters` add to each expert's products what they
         add to any (`adapted_linear`).
+        """
+
+    def routed_experts(
+        self,
+        x: Tensor,
+        router: Router,
+        experts: ExpertWeights,
+        spec: MoeSpec,
+        shared: SharedExpert | None,
+    ) -> Tensor:
+        """`moe` by the router's product with x, plus the output of the shared expert, if there is
+        one: see `quire.kernels.routed_experts`.
         """
 
     def choose_experts(

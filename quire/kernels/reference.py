@@ -18,7 +18,7 @@ from quire.kernels.adapted_products import AdaptedProducts
 from quire.kernels.elementwise import ACTIVATIONS, sigmoid, soft_capped, xielu
 from quire.kernels.filters import filter_rows_
 from quire.kernels.formats import Format
-from quire.kernels.latent import latent_to_cache_, linear_heads
+from quire.kernels.latent import latent_queries_, latent_to_cache_, linear_heads
 from quire.kernels.logprobs import gather_logprobs
 from quire.kernels.low_rank import ExpertAdapters
 from quire.kernels.noise import gumbel_noise
@@ -40,6 +40,7 @@ from quire.kernels.ops import (
 from quire.kernels.quantize import LARGEST_FP8
 from quire.kernels.reference_recurrent import convolve, gated_norm, recur
 from quire.kernels.repeats import match_lengths
+from quire.kernels.routed_experts import routed_experts
 from quire.kernels.routing import route
 from quire.kernels.tiled_linear import ROW_TILE as ROW_TILE
 from quire.kernels.tiled_linear import tiled_linear as tiled_linear
@@ -98,6 +99,16 @@ class ReferenceKernels(AdaptedProducts):
             )
         return result if out is None else out.copy_(result)
 
+    def linear_pair(
+        self,
+        x: Tensor,
+        first: Weight,
+        first_bias: Tensor | None,
+        second: Weight,
+        second_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        return self.linear(x, first, first_bias), self.linear(x, second, second_bias)
+
     def linear_gated(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
     ) -> Tensor:
@@ -152,6 +163,9 @@ class ReferenceKernels(AdaptedProducts):
 
     def soft_cap_(self, x: Tensor, cap: float) -> None:
         x.copy_(soft_capped(x.float(), cap))
+
+    def clamp_(self, x: Tensor, limit: float) -> None:
+        x.clamp_(-limit, limit)
 
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
@@ -284,6 +298,7 @@ class ReferenceKernels(AdaptedProducts):
         batch: PagedBatch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         output = query.new_empty(*query.shape[:2], cache.values.shape[3])
         starts, context_lens = batch.query_start.tolist(), batch.context_lens.tolist()
@@ -299,7 +314,9 @@ class ReferenceKernels(AdaptedProducts):
             for row in range(first_row, end_row, QUERY_TILE):
                 tile_rows = slice(row, min(row + QUERY_TILE, end_row))
                 position = context_len - (end_row - row)
-                output[tile_rows] = _attend(query[tile_rows], position, keys, values, spec, sinks)
+                output[tile_rows] = _attend(
+                    query[tile_rows], position, keys, values, spec, sinks, slopes
+                )
         return output
 
     def moe(
@@ -311,7 +328,7 @@ class ReferenceKernels(AdaptedProducts):
         transform_activated: TransformActivated | None = None,
         adapters: ExpertAdapters | None = None,
     ) -> Tensor:
-        weights, chosen = route(router_logits, spec, experts.choice_bias)
+        weights, chosen = self.route(router_logits, spec, experts.choice_bias)
         # One sort groups the rows by expert; stable, so an expert's rows stay in their order.
         by_expert = chosen.flatten().sort(stable=True)
         rows = by_expert.indices // spec.top_k
@@ -350,10 +367,18 @@ class ReferenceKernels(AdaptedProducts):
             output[part] += product.float() if spec.scales_inputs else product.float() * scale
         return output.to(x.dtype)
 
+    routed_experts = routed_experts
+
     def choose_experts(
         self, router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None
     ) -> Tensor:
-        return route(router_logits, spec, choice_bias)[1]
+        return self.route(router_logits, spec, choice_bias)[1]
+
+    def route(
+        self, router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Weights and numbers of each row's experts, both [rows, top_k]."""
+        return route(router_logits, spec, choice_bias)
 
     def gumbel_argmax(
         self, logits: Tensor, temperature: Tensor, keys: Tensor
@@ -370,6 +395,7 @@ class ReferenceKernels(AdaptedProducts):
 
     linear_heads = linear_heads
     latent_to_cache_ = latent_to_cache_
+    latent_queries_ = latent_queries_
     convolve_ = staticmethod(convolve)
     recur_ = staticmethod(recur)
     gated_norm = staticmethod(gated_norm)
@@ -434,6 +460,7 @@ def _attend(
     values: Tensor,
     spec: AttentionSpec,
     sinks: Tensor | None,
+    slopes: Tensor | None,
 ) -> Tensor:
     """Attention of up to QUERY_TILE queries of one sequence, the first at `position`, over the
     sequence's key tiles.
@@ -458,6 +485,9 @@ def _attend(
     key_position = torch.arange(tiles * KEY_TILE, device=query.device).view(
         1, tiles, 1, 1, KEY_TILE
     )
+    if slopes is not None:
+        distance = (key_position - query_position).float()
+        scores = scores + slopes.view(kv_heads, 1, 1, group, 1) * distance
     visible = key_position <= query_position
     if spec.sliding_window is not None:
         visible = visible & (key_position > query_position - spec.sliding_window)

@@ -10,46 +10,47 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from quire.checkpoints.adapter_files import AdapterFiles, open_adapter
+from quire.checkpoints.adapter_files import AdapterFiles, AdapterSettings, open_adapter
 from quire.checkpoints.files import is_gguf
 from quire.checkpoints.gguf_adapter import open_gguf_adapter
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.formats import PLAIN
-from quire.kernels.low_rank import LowRank, LowRankPart, PackedExperts, PackedLowRank
+from quire.kernels.low_rank import (
+    LowRank,
+    LowRankPart,
+    PackedExperts,
+    PackedHeads,
+    PackedLowRank,
+)
 from quire.models.adapter_module import AdapterModule, read_finite
 from quire.models.decoder import Decoder
 from quire.models.expert_adapters import by_expert, fitting, stacks_of, unwrapped
 from quire.models.families import family_named
 from quire.models.gguf_adapters import gguf_modules
-from quire.models.linear import Linear
+from quire.models.linear import AdapterPart, EmbeddingPair, HeadLinear, Linear, TrainedRows
 from quire.models.load import read_piece
 from quire.models.names import huggingface_pieces
 from quire.models.pieces import Piece
 from quire.models.spec import ModelSpec, Parameter
+from quire.models.vocabulary_adapters import (
+    EMBEDDING,
+    HEAD,
+    PREFIX,
+    Segments,
+    SourceOf,
+    VocabularyAdapters,
+)
 from quire.models.weight_plan import ModelFiles
 
-_PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_magnitude_vector)(\.weight)?")
-_HEAD = "lm_head"
-_COPIES = (
-    f"{_HEAD}.base_layer.weight",
-    f"{_HEAD}.base_layer.bias",
-    f"{_HEAD}.weight",
-    "embed_tokens.weight",
-    "embed_tokens.base_layer.weight",
-)
-"""How the names end of tensors that PEFT saves beside an adapter of the head."""
-
 _Place = tuple[str, int | None]
 """A parameter and, of a stack, an expert."""
-Segments = Callable[[str, Parameter], tuple[slice, ...]]
-"""The rows of a parameter that this process has: of all, or a rank's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,20 @@ class Adapter:
 
     digest: str
     """Of its content: the same content under two names is one adapter."""
-    products: Mapping[str, PackedLowRank | PackedExperts]
+    products: Mapping[str, AdapterPart]
     """By the names of `Decoder.linears`."""
     rank: int
     """The largest."""
     is_dora: bool = False
     """Whether it depends on the base model's weights."""
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether graphs and recorded steps compute it: not where Python picks rows out, nor what only
+        some adapters have (in latent attention, the heads' own matrices).
+        """
+        others = TrainedRows | EmbeddingPair | PackedHeads
+        return not any(isinstance(one, others) for one in self.products.values())
 
     @property
     def nbytes(self) -> int:
@@ -79,18 +88,26 @@ class AdapterLoader:
         whole: ModelSpec,
         segments: Segments | None = None,
         open_base: Callable[[], ModelFiles] | None = None,
+        source_of: SourceOf | None = None,
     ) -> None:
         """`whole` describes the model, of which the decoder has the rows that `segments` says (None:
-        all). `open_base` opens the model's own files, for DoRA, whose factors depend on them.
+        all), as `source_of` wraps them. `open_base` opens the model's own files, for DoRA, whose
+        factors depend on them.
         """
         self._decoder = decoder
         self._segments = segments or _all_rows
         self._open_base = open_base
         self._parameters = dict(whole.parameters())
-        self._parameters.setdefault("head", Parameter((whole.vocab_size, whole.hidden_size)))
+        self._parameters.setdefault(HEAD, Parameter((whole.vocab_size, whole.hidden_size)))
         self._places = _places(whole)
         self._whole = whole
-        self._stacks = stacks_of(whole, _embedding_names(whole))
+        embeddings = _embedding_names(whole)
+        self._stacks = stacks_of(whole, embeddings)
+        heads = [name for name, (one, *_) in self._places.items() if one.parameter == HEAD]
+        modules = {EMBEDDING: [one.removesuffix(".weight") for one in embeddings], HEAD: heads}
+        self._vocabulary = VocabularyAdapters(
+            decoder, whole, modules, self._segments, source_of or (lambda source: source)
+        )
 
     def load(self, folder: Path) -> Adapter:
         """Reads a folder that PEFT wrote, or a GGUF file. What is wrong with it is an error that names
@@ -101,81 +118,75 @@ class AdapterLoader:
             modules = list(gguf_modules(checkpoint, str(folder), self._whole, self._decoder))
             return self._made(digest, modules, None)
         files = open_adapter(folder)
-        copies = [name for name in files.checkpoint.tensors if name.endswith(_COPIES)]
+        vocabulary = self._vocabulary.find(files)
         base = None
-        if files.settings.is_dora or copies:
+        if files.settings.is_dora or vocabulary.copies:
             if self._open_base is None:
                 raise UnsupportedModelError(
                     f"{folder}: such an adapter needs the model's own files, which are not here"
                 )
-            base = self._open_base()
+            base = BaseWeights(self._open_base())
         try:
-            for name in copies:
+            for name, parameter in vocabulary.copies.items():
                 assert base is not None
-                self._check_copy(files, name, base)
-            modules = list(self._modules(files, frozenset(copies)))
-            return self._made(files.digest, modules, base, files.settings.is_dora)
+                _check_copy(files, name, base.whole(parameter))
+            modules = list(self._modules(files, vocabulary.names))
+            made = self._made(files.digest, modules, base, files.settings)
+
+            def embedding() -> Tensor:
+                assert base is not None
+                return base.whole(EMBEDDING)
+
+            own_rows = dict(self._vocabulary.read(files, vocabulary, embedding))
+            return replace(made, products={**made.products, **own_rows})
         finally:
             if base is not None:
-                base.checkpoint.close()
+                base.close()
 
     def _made(
         self,
         digest: str,
         modules: Sequence[AdapterModule],
-        base: ModelFiles | None,
-        is_dora: bool = False,
+        base: BaseWeights | None,
+        settings: AdapterSettings | None = None,
     ) -> Adapter:
         found: dict[_Place, list[tuple[AdapterModule, list[LowRankPart]]]] = {}
         for module in modules:
             for place, parts in self._parts(module, base).items():
                 found.setdefault(place, []).append((module, parts))
-        products: dict[str, PackedLowRank | PackedExperts] = {}
+        products: dict[str, AdapterPart] = {}
         experts: dict[str, dict[int, PackedLowRank]] = {}
         for (parameter, expert), own in found.items():
-            packed, linear = self._packed(parameter, own), _linear_name(parameter)
+            linear = _linear_name(parameter)
+            product = self._decoder.linears[linear]
+            if isinstance(product, HeadLinear):
+                products[linear] = self._packed_heads(product, own)
+                continue
+            packed = self._packed(parameter, own)
             if expert is None:
                 products[linear] = packed
             else:
                 experts.setdefault(linear, {})[expert] = packed
         products |= {linear: PackedExperts(own) for linear, own in experts.items()}
-        rank = max(module.a.shape[0] for module in modules)
-        return Adapter(digest, products, rank, is_dora)
+        ranks = [module.a.shape[0] for module in modules]
+        ranks += [settings.rank] if settings is not None and not ranks else []
+        return Adapter(digest, products, max(ranks), settings is not None and settings.is_dora)
 
-    def _check_copy(self, files: AdapterFiles, name: str, base: ModelFiles) -> None:
-        """Where the head is adapted, PEFT saves head and embedding, too. They must be the model's
-        own: others are not computed with.
-        """
-        parameter = "head" if f"{_HEAD}." in name else "embedding"
-        if name.endswith(".bias"):
-            parameter = "head_bias"
-            if parameter not in base.spec.parameters():
-                raise ModelFormatError(
-                    f"{files.checkpoint.tensors[name].file}: the tensor {name} has no place in this "
-                    "model, whose head has no bias"
-                )
-        own = _base_weight(base, parameter)
-        stored = files.checkpoint.tensors[name]
-        if stored.shape != tuple(own.shape) or not torch.equal(files.checkpoint.read(name), own):
-            raise UnsupportedModelError(
-                f"{stored.file}: the tensor {name} is not the model's own, and Quire replaces no weights: save the "
-                "adapter with save_embedding_layers=False"
-            )
-
-    def _modules(self, files: AdapterFiles, copies: frozenset[str]) -> Iterator[AdapterModule]:
-        """The adapter's tensors by module, every one checked."""
+    def _modules(self, files: AdapterFiles, others: frozenset[str]) -> Iterator[AdapterModule]:
+        """The adapter's tensors by module, every one checked, but for `others`."""
         settings, tensors = files.settings, files.checkpoint.tensors
         by_module: dict[str, dict[str, str]] = {}
         for name, info in tensors.items():
-            if name in copies:
+            if name in others:
                 continue
             match = _TENSOR.fullmatch(name)
-            module = "" if match is None else match["module"].removeprefix(_PREFIX)
+            module = "" if match is None else match["module"].removeprefix(PREFIX)
             is_known = module in self._places or unwrapped(module) in self._stacks
             if match is None or not is_known:
                 raise ModelFormatError(
-                    f"{info.file}: the tensor {name} has no place in this model: adapters change "
-                    f"products, such as {next(iter(self._places), 'none')}"
+                    f"{info.file}: the tensor {name} has no place in this model: adapters change products, such "
+                    f"as {next(iter(self._places), 'none')}, and have copies of embedding and head only, if "
+                    "modules_to_save names these"
                 )
             own = by_module.setdefault(module, {})
             if match["kind"] in own:
@@ -228,7 +239,8 @@ class AdapterLoader:
         info = tensors[own["lora_A"]]
         if settings.is_dora:
             raise UnsupportedModelError(
-                f"{info.file}: the tensor {info.name} changes experts, for which there is no DoRA"
+                f"{info.file}: the tensor {info.name} changes all experts of a layer, for "
+                "which PEFT has no DoRA"
             )
         a, b = info.shape, tensors[own["lora_B"]].shape
         stacks = self._stacks[unwrapped(module)]
@@ -259,25 +271,26 @@ class AdapterLoader:
         """Of the module's weight in the model's files."""
         piece = self._places[module][0]
         parameter = self._parameters[piece.parameter]
-        if len(parameter.shape) > 2 and is_dora:
+        product = self._decoder.linears.get(_linear_of(piece))
+        if isinstance(product, HeadLinear) and is_dora:
             raise UnsupportedModelError(
-                f"{file}: the tensor {tensor} changes an expert, for which there is no DoRA"
+                f"{file}: the tensor {tensor} changes {module}, for whose matrices of heads there is no DoRA"
             )
-        if _linear_of(piece) not in self._decoder.linears or piece.is_turned or piece.has_middle:
+        if product is None or piece.has_middle:
             raise UnsupportedModelError(
                 f"{file}: the tensor {tensor} changes {module}, which is no product that Quire can adapt"
             )
-        return piece.shape(parameter)[0], parameter.shape[-1]
+        return piece.shape(parameter)[-1 if piece.is_turned else 0], parameter.shape[-1]
 
     def _parts(
-        self, module: AdapterModule, base: ModelFiles | None
+        self, module: AdapterModule, base: BaseWeights | None
     ) -> dict[_Place, list[LowRankPart]]:
         """What a module's adapter adds, by product, with rows in the decoder's order. Their
         `first_rank` counts within the module's own A.
         """
         found: dict[_Place, list[LowRankPart]] = {}
         for piece in module.pieces:
-            parameter, linear = self._parameters[piece.parameter], _linear_of(piece)
+            parameter = self._parameters[piece.parameter]
             rows = (
                 slice(0, parameter.shape[-2])
                 if piece.part is None
@@ -286,7 +299,7 @@ class AdapterLoader:
             b, factor = _ordered(piece, module.b), None
             if module.magnitude is not None:
                 assert base is not None
-                weight = _base_weight(base, piece.parameter)[rows]
+                weight = base.matrix(piece)[rows]
                 norm = (weight + module.scale * (b @ module.a)).norm(dim=1)
                 factor = _ordered(piece, module.magnitude) / norm
                 if not bool(factor.isfinite().all()):
@@ -304,15 +317,21 @@ class AdapterLoader:
                     part = LowRankPart(at, 0, b[own])
                     if factor is not None:
                         part = part._replace(
-                            factor=factor[own], offset=self._offset(linear, at, factor[own])
+                            factor=factor[own], offset=self._offset(piece, at, factor[own])
                         )
                     found.setdefault((piece.parameter, piece.expert), []).append(part)
                 local += segment.stop - segment.start
         return found
 
-    def _offset(self, linear: str, first: int, factor: Tensor) -> Tensor:
+    def _offset(self, piece: Piece, first: int, factor: Tensor) -> Tensor:
+        """What gives the bias of a product's outputs from `first` on back to it."""
+        linear = _linear_of(piece)
         product = self._decoder.linears[linear]
-        bias = product.bias if isinstance(product, Linear) else None
+        if piece.expert is not None:
+            stacked = self._decoder.weights.get(f"{linear}_bias")
+            bias = None if stacked is None else stacked.tensor[piece.expert].flatten()
+        else:
+            bias = product.bias if isinstance(product, Linear) else None
         if bias is None:
             return torch.zeros_like(factor)
         return bias[first : first + len(factor)].float().cpu() * (1 - factor)
@@ -336,6 +355,62 @@ class AdapterLoader:
         scale = torch.cat([torch.full((module.a.shape[0],), module.scale) for module, _ in own])
         return self._decoder.kernels.pack_low_rank(LowRank(a, scale.to(device), tuple(parts)))
 
+    def _packed_heads(
+        self, product: HeadLinear, own: list[tuple[AdapterModule, list[LowRankPart]]]
+    ) -> PackedHeads:
+        """A pair of matrices for each head of one module's."""
+        ((module, parts),) = own
+        dtype, device = self._decoder.dtype, self._decoder.device
+        rank = module.a.shape[0]
+        scale = torch.full((rank,), module.scale, device=device)
+        in_order = sorted(parts, key=lambda part: part.first)
+        by_head = torch.cat([part.b for part in in_order]).view(product.num_heads, -1, rank)
+        found = {}
+        for head, b in enumerate(by_head):
+            pair = (b.t(), module.a.t()) if product.is_turned else (module.a, b)
+            a, b = (one.to(device, dtype).contiguous() for one in pair)
+            low_rank = LowRank(a, scale, (LowRankPart(0, 0, b),))
+            found[head] = self._decoder.kernels.pack_low_rank(low_rank)
+        return PackedHeads(found)
+
+
+class BaseWeights:
+    """The model's own weights from its files, as float32 in the decoder's order."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._files = files
+        self._last: tuple[str, Tensor] | None = None
+        """A stack of experts that its files keep in one tensor: asked for expert by expert."""
+
+    def close(self) -> None:
+        self._files.checkpoint.close()
+
+    def matrix(self, piece: Piece) -> Tensor:
+        """The parameter of a piece; of a stack, that of the piece's expert."""
+        if piece.expert is None:
+            return self.whole(piece.parameter)
+        stored = [one for one in self._files.pieces if one.parameter == piece.parameter]
+        if all(one.expert is not None for one in stored):
+            return self._read(piece.parameter, piece.expert)
+        if self._last is None or self._last[0] != piece.parameter:
+            self._last = piece.parameter, self.whole(piece.parameter)
+        return self._last[1][piece.expert]
+
+    def whole(self, name: str) -> Tensor:
+        return self._read(name, None)
+
+    def _read(self, name: str, expert: int | None) -> Tensor:
+        spec = self._files.spec
+        stored = EMBEDDING if name == HEAD and spec.tie_embeddings else name
+        parameter = spec.parameters()[stored]
+        weight = torch.empty(parameter.shape if expert is None else parameter.shape[1:])
+        for piece in self._files.pieces:
+            if piece.parameter == stored and (expert is None or piece.expert == expert):
+                index = piece.index(parameter)
+                target = weight[index if expert is None else index[1:]]
+                read_piece(self._files.checkpoint, piece, PLAIN[torch.float32], (target,))
+        return weight
+
 
 def _places(spec: ModelSpec) -> dict[str, list[Piece]]:
     """By the name of a module whose weight is a matrix: where in the decoder that weight lies."""
@@ -346,11 +421,12 @@ def _places(spec: ModelSpec) -> dict[str, list[Piece]]:
             parameter = parameters[piece.parameter]
             is_stack = len(parameter.shape) > 2 and piece.expert is None
             is_matrix = len(parameter.shape) > 1 and not parameter.is_vector and not is_stack
-            if piece.name.endswith(".weight") and is_matrix and piece.parameter != "embedding":
+            if piece.name.endswith(".weight") and is_matrix and piece.parameter != EMBEDDING:
                 own = found.setdefault(piece.name.removesuffix(".weight"), [])
                 if piece not in own:
                     own.append(piece)
-    found.setdefault(_HEAD, [Piece(f"{_HEAD}.weight", "head")])
+    for head in ("lm_head", family_named(spec.family).head):
+        found.setdefault(head, [Piece(f"{head}.weight", HEAD)])
     return found
 
 
@@ -372,17 +448,17 @@ def _ordered(piece: Piece, tensor: Tensor) -> Tensor:
     return tensor if piece.order is None else tensor[piece.order.index(tensor.shape[0])]
 
 
-def _base_weight(base: ModelFiles, name: str) -> Tensor:
-    """A parameter from the model's files, as float32 in the decoder's order."""
-    stored = "embedding" if name == "head" and base.spec.tie_embeddings else name
-    parameter = base.spec.parameters()[stored]
-    weight = torch.empty(parameter.shape)
-    for piece in base.pieces:
-        if piece.parameter == stored:
-            target = weight[piece.index(parameter)]
-            read_piece(base.checkpoint, piece, PLAIN[torch.float32], (target,))
-    return weight
+def _check_copy(files: AdapterFiles, name: str, own: Tensor) -> None:
+    """Where embedding or head is adapted, PEFT saves what lies under the adapter, too. It must be the
+    model's own.
+    """
+    stored = files.checkpoint.tensors[name]
+    if stored.shape != tuple(own.shape) or not torch.equal(files.checkpoint.read(name), own):
+        raise UnsupportedModelError(
+            f"{stored.file}: the tensor {name} is not the model's own: save the adapter with "
+            "save_embedding_layers=False, or train a copy of the module by modules_to_save"
+        )
 
 
 def _all_rows(name: str, parameter: Parameter) -> tuple[slice, ...]:
-    return (slice(0, parameter.shape[-2]),)
+    return (slice(0, parameter.shape[max(len(parameter.shape) - 2, 0)]),)

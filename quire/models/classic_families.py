@@ -1,4 +1,6 @@
-"""Families with LayerNorm, biases, packed or learned things: GPT-2 and those that came after it."""
+"""Families with LayerNorm, biases, packed, learned or sloping things: GPT-2 and those that came after
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from quire.errors import UnsupportedModelError
 from quire.models.config_parts import activation_of
 from quire.models.family import Family
 from quire.models.quirks import refuse, with_biases
-from quire.models.spec import MlpSpec, ModelSpec, RopeSpec
+from quire.models.spec import MlpSpec, ModelSpec, RopeSpec, alibi_slopes
 
 
 def _renamed(config: Fields, names: dict[str, str]) -> Fields:
@@ -152,6 +154,91 @@ def _opt(config: Fields, spec: ModelSpec) -> ModelSpec:
     )
 
 
+def _bloom_settings(config: Fields) -> Fields:
+    names = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+    names |= {"hidden_size": "n_embed", "max_position_embeddings": "seq_length"}
+    config = _renamed(config, names)
+    return config.with_values(
+        {
+            "num_key_value_heads": config.raw("num_attention_heads"),
+            "intermediate_size": 4 * config.integer("hidden_size"),
+            "hidden_act": "gelu_pytorch_tanh",
+            "head_dim": None,
+        }
+    )
+
+
+def _bloom(config: Fields, spec: ModelSpec) -> ModelSpec:
+    refuse(config, "apply_residual_connection_post_layernorm", False)
+    spec = with_biases(_with_slopes(spec, 8.0), True, True, True, gated=False)
+    return replace(_with_layer_norm(config, spec, "layer_norm_epsilon"), embedding_norm=True)
+
+
+def _with_slopes(spec: ModelSpec, max_bias: float) -> ModelSpec:
+    """Attention that knows positions by ALiBi alone."""
+    slopes = alibi_slopes(spec.head_shapes[0].num_heads, max_bias)
+    return spec.with_attention(slopes=slopes).with_layers(rope=None)
+
+
+_MPT_KEYS = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "max_position_embeddings": "max_seq_len",
+}
+_MPT_FIXED: dict[str, tuple[object, ...]] = {
+    "expansion_ratio": (4,),
+    "no_bias": (True,),
+    "logit_scale": (),
+    "norm_type": ("layernorm", "low_precision_layernorm"),
+    "fuse_norm_attn_norm": (False,),
+    "block_overrides": (),
+}
+"""Settings of MPT of which transformers computes these values only, whatever the file says."""
+_MPT_FIXED_ATTENTION: dict[str, tuple[object, ...]] = {
+    "attn_type": ("multihead_attention",),
+    "kv_n_heads": (),
+    "qk_ln": (False,),
+    "qk_gn": (False,),
+    "prefix_lm": (False,),
+    "alibi": (True,),
+    "rope": (False,),
+    "sliding_window_size": (-1,),
+}
+
+
+def _mpt_settings(config: Fields) -> Fields:
+    for key, computed in _MPT_FIXED.items():
+        refuse(config, key, *computed)
+    attention, mlp = config.part("attn_config"), config.part("ffn_config")
+    for key, computed in _MPT_FIXED_ATTENTION.items():
+        refuse(attention, key, *computed)
+    refuse(mlp, "ffn_type", "mptmlp")
+    refuse(mlp, "ffn_hidden_size")
+    refuse(mlp.part("ffn_act_fn"), "name", "gelu")
+    config = _renamed(config, _MPT_KEYS)
+    own = ("clip_qkv", "softmax_scale", "alibi_bias_max")
+    return config.with_values(
+        {
+            "num_key_value_heads": config.raw("num_attention_heads"),
+            "intermediate_size": 4 * config.integer("hidden_size"),
+            "hidden_act": "gelu",
+            "head_dim": None,
+            **{key: attention.raw(key) for key in own},
+        }
+    )
+
+
+def _mpt(config: Fields, spec: ModelSpec) -> ModelSpec:
+    limit = config.number("clip_qkv", 0.0, low=0.0)
+    spec = _with_slopes(spec, config.number("alibi_bias_max", 8.0, low=1e-6))
+    if "softmax_scale" in config:
+        spec = spec.with_attention(scale=config.number("softmax_scale"))
+    spec = with_biases(spec, False, False, False, gated=False).with_layers(qkv_limit=limit)
+    eps = config.number("layer_norm_epsilon", 1e-5)
+    return replace(spec, layer_norm=True, rms_norm_eps=eps)
+
+
 def _apertus_settings(config: Fields) -> Fields:
     refuse(config, "hidden_act", "xielu")
     return config.with_values({"hidden_act": "silu"})  # the MLP's spec says what it is
@@ -194,6 +281,24 @@ _APERTUS_NAMES = {
     "negative_alpha": "mlp.act_fn.alpha_n",
 }
 
+_BLOOM_NAMES = _4H | {"qkv": "self_attention.query_key_value", "output": "self_attention.dense"}
+_MPT_NAMES = {
+    "attention_norm": "norm_1",
+    "mlp_norm": "norm_2",
+    "qkv": "attn.Wqkv",
+    "output": "attn.out_proj",
+    "up": "ffn.up_proj",
+    "down": "ffn.down_proj",
+}
+_EMBEDDING_NORM = {
+    f"embedding_norm{suffix}": f"word_embeddings_layernorm.{kind}"
+    for suffix, kind in (("", "weight"), ("_bias", "bias"))
+}
+_GGUF_EMBEDDING_NORM = {
+    f"embedding_norm{suffix}": f"token_embd_norm.{kind}"
+    for suffix, kind in (("", "weight"), ("_bias", "bias"))
+}
+
 CLASSIC: tuple[Family, ...] = (
     Family(
         "gpt2", "GPT-2", ("GPT2LMHeadModel",), _gpt2, settings=_gpt_settings, names=_GPT2_NAMES,
@@ -226,6 +331,19 @@ CLASSIC: tuple[Family, ...] = (
         "opt", "OPT", ("OPTForCausalLM",), _opt, settings=_opt_settings, names=_OPT_NAMES,
         prefixes=("model.decoder", "decoder"), final_norm="final_layer_norm",
         outside={"position_embedding": "embed_positions.weight"}, first_position=2,
+    ),
+    Family(
+        "bloom", "BLOOM, BLOOMZ", ("BloomForCausalLM",), _bloom, "bloom", settings=_bloom_settings,
+        names=_BLOOM_NAMES, prefixes=("transformer", ""), layers="h", embedding="word_embeddings",
+        final_norm="ln_f", qkv_by_key_head=True, outside=_EMBEDDING_NORM,
+        gguf_needs=("attention.layer_norm_epsilon",), gguf_names={"qkv": "attn_qkv"},
+        gguf_outside=_GGUF_EMBEDDING_NORM, gguf_settings={"hidden_act": "gelu_pytorch_tanh"},
+    ),
+    Family(
+        "mpt", "MPT", ("MPTForCausalLM", "MptForCausalLM"), _mpt, "mpt", settings=_mpt_settings,
+        names=_MPT_NAMES, prefixes=("transformer",), layers="blocks", embedding="wte", final_norm="norm_f",
+        gguf_needs=("attention.max_alibi_bias",), gguf_names={"qkv": "attn_qkv"},
+        gguf_settings={"hidden_act": "gelu"},
     ),
     Family(
         "apertus", "Apertus", ("ApertusForCausalLM",), _apertus, settings=_apertus_settings,

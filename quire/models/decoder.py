@@ -25,7 +25,15 @@ from quire.kernels.ops import (
 )
 from quire.kernels.tensor_memory import TensorMemory
 from quire.kernels.weights import Weight
-from quire.models.linear import Embedding, Experts, ExpertsLinear, Linear, Rows
+from quire.models.linear import (
+    Embedding,
+    Experts,
+    ExpertsLinear,
+    Head,
+    HeadLinear,
+    Linear,
+    Rows,
+)
 from quire.models.mixers import Batch, Mixers, make_mixer
 from quire.models.parameters import Parameters, SleepLevel, WeightSource
 from quire.models.rope import cos_sin_table
@@ -126,14 +134,23 @@ class MoeMlp:
             )
 
     def __call__(self, batch: Batch, x: Tensor) -> Tensor:
+        if batch.adapters is None:
+            return self.experts.routed(batch, x, self.router, self._shared_linears)
         logits = self.router(batch, x.float() if self.spec.has_float32_router else x)
         output = self.experts(batch, x, logits)
-        if self.shared is not None:
-            shared = self.shared(batch, x)
-            if self.shared_gate is None:
-                return output + shared
-            return batch.kernels.sigmoid_mul_add(self.shared_gate(batch, x), shared, output)
-        return output
+        if self.shared is None:
+            return output
+        shared = self.shared(batch, x)
+        if self.shared_gate is None:
+            return batch.kernels.scale_add(shared, 1.0, output)
+        return batch.kernels.sigmoid_mul_add(self.shared_gate(batch, x), shared, output)
+
+    @property
+    def _shared_linears(self) -> tuple[Linear, Linear, Linear | None] | None:
+        """Up, down and gate of the shared expert, if there is one."""
+        if self.shared is None:
+            return None
+        return self.shared.up, self.shared.down, self.shared_gate
 
 
 class ExpertsBeside:
@@ -332,11 +349,11 @@ class Decoder:
         embedding = parameters.matrix("embedding", pack=pack_embedding)
         self.device = embedding.device
         self.embedding = Embedding(embedding)
-        self.head = Linear(
+        self.head = Head(
             embedding if spec.tie_embeddings else parameters.matrix("head"),
             parameters.optional_vector("head_bias"),
         )
-        parameters.linears["head"] = self.head
+        parameters.linears |= {"embedding": self.embedding, "head": self.head}
         self.final_norm = Norm(parameters, "final_norm", spec)
         self.embedding_norm = (
             Norm(parameters, "embedding_norm", spec) if spec.embedding_norm else None
@@ -421,8 +438,8 @@ class Decoder:
         return replace(batch, per_layer=self.inputs(batch, token_ids, x))
 
     @property
-    def linears(self) -> Mapping[str, Linear | ExpertsLinear]:
-        """Its products by name."""
+    def linears(self) -> Mapping[str, Linear | ExpertsLinear | HeadLinear | Embedding]:
+        """Its products, and the embedding, by name."""
         return self._parameters.linears
 
     def logits(

@@ -633,6 +633,25 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-05,
     },
+    "bloom": {
+        "n_layer": 2,
+        "n_head": 8,
+        "layer_norm_epsilon": 1e-05,
+        "apply_residual_connection_post_layernorm": False,
+        "tie_word_embeddings": True,
+    },
+    "mpt": {
+        "d_model": 2048,
+        "n_heads": 16,
+        "n_layers": 24,
+        "expansion_ratio": 4,
+        "max_seq_len": 2048,
+        "layer_norm_epsilon": 1e-05,
+        "learned_pos_emb": True,
+        "no_bias": True,
+        "embedding_fraction": 1.0,
+        "tie_word_embeddings": True,
+    },
     "opt": {
         "ffn_dim": 3072,
         "do_layer_norm_before": True,
@@ -772,6 +791,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 SYNONYMS = (
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     ("num_experts_per_tok", "moe_topk", "moe_k"),
+    ("hidden_size", "n_embed", "n_embd", "d_model"),
+    ("num_hidden_layers", "n_layer", "n_layers"),
+    ("num_attention_heads", "n_head", "n_heads"),
 )
 """Names of one setting, of which a file has the one that its family's version of transformers
 wrote.

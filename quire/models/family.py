@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.checkpoints.checkpoint import Checkpoint
 from quire.checkpoints.fields import Fields
 from quire.models.spec import ModelSpec
 
@@ -28,6 +29,8 @@ class Family:
     """Where families share a GGUF architecture, the first one whose key the file has is taken; ""
     fits any file.
     """
+    gguf_fits: Callable[[Checkpoint], bool] | None = None
+    """Where such a key does not tell them apart: whether a file is of this one."""
     gguf_others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Further names of its GGUF architecture, with the keys that such a file needs besides."""
     gguf_needs: tuple[str, ...] = ()
@@ -52,6 +55,8 @@ class Family:
     parallel_names: Mapping[str, str] = field(default_factory=dict)
     """Names in layers whose attention and MLP norm the same input each by itself."""
     gguf_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_outside: Mapping[str, str] = field(default_factory=dict)
+    """What GGUF files call the tensors of `outside`."""
     interleaved_rope: bool = False
     """Rope rotates neighbouring dimensions (2i, 2i + 1): rows of q and k are reordered when they
     are loaded.
@@ -70,7 +75,7 @@ class Family:
     """All of a layer's matrices lie with inputs before outputs."""
     qkv_by_key_head: bool = False
     """Rows of packed queries, keys and values lie by key heads: the queries that look at one, the
-    key, the value.
+    key, the value. Not in GGUF files.
     """
     final_norm: str = "norm"
     embedding: str = "embed_tokens"

@@ -198,6 +198,9 @@ def _ernie4_5_moe(config: Fields, spec: ModelSpec) -> ModelSpec:
         shared_gate=False,
         choice_bias=True,
     )
+    least = config.number("moe_norm_min", 1e-12)  # no sum of the best scores is below their share
+    if least * moe.num_experts > moe.top_k:
+        raise config.error("moe_norm_min", f"at most {moe.top_k / moe.num_experts:g}", least)
     if bias:
         raise UnsupportedModelError(
             f"{config.file}: use_bias true is not supported beside experts, only false is."

@@ -9,9 +9,9 @@ from dataclasses import replace
 from quire.checkpoints.fields import Fields
 from quire.errors import UnsupportedModelError
 from quire.kernels.ops import AttentionSpec, HeadShape, MoeSpec
-from quire.models.config_parts import activation_of, kinds_of_layers, read_rope
+from quire.models.config_parts import activation_of, kinds_of_layers, read_rope, read_window
 from quire.models.family import Family
-from quire.models.quirks import SEEING_PREFIXES
+from quire.models.quirks import SEEING_PREFIXES, refuse
 from quire.models.spec import LayerSpec, MlpSpec, ModelSpec
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -20,8 +20,9 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 def gemma4(config: Fields, spec: ModelSpec) -> ModelSpec:
     if config.raw("use_bidirectional_attention") == "all":
         raise UnsupportedModelError(f"{config.file}: attention to later tokens is not supported.")
+    refuse(config, "use_bidirectional_attention", False, "vision")  # which is of images
     kinds = kinds_of_layers(config, spec, 6)
-    kinds[-1] = _FULL  # whatever the file says
+    kinds[-1] = _FULL  # where nothing is said
     bias, size = config.boolean("attention_bias", False), config.integer("intermediate_size")
     shared = config.integer("num_kv_shared_layers", 0, low=0, high=spec.num_layers - 1)
     first_reader = spec.num_layers - shared
@@ -58,6 +59,14 @@ def gemma4(config: Fields, spec: ModelSpec) -> ModelSpec:
     )
 
 
+def _settings(config: Fields) -> Fields:
+    """The last layer sees all, whatever the file says."""
+    kinds = config.raw("layer_types")
+    if not isinstance(kinds, list) or kinds[-1:] != [_SLIDING]:
+        return config
+    return config.with_values({"layer_types": [*kinds[:-1], _FULL]})
+
+
 def _heads(config: Fields, number: int, kind: str) -> HeadShape:
     """A layer's: those of full attention are larger, and there may be fewer."""
     heads, kv = config.integer("num_attention_heads"), config.integer("num_key_value_heads")
@@ -74,7 +83,9 @@ def _heads(config: Fields, number: int, kind: str) -> HeadShape:
 
 
 def _attention(config: Fields, number: int, kind: str) -> AttentionSpec:
-    window = config.integer("sliding_window", 512) if kind == _SLIDING else None
+    window = read_window(config, 512) if kind == _SLIDING else None
+    if kind == _SLIDING and window is None:
+        raise config.error("sliding_window", "a number, as layer_types has sliding_attention", None)
     return AttentionSpec(_heads(config, number, kind), 1.0, window)
 
 
@@ -96,6 +107,7 @@ GEMMA4 = Family(
     "Gemma 4 (text)",
     ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     gemma4,
+    settings=_settings,
     names={
         "mlp_norm": "pre_feedforward_layernorm",
         "experts_norm": "pre_feedforward_layernorm_2",

@@ -13,6 +13,7 @@ from quire.kernels.low_rank import MAX_RANK
 from quire.models.adapter_module import AdapterModule, read_finite
 from quire.models.decoder import Decoder
 from quire.models.families import family_named
+from quire.models.linear import HeadLinear
 from quire.models.names import gguf_pieces
 from quire.models.pieces import Piece
 from quire.models.spec import ModelSpec, Parameter
@@ -49,7 +50,9 @@ def gguf_modules(
                     f"{file}: beside the tensor {some} there is no {weight}{side}"
                 )
         linear = pieces[0].parameter.removesuffix(".weight")
-        if linear not in decoder.linears or pieces[0].is_turned or pieces[0].has_middle:
+        product = decoder.linears.get(linear)
+        is_odd = pieces[0].is_turned or pieces[0].has_middle or isinstance(product, HeadLinear)
+        if product is None or is_odd:
             raise UnsupportedModelError(
                 f"{file}: the tensor {some} changes {weight}, which is no product that Quire can adapt"
             )

@@ -6,7 +6,6 @@ The metadata is read as config.json is, by the same functions, under the names o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -65,7 +64,7 @@ def config_of(checkpoint: Checkpoint, file: str) -> dict[str, Any]:
 def _settings(checkpoint: Checkpoint, file: str) -> tuple[Family, Fields]:
     """The family, and its settings by the names they have in config.json."""
     name = Fields(checkpoint.metadata, file).string("general.architecture")
-    family = _find_family(name, checkpoint.metadata, file)
+    family = _find_family(name, checkpoint, file)
     for key in (*family.gguf_needs, *family.gguf_others.get(name, ())):
         if f"{name}.{key}" not in checkpoint.metadata:
             raise ModelFormatError(f"{file}: {name}.{key} is missing")
@@ -79,11 +78,12 @@ def _settings(checkpoint: Checkpoint, file: str) -> tuple[Family, Fields]:
     return family, gguf_settings(checkpoint, file, family.gguf_settings)
 
 
-def _find_family(name: str, metadata: Mapping[str, Any], file: str) -> Family:
+def _find_family(name: str, checkpoint: Checkpoint, file: str) -> Family:
     for family in FAMILIES:
-        if name in (family.gguf, *family.gguf_others) and (
-            not family.gguf_key or metadata.get(f"{name}.{family.gguf_key}")
-        ):
+        if name not in (family.gguf, *family.gguf_others):
+            continue
+        has_key = not family.gguf_key or checkpoint.metadata.get(f"{name}.{family.gguf_key}")
+        if has_key and (family.gguf_fits is None or family.gguf_fits(checkpoint)):
             return family
     names = (one for family in FAMILIES for one in (family.gguf, *family.gguf_others) if one)
     supported = ", ".join(dict.fromkeys(names))

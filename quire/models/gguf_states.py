@@ -10,8 +10,8 @@ LFM2_GGUF_NAMES = {
     "mixer_output": "shortconv.out_proj",
 }
 LFM2_GGUF_SETTINGS = {"block_auto_adjust_ff_dim": False, "conv_bias": False}
-SIGMOID_GATING = 2
-"""What GGUF files call experts whose scores are sigmoids."""
+SOFTMAX_GATING, SIGMOID_GATING = 1, 2
+"""What GGUF files call experts whose scores are a softmax, or sigmoids."""
 STATE_SPACE_KEYS = tuple(
     f"ssm.{one}"
     for one in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")

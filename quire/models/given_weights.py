@@ -5,7 +5,7 @@ own, in the formats that it has them in.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -63,18 +63,67 @@ def given_weights(
     """By the decoder's names. Raises ModelFormatError for a tensor that has no place or another
     shape, and where a tensor is missing that is kept as one matrix with others that are given.
     """
-    return stored_weights(decoder, quantization, GivenTensors(_checked(given)))
+    return stored_weights(decoder, quantization, GivenTensors(checked_tensors(given)))
 
 
-def stored_weights(decoder: Decoder, quantization: str, stored: Checkpoint) -> dict[str, Weight]:
-    """`given_weights` from files: names, shapes and formats are checked before any is read."""
-    tensors = stored.tensors
+def stored_weights(
+    decoder: Decoder,
+    quantization: str,
+    stored: Checkpoint,
+    spec: ModelSpec | None = None,
+    divide: Callable[[ModelFiles], ModelFiles] = lambda files: files,
+) -> dict[str, Weight]:
+    """`given_weights` from files: names, shapes and formats are checked before any is read. Where
+    the decoder has a part of a model only, `spec` describes the whole and `divide` leaves of its
+    files what this part reads.
+    """
+    files = divide(_files_of(decoder.spec if spec is None else spec, stored))
+    plan = plan_weights(files, decoder.kernels, decoder.dtype, decoder.device, quantization)
+    with reading(plan) as loaded:
+        return {name: loaded.pop(name) for name in plan.parameters}
+
+
+def check_tensors(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> None:
+    """Raises ModelFormatError for a tensor of numbers that can't become weights, that has no place
+    in the model, or another shape. More may come, of the same matrices, say.
+    """
+    _check_formats(tensors)
+    pieces = [piece for piece in _pieces(spec, tensors) if piece.name in tensors]
+    _check_known(spec, tensors, {piece.name for piece in pieces})
+    parameters = spec.parameters()
+    for piece in pieces:
+        expected = piece.shape(parameters[piece.parameter])
+        found = tensors[piece.name].shape
+        # a choice bias may be a matrix of one row
+        if found != expected and not (
+            piece.parameter.endswith(".choice_bias") and found == (1, *expected)
+        ):
+            raise ModelFormatError(
+                f"{piece.name} should have shape {list(expected)} in this model, but has {list(found)}"
+            )
+
+
+def _check_formats(tensors: Mapping[str, TensorInfo]) -> None:
     for name, info in tensors.items():
         if info.dtype not in _PLAIN_NAMES:
             raise ModelFormatError(
                 f"{name} is {info.dtype}; weights are replaced with one of {', '.join(_PLAIN_NAMES)}"
             )
-    spec = decoder.spec
+
+
+def _check_known(spec: ModelSpec, tensors: Mapping[str, TensorInfo], known: set[str]) -> None:
+    unknown = sorted(tensors.keys() - known - ignored_names(spec, tensors.keys()))
+    if unknown:
+        raise ModelFormatError(
+            f"{unknown[0]} has no place in this {spec.family} model"
+            + (f", nor have {len(unknown) - 1} more" if unknown[1:] else "")
+        )
+
+
+def _files_of(spec: ModelSpec, stored: Checkpoint) -> ModelFiles:
+    """What is in the files as parts of the model, whose matrices must be complete."""
+    tensors = stored.tensors
+    _check_formats(tensors)
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for piece in _pieces(spec, tensors):
         pieces[piece.parameter].append(as_stored(piece, stored))
@@ -91,26 +140,19 @@ def stored_weights(decoder: Decoder, quantization: str, stored: Checkpoint) -> d
                 f"{there} is kept as one matrix with {', '.join(missing[:3])}: give them together"
             )
     known = {piece.name for own in touched.values() for piece in own}
-    unknown = sorted(tensors.keys() - known - ignored_names(spec, tensors.keys()))
-    if unknown:
-        raise ModelFormatError(
-            f"{unknown[0]} has no place in this {spec.family} model"
-            + (f", nor have {len(unknown) - 1} more" if unknown[1:] else "")
-        )
+    _check_known(spec, tensors, known)
     _check_head(spec, stored, pieces)
     parameters = {name: one for name, one in spec.parameters().items() if name in touched}
-    files = ModelFiles(
+    return ModelFiles(
         spec,
         stored.with_tensors({name: tensors[name] for name in known}),
         tuple(piece for own in touched.values() for piece in own),
         parameters,
     )
-    plan = plan_weights(files, decoder.kernels, decoder.dtype, decoder.device, quantization)
-    with reading(plan) as loaded:
-        return {name: loaded.pop(name) for name in parameters}
 
 
-def _checked(given: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def checked_tensors(given: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """By name, in dtypes that checkpoints have."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in given:
         if not isinstance(name, str) or not isinstance(tensor, Tensor):

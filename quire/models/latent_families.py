@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quire.checkpoints.checkpoint import Checkpoint
 from quire.checkpoints.fields import Fields
 from quire.errors import UnsupportedModelError
 from quire.kernels.latent import LatentSpec, latent_heads
@@ -15,6 +16,7 @@ from quire.models.config_parts import (
     with_deepseek_experts,
 )
 from quire.models.family import Family
+from quire.models.gguf_states import SIGMOID_GATING, SOFTMAX_GATING
 from quire.models.quirks import SEEING_PREFIXES, TOWERS, refuse
 from quire.models.spec import ModelSpec
 
@@ -90,7 +92,8 @@ def _deepseek_v2(config: Fields, spec: ModelSpec) -> ModelSpec:
     refuse(config, "mlp_bias", False)
     # transformers leaves the weights as they are, DeepSeek's own code does not
     refuse(config, "norm_topk_prob", False)
-    method = config.string("topk_method", "greedy")
+    has_groups = config.integer("n_group", 1) > 1  # all that a GGUF file says of it
+    method = config.string("topk_method", "group_limited_greedy" if has_groups else "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise UnsupportedModelError(
             f"{config.file}: topk_method {method!r} is not supported, only 'greedy' and "
@@ -178,21 +181,56 @@ LATENT_NAMES = {
     **{f"shared_{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
 }
 
+_GGUF_NAMES = {
+    "query_down": "attn_q_a",
+    "query_norm": "attn_q_a_norm",
+    "query_up": "attn_q_b",
+    "latent": "attn_kv_a_mqa",
+    "latent_norm": "attn_kv_a_norm",
+    "key_value_up": "attn_kv_b",
+    "key_up": "attn_k_b",
+    "value_up": "attn_v_b",
+}
+_GGUF_NEEDS = (
+    "attention.kv_lora_rank", "attention.key_length", "attention.value_length", "rope.dimension_count",
+    "leading_dense_block_count", "expert_count", "expert_used_count", "expert_feed_forward_length",
+    "expert_shared_count",
+)  # fmt: skip
+
+
+def _has_sigmoids(checkpoint: Checkpoint) -> bool:
+    """Whether the scores of a file's experts are sigmoids. Files of before that was a key have a
+    bias for the choice then.
+    """
+    gating = checkpoint.metadata.get("deepseek2.expert_gating_func", 0)
+    if gating not in (0, SOFTMAX_GATING, SIGMOID_GATING):
+        file = next((one.file for one in checkpoint.tensors.values()), "the GGUF file")
+        raise UnsupportedModelError(
+            f"{file}: deepseek2.expert_gating_func {gating!r} is not supported, only {SOFTMAX_GATING} (softmax) and "
+            f"{SIGMOID_GATING} (sigmoid) are."
+        )
+    return gating == SIGMOID_GATING or (
+        not gating and any(name.endswith(".exp_probs_b.bias") for name in checkpoint.tensors)
+    )
+
+
 LATENT: tuple[Family, ...] = (
     Family(
-        "deepseek_v2", "DeepSeek-V2, V2-Lite", ("DeepseekV2ForCausalLM",), _deepseek_v2, names=LATENT_NAMES,
-        settings=rotated_head,
+        "deepseek_v2", "DeepSeek-V2, V2-Lite", ("DeepseekV2ForCausalLM",), _deepseek_v2, "deepseek2",
+        names=LATENT_NAMES, settings=rotated_head, gguf_names=_GGUF_NAMES, gguf_needs=_GGUF_NEEDS,
+        gguf_fits=lambda checkpoint: not _has_sigmoids(checkpoint),
     ),
     Family(
-        "deepseek_v3", "DeepSeek-V3, R1, Kimi K2", ("DeepseekV3ForCausalLM",), _deepseek_v3, names=LATENT_NAMES,
-        settings=rotated_head, has_drafting_layers=True,
+        "deepseek_v3", "DeepSeek-V3, R1, Kimi K2", ("DeepseekV3ForCausalLM",), _deepseek_v3, "deepseek2",
+        names=LATENT_NAMES, settings=rotated_head, has_drafting_layers=True, gguf_names=_GGUF_NAMES,
+        gguf_needs=_GGUF_NEEDS,  # those of GLM-4.7-Flash, too
     ),
     Family(
         "mistral4", "Mistral 4 (text)", ("Mistral4ForCausalLM", "Mistral3ForConditionalGeneration"), _mistral4,
         names=LATENT_NAMES, settings=_mistral4_settings, prefixes=SEEING_PREFIXES, unused=TOWERS,
     ),
     Family(
-        "glm4_moe_lite", "GLM-4.7-Flash", ("Glm4MoeLiteForCausalLM",), _glm4_moe_lite, names=LATENT_NAMES,
+        "glm4_moe_lite", "GLM-4.7-Flash", ("Glm4MoeLiteForCausalLM",), _glm4_moe_lite, "deepseek2", names=LATENT_NAMES,
         settings=rotated_head, has_drafting_layers=True,
     ),
 )  # fmt: skip

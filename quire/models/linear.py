@@ -7,8 +7,11 @@ multiplies can be forgotten: `tests/test_structure.py` finds a product that goes
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from quire.kernels.low_rank import (
@@ -16,10 +19,22 @@ from quire.kernels.low_rank import (
     ExpertTables,
     LowRankTable,
     PackedExperts,
+    PackedHeads,
     PackedLowRank,
 )
-from quire.kernels.ops import Activation, ExpertWeights, Kernels, MoeSpec
+from quire.kernels.ops import (
+    Activation,
+    ExpertWeights,
+    Kernels,
+    LatentNorm,
+    LayerCache,
+    MoeSpec,
+    Router,
+    SharedExpert,
+)
 from quire.kernels.weights import Weight
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +46,75 @@ class Rows:
     kernels: Kernels
     adapters: Tensor | None = field(default=None, kw_only=True)
     """int32 [rows]: the slot of each row's adapter, -1 where it has none; None: none has one."""
+
+
+class TrainedRows(NamedTuple):
+    """An adapter's own rows of the embedding or of the head: PEFT's `modules_to_save` and
+    `trainable_token_indices`. Which rows of a step have them is found out by Python, so that step is
+    never computed by a graph or a recording: see `AdapterSlots.are_captured`.
+    """
+
+    weight: Weight
+    """[rows, hidden]; of the head as the kernels packed it."""
+    tokens: Tensor | None = None
+    """int64 [rows], ascending: whose rows they are; None: of all tokens."""
+    bias: Tensor | None = None
+    """Of the head."""
+
+    @property
+    def nbytes(self) -> int:
+        further = sum(one.nbytes for one in (self.tokens, self.bias) if one is not None)
+        return self.weight.nbytes + further
+
+    def looked_up(self, kernels: Kernels, token_ids: Tensor, known: Tensor) -> Tensor:
+        """The rows of these tokens, `known` where the adapter has none."""
+        if self.tokens is None:
+            return kernels.embedding(token_ids, self.weight).to(known.dtype)
+        at = torch.searchsorted(self.tokens, token_ids).clamp(max=len(self.tokens) - 1)
+        has_own = (self.tokens[at] == token_ids).unsqueeze(1)
+        return torch.where(has_own, self.weight.tensor[at].to(known.dtype), known)
+
+    def multiplied(self, kernels: Kernels, x: Tensor, known: Tensor) -> Tensor:
+        """The products of x with the rows, `known` where the adapter has none."""
+        product = kernels.linear(x, self.weight, self.bias)
+        return product if self.tokens is None else known.index_copy(1, self.tokens, product)
+
+
+class EmbeddingPair(NamedTuple):
+    """A pair of matrices for the embedding: to a token's row A's column of that token times the scale
+    times B' is added, in float32; with DoRA the sum is multiplied by a factor for each number.
+    """
+
+    a: Tensor
+    """[vocab, rank]: turned, in the model's dtype."""
+    b: Weight
+    """float32 [hidden, rank], packed."""
+    scale: float
+    factor: Tensor | None = None
+    """float32 [hidden]."""
+
+    @property
+    def nbytes(self) -> int:
+        factor = 0 if self.factor is None else self.factor.nbytes
+        return self.a.nbytes + self.b.nbytes + factor
+
+    def looked_up(self, kernels: Kernels, token_ids: Tensor, known: Tensor) -> Tensor:
+        """The rows of these tokens, which the model itself knows as `known`."""
+        inner = self.a[token_ids].float() * self.scale
+        total = known.float() + kernels.linear(inner, self.b)
+        if self.factor is not None:
+            total = total * self.factor
+        return total.to(known.dtype)
+
+
+def rows_by_slot(slots: Tensor, held: Mapping[int, T]) -> Iterator[tuple[Tensor, T]]:
+    """For each slot that some rows have and that holds something: these rows, and what it is."""
+    for slot in sorted(set(slots.tolist()) & held.keys()):
+        yield (slots == slot).nonzero().squeeze(1), held[slot]
+
+
+AdapterPart = PackedLowRank | PackedExperts | TrainedRows | EmbeddingPair
+"""What an adapter changes of one product, or of the embedding."""
 
 
 class Linear:
@@ -52,10 +136,10 @@ class Linear:
         """From here on rows may have adapters."""
         self.adapters = kernels.low_rank_table(num_slots)
 
-    def put_adapter(self, slot: int, packed: PackedLowRank | PackedExperts | None) -> None:
+    def put_adapter(self, slot: int, packed: AdapterPart | None) -> None:
         """Puts an adapter's part into a slot; None: it has none, or has left."""
         assert self.adapters is not None
-        assert not isinstance(packed, PackedExperts)
+        assert not isinstance(packed, PackedExperts | TrainedRows | EmbeddingPair)
         self.adapters.put(slot, packed)
 
     def __call__(self, rows: Rows, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -77,17 +161,84 @@ class Linear:
         return rows.kernels.linear_gated(x, self._weight, self._bias, activation)
 
 
+def linear_pair(rows: Rows, x: Tensor, first: Linear, second: Linear) -> tuple[Tensor, Tensor]:
+    """Both products of the same rows."""
+    if rows.adapters is not None:
+        return first(rows, x), second(rows, x)
+    return rows.kernels.linear_pair(x, first._weight, first.bias, second._weight, second.bias)
+
+
+class Head(Linear):
+    """The product that scores tokens, of which adapters may have rows of their own."""
+
+    __slots__ = ("_trained",)
+
+    def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        self._trained: dict[int, TrainedRows] = {}
+        """By slot."""
+
+    def put_adapter(self, slot: int, packed: AdapterPart | None) -> None:
+        self._trained.pop(slot, None)
+        if isinstance(packed, TrainedRows):
+            self._trained[slot] = packed
+            packed = None
+        super().put_adapter(slot, packed)
+
+    def __call__(self, rows: Rows, x: Tensor, out: Tensor | None = None) -> Tensor:
+        scores = super().__call__(rows, x, out)
+        if rows.adapters is not None and self._trained:
+            for own, trained in rows_by_slot(rows.adapters, self._trained):
+                scores[own] = trained.multiplied(rows.kernels, x[own], scores[own])
+        return scores
+
+
 class HeadLinear:
     """A product for each head, with its own matrix of a stack [heads, out, in]."""
 
-    __slots__ = ("_weight",)
+    __slots__ = ("_weight", "adapters", "is_turned", "num_heads")
 
-    def __init__(self, weight: Weight) -> None:
+    def __init__(self, weight: Weight, num_heads: int, is_turned: bool) -> None:
+        """`is_turned`: in the model's files out and in are exchanged."""
         self._weight = weight
+        self.num_heads = num_heads
+        self.is_turned = is_turned
+        self.adapters: ExpertTables | None = None
+        """What adapters add to each head; None: the engine takes none."""
+
+    def take_adapters(self, kernels: Kernels, num_slots: int) -> None:
+        self.adapters = ExpertTables(self.num_heads, lambda: kernels.low_rank_table(num_slots))
+
+    def put_adapter(self, slot: int, packed: AdapterPart | None) -> None:
+        assert self.adapters is not None
+        assert packed is None or isinstance(packed, PackedHeads)
+        self.adapters.put(slot, packed)
 
     def __call__(self, rows: Rows, x: Tensor) -> Tensor:
         """[rows, heads, out] of x [rows, heads, in]."""
+        if rows.adapters is not None and self.adapters:
+            return rows.kernels.adapted_linear_heads(x, self._weight, rows.adapters, self.adapters)
         return rows.kernels.linear_heads(x, self._weight)
+
+    def queries_(
+        self,
+        rows: Rows,
+        plain: Tensor,
+        rotated: Tensor,
+        latent: Tensor,
+        norm: LatentNorm,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """What latent attention asks with: this product of `plain` beside what is rotated. Latents
+        go to the cache.
+        """
+        where = latent, norm, positions, cos_sin, cache, slot_mapping
+        if rows.adapters is not None and self.adapters:
+            return rows.kernels.latent_to_cache_(self(rows, plain), rotated, *where)
+        return rows.kernels.latent_queries_(plain, rotated, self._weight, *where)
 
 
 class ExpertsLinear:
@@ -103,7 +254,7 @@ class ExpertsLinear:
     def take_adapters(self, kernels: Kernels, num_slots: int) -> None:
         self.adapters = ExpertTables(self._num_experts, lambda: kernels.low_rank_table(num_slots))
 
-    def put_adapter(self, slot: int, packed: PackedLowRank | PackedExperts | None) -> None:
+    def put_adapter(self, slot: int, packed: AdapterPart | None) -> None:
         assert self.adapters is not None
         assert packed is None or isinstance(packed, PackedExperts)
         self.adapters.put(slot, packed)
@@ -133,15 +284,49 @@ class Experts:
             adapters = ExpertAdapters(rows.adapters, gate_up, down)
         return rows.kernels.moe(x, router_logits, self._weights, self.spec, adapters=adapters)
 
+    def routed(
+        self,
+        rows: Rows,
+        x: Tensor,
+        router: Linear,
+        shared: tuple[Linear, Linear, Linear | None] | None,
+    ) -> Tensor:
+        """The router's product, the experts that it chooses, and the shared one, if there is one
+        (its up and down products, and its gate), for rows of which none has an adapter.
+        """
+        assert rows.adapters is None
+        beside: SharedExpert | None = None
+        if shared is not None:
+            up, down, gate = shared
+            gate_weight = None if gate is None else gate._weight
+            beside = SharedExpert(up._weight, down._weight, gate_weight)
+        product = Router(router._weight, router.bias)
+        return rows.kernels.routed_experts(x, product, self._weights, self.spec, beside)
+
 
 class Embedding:
     """Rows of a weight [vocab, hidden], by token."""
 
-    __slots__ = ("_weight",)
+    __slots__ = ("_adapted", "_weight")
 
     def __init__(self, weight: Weight) -> None:
         self._weight = weight
+        self._adapted: dict[int, TrainedRows | EmbeddingPair] = {}
+        """By slot."""
+
+    def take_adapters(self, kernels: Kernels, num_slots: int) -> None:
+        """There is nothing to prepare."""
+
+    def put_adapter(self, slot: int, packed: AdapterPart | None) -> None:
+        self._adapted.pop(slot, None)
+        if packed is not None:
+            assert isinstance(packed, TrainedRows | EmbeddingPair)
+            self._adapted[slot] = packed
 
     def __call__(self, rows: Rows, token_ids: Tensor) -> Tensor:
         """The rows of int64 token_ids [rows], as plain numbers."""
-        return rows.kernels.embedding(token_ids, self._weight)
+        found = rows.kernels.embedding(token_ids, self._weight)
+        if rows.adapters is not None and self._adapted:
+            for own, part in rows_by_slot(rows.adapters, self._adapted):
+                found[own] = part.looked_up(rows.kernels, token_ids[own], found[own])
+        return found

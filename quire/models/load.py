@@ -124,7 +124,7 @@ def as_stored(piece: Piece, checkpoint: Checkpoint) -> Piece:
         sizes = [size for size in info.shape if size != 1]
         is_padded = len(info.shape) > 1 and len(sizes) < 2
         return replace(piece, stored_shape=info.shape if is_padded else None)
-    if not piece.is_turned or info is None or info.format.dtype is not None:
+    if not piece.is_turned or piece.stack or info is None or info.format.dtype is not None:
         return piece
     return replace(piece, is_turned=False)
 
@@ -243,6 +243,8 @@ def read_piece(
         targets = tuple(target.unsqueeze(1) for target in targets)
     if piece.stored_shape is not None:
         targets = tuple(target.view(piece.stored_shape) for target in targets)
+    if piece.stack:
+        targets = tuple(target.view(piece.stack, -1, target.shape[1]) for target in targets)
     if piece.is_turned:
         _read_turned(checkpoint, piece, format, targets)
         return

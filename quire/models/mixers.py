@@ -26,7 +26,7 @@ from quire.kernels.recurrent import (
     RecurrentSpec,
     RecurrentWeights,
 )
-from quire.models.linear import Linear, Rows
+from quire.models.linear import Linear, Rows, linear_pair
 from quire.models.parameters import Parameters
 from quire.models.rope import query_factors
 from quire.models.spec import LayerSpec, Mixer, ModelSpec
@@ -91,12 +91,18 @@ class Attention:
         self.factors = position_factors(parameters, layer)
         self.sinks = parameters.vector(f"{name}.sinks") if layer.sinks else None
         self.qkv = parameters.linear(f"{name}.qkv")
+        self.qkv_limit = layer.qkv_limit
+        self.slopes: Tensor | None = None
+        if slopes := mixer.slopes:
+            self.slopes = parameters.constant(("slopes", slopes), lambda: torch.tensor(slopes))
         self.output = parameters.linear(f"{name}.output")
 
     def __call__(self, batch: Batch, x: Tensor, cache: MixerCache) -> Tensor:
         assert isinstance(cache, LayerCache)
         kernels, paged, spec = batch.kernels, batch.paged[cache.group], self.spec
         qkv, gate = self.qkv(batch, x), None
+        if self.qkv_limit:
+            kernels.clamp_(qkv, self.qkv_limit)
         if self.is_gated:
             qkv, gate = qkv.split_with_sizes((qkv.shape[1] - spec.output_size, spec.output_size), 1)
         if self.has_keys and (self.value_norm is not None or self.keys_are_values):
@@ -116,7 +122,7 @@ class Attention:
         if self.factors is not None:
             query = kernels.scale_rows(query.flatten(1), self.factors, batch.positions)
             query = query.view(-1, spec.heads.num_heads, spec.heads.head_dim)
-        attended = kernels.attention(query, cache, paged, spec, self.sinks)
+        attended = kernels.attention(query, cache, paged, spec, self.sinks, self.slopes)
         output = attended.flatten(1)
         return self.output(batch, output if gate is None else kernels.sigmoid_mul(gate, output))
 
@@ -162,19 +168,20 @@ class LatentAttention:
     def __call__(self, batch: Batch, x: Tensor, cache: MixerCache) -> Tensor:
         assert isinstance(cache, LayerCache)
         kernels, paged, spec = batch.kernels, batch.paged[cache.group], self.spec
-        source = x
-        if self.query_down is not None:
-            down = self.query_down(batch, x)
-            source = kernels.rms_norm(down, self.query_norm, spec.norm_eps)
-        query = self.query(batch, source)
+        if self.query_down is None:
+            query, latent = linear_pair(batch, x, self.query, self.latent)
+        else:
+            down, latent = linear_pair(batch, x, self.query_down, self.latent)
+            query = self.query(batch, kernels.rms_norm(down, self.query_norm, spec.norm_eps))
         if self.factors is not None:
             query = kernels.scale_rows(query, self.factors, batch.positions)
         query = query.view(len(x), -1, spec.query_dim)
         plain, rotated = query.split_with_sizes((spec.nope_dim, spec.rope_dim), 2)
-        query = kernels.latent_to_cache_(
-            self.key_up(batch, plain),
+        query = self.key_up.queries_(
+            batch,
+            plain,
             rotated,
-            self.latent(batch, x),
+            latent,
             self.norm,
             batch.positions,
             self.cos_sin,

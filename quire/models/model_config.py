@@ -88,7 +88,35 @@ def spec_of(family: Family, config: Fields, generation_config: Path | None = Non
     )
     spec = family.quirks(config, spec)
     check_spec(spec, config.file)
+    if "layer_types" in config and not family.numbers_blocks:
+        _check_layer_types(config, spec)
     return spec
+
+
+def _check_layer_types(config: Fields, spec: ModelSpec) -> None:
+    """Refuses kinds of layers that are not those that are computed, also in families that don't
+    read them.
+    """
+    kinds = config.list_of("layer_types", str)
+    if len(kinds) != spec.num_layers:
+        raise config.error("layer_types", f"a list of {spec.num_layers} kinds of layers", kinds)
+    for number, (kind, layer) in enumerate(zip(kinds, spec.layers, strict=True)):
+        computed = _kinds_of(layer)
+        if kind not in computed:
+            expected = f"{computed[0]} in layer {number} with the other settings of this model"
+            raise config.error("layer_types", expected, kind)
+
+
+def _kinds_of(layer: LayerSpec) -> tuple[str, ...]:
+    """What files call such a layer."""
+    attention = layer.attention
+    if attention is None:
+        return "linear_attention", "mamba", "conv"
+    if len(layer.mixers) > 1:
+        return "hybrid", "full_attention"
+    if attention.sliding_window:
+        return ("sliding_attention",)
+    return ("chunked_attention",) if attention.chunk else ("full_attention", "attention")
 
 
 def check_spec(spec: ModelSpec, file: str) -> None:
@@ -139,6 +167,11 @@ def _find_family(config: Fields) -> Family:
     if fitting:  # a model that also sees says which family its text part is of
         part = config.part("text_config").string("model_type", "")
         return next((family for family in fitting if family.name == part), fitting[0])
+    if names[0] in ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"):
+        raise UnsupportedModelError(
+            f"{config.file}: {names[0]} keeps several residual streams that every layer mixes (AltUp), which Quire "
+            "does not compute. Gemma 3 and Gemma 4 run."
+        )
     if names[0] in WITH_INDEXER:
         raise UnsupportedModelError(
             f"{config.file}: {names[0]} chooses the tokens that a query sees by a sparse indexer, which Quire does not "

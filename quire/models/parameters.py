@@ -14,7 +14,7 @@ from quire.errors import ModelFormatError
 from quire.kernels.ops import Kernels
 from quire.kernels.tensor_memory import TensorMemory
 from quire.kernels.weights import Weight
-from quire.models.linear import ExpertsLinear, HeadLinear, Linear
+from quire.models.linear import Embedding, ExpertsLinear, HeadLinear, Linear
 
 SleepLevel = Literal[1, 2]
 """1: weights are kept in host memory; 2: they are gone, and loaded again after waking."""
@@ -53,8 +53,8 @@ class Parameters:
         self.num_positions = num_positions
         self.weights: dict[str, Weight] = {}
         """All that were taken, as the kernels packed them."""
-        self.linears: dict[str, Linear | ExpertsLinear] = {}
-        """The products made of them, by the names that adapters find them by."""
+        self.linears: dict[str, Linear | ExpertsLinear | HeadLinear | Embedding] = {}
+        """The products made of them, and the embedding, by the names that adapters find them by."""
         self.missing: set[str] = set()
         """Those whose numbers are gone, since the decoder slept at level 2, or are of an earlier
         version than others', since an update failed halfway; and that were not replaced yet.
@@ -108,7 +108,9 @@ class Parameters:
         these rows transposed.
         """
         self._stacks[f"{name}.weight"] = num_heads, is_turned
-        return HeadLinear(self.matrix(f"{name}.weight"))
+        made = HeadLinear(self.matrix(f"{name}.weight"), num_heads, is_turned)
+        self.linears[name] = made
+        return made
 
     def _as_packed(self, name: str, loaded: Weight) -> Weight:
         """What the kernels pack of it."""

@@ -92,6 +92,8 @@ class Piece:
     """Its shape in the checkpoint, if that has further dimensions of one; None: as the others say."""
     is_turned: bool = False
     """Whether in the checkpoint columns come before rows."""
+    stack: int = 0
+    """How many matrices, each with as many of its rows, it is in the checkpoint; 0: one."""
     added: float = 0.0
     """Added to its numbers."""
     is_rate: bool = False
@@ -120,6 +122,8 @@ class Piece:
             return tuple(shape)
         if parameter.is_vector:
             shape.pop()
+        if self.stack:
+            shape[:1] = (self.stack, shape[0] // self.stack)
         if self.is_turned:
             shape[-2:] = shape[:-3:-1]
         return tuple(shape if self.expert is None else shape[1:])

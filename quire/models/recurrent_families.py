@@ -266,6 +266,10 @@ def nemotron_h_settings(config: Fields) -> Fields:
     """The list of blocks is a word in older files (`M-M*-`), and its length the number of layers."""
     blocks: list[str] | str | None = config.raw("layers_block_type") or config.raw("layer_types")
     key = "layers_block_type"
+    if key in config and config.raw("layer_types") not in (None, blocks):
+        raise config.error(
+            "layer_types", f"absent, or the same as {key}", config.raw("layer_types")
+        )
     if blocks is None:
         key, pattern = "hybrid_override_pattern", config.string("hybrid_override_pattern")
         blocks = [_NEMOTRON_LETTERS.get(letter, letter) for letter in pattern]

@@ -69,6 +69,16 @@ class QueryScale:
     offset: int = 0
 
 
+def alibi_slopes(num_heads: int, max_bias: float) -> tuple[float, ...]:
+    """ALiBi's slope of each head: a geometric series that ends at 2^-max_bias for a power of two;
+    further heads take every other number of the series for twice as many.
+    """
+    whole = 2 ** (num_heads.bit_length() - 1)
+    first = [2.0 ** (-max_bias * (i + 1) / whole) for i in range(whole)]
+    between = [2.0 ** (-max_bias * (2 * i + 1) / (2 * whole)) for i in range(num_heads - whole)]
+    return (*first, *between)
+
+
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
     """An MLP: activation(gate) * up, then down."""
@@ -128,6 +138,8 @@ class LayerSpec:
     """Whether these norms have weights."""
     query_scale: QueryScale | None = None
     """A factor of queries, behind rope and norms."""
+    qkv_limit: float = 0.0
+    """Queries, keys and values are clamped to this magnitude, before norms and rope; 0: they stay."""
     value_norm: bool = False
     """RMSNorm without weights over each value head."""
     keys_are_values: bool = False

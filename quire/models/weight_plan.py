@@ -159,7 +159,7 @@ class WeightPlan:
         for format, stacked in groupby(self.stored(name), key=lambda one: one[0]):
             rows = [one[along] for _, one in stacked]
             tensors = format.empty((*shape[:along], sum(rows), *shape[along + 1 :]), self.device)
-            parts.append(Part(format, tensors, sum(rows)))
+            parts.append(Part(format, tensors, sum(rows) if len(shape) > 1 else 1))
             split = [tensor.split_with_sizes(rows, along) for tensor in tensors]
             room += zip(*split, strict=True)
         return Weight(shape, tuple(parts)), room

@@ -33,7 +33,7 @@ class PickedRows(RowOrder):
 
 def divide_files(files: ModelFiles, division: Division) -> ModelFiles:
     """The same files as `division.rank` reads them."""
-    whole = files.spec.parameters()
+    whole = files.parameters
     # so that what is wrong with the files is said of the files
     check_names_and_shapes(files, whole)
     tensors: dict[str, TensorInfo] = {}

@@ -27,6 +27,7 @@ from quire.kernels.ops import (
     TransformActivated,
 )
 from quire.kernels.recurrent import GatedNormSpec
+from quire.kernels.routed_experts import routed_experts
 from quire.kernels.weights import Weight
 from quire.models.parameters import WeightSource
 from quire.parallel.division import Division
@@ -103,13 +104,16 @@ class ParallelKernels:
         self.sigmoid_mul = kernels.sigmoid_mul
         self.sigmoid_mul_add = kernels.sigmoid_mul_add
         self.multiply = kernels.multiply
+        self.clamp_ = kernels.clamp_
         self.choose_experts = kernels.choose_experts
         self.captures = kernels.captures
         self.has_kernels_for = kernels.has_kernels_for
         # Of the rank's own heads and channels; the product behind them gathers.
         self.attention = kernels.attention
         self.linear_heads = kernels.linear_heads
+        self.adapted_linear_heads = kernels.adapted_linear_heads
         self.latent_to_cache_ = kernels.latent_to_cache_
+        self.latent_queries_ = kernels.latent_queries_
         self.convolve_ = kernels.convolve_
         self.recur_ = kernels.recur_
         self.gather_inputs = kernels.gather_inputs
@@ -165,6 +169,16 @@ class ParallelKernels:
         if inputs is not None and x.shape[1] < sum(inputs):
             x = self._gather(x, inputs)
         return self._gather(self._own.linear(x, weight.own, bias), weight.widths, out)
+
+    def linear_pair(
+        self,
+        x: Tensor,
+        first: Weight,
+        first_bias: Tensor | None,
+        second: Weight,
+        second_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        return self.linear(x, first, first_bias), self.linear(x, second, second_bias)
 
     def linear_gated(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
@@ -277,6 +291,8 @@ class ParallelKernels:
         divided = experts._replace(gate_up=gate_up.own, down=down.own)
         own = self._own.moe(x, router_logits, divided, spec, gathered, adapters)
         return self._gather(own, down.widths)
+
+    routed_experts = routed_experts
 
     def decode_lists(
         self, fewest: int, most: int, max_context_len: int, shape: HeadShape

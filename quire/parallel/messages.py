@@ -16,8 +16,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.checkpoints.checkpoint import Checkpoint
 from quire.checkpoints.sources import ModelSource
 from quire.config import EngineConfig
+from quire.models.parameters import SleepLevel
 from quire.step import StepResult
 
 _LENGTH = struct.Struct("<Q")
@@ -56,11 +58,42 @@ class Computed(NamedTuple):
 
 
 class Sleep(NamedTuple):
-    """To a rank: give memory back, after all steps before this message (`Runner.sleep` at level 1)."""
+    """To a rank: give memory back, after all steps before this message (`Runner.sleep`)."""
+
+    level: SleepLevel
 
 
 class Wake(NamedTuple):
     """To a rank: take it again."""
+
+
+class Reload(NamedTuple):
+    """To a rank: read the weights from the model's files again. Answered by `Done`."""
+
+    ticket: int
+
+
+class PrepareUpdate(NamedTuple):
+    """To a rank: read its part of these weights and keep them ready, while it computes steps.
+    Answered by `Done`.
+    """
+
+    ticket: int
+    stored: Checkpoint
+
+
+class CommitUpdate(NamedTuple):
+    """To a rank: replace its weights by those of a preparation. Answered by `Done`."""
+
+    ticket: int
+    prepared: int
+    """The preparation's ticket."""
+
+
+class AbandonUpdate(NamedTuple):
+    """To a rank: forget what was prepared, if it is this."""
+
+    prepared: int
 
 
 class LoadAdapter(NamedTuple):
@@ -76,8 +109,28 @@ class RemoveAdapter(NamedTuple):
     digest: str
 
 
-Management = Sleep | Wake | LoadAdapter | RemoveAdapter
-"""To a rank, between steps; nothing is answered."""
+Management = (
+    Sleep
+    | Wake
+    | Reload
+    | PrepareUpdate
+    | CommitUpdate
+    | AbandonUpdate
+    | LoadAdapter
+    | RemoveAdapter
+)
+"""To a rank, between steps."""
+
+
+class Done(NamedTuple):
+    """A rank has done what it was asked to, or could not."""
+
+    ticket: int
+    error: str | None = None
+    missing: frozenset[str] = frozenset()
+    """Weights that it has not got now."""
+    has_changed: bool = True
+    """Whether any of its weights are others than before."""
 
 
 class Failed(NamedTuple):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from quire.parallel.group import GroupError
-from quire.parallel.messages import Alive, Computed, Failed, Hello, Task, frame, receive
+from quire.parallel.messages import Alive, Computed, Done, Failed, Hello, Task, frame, receive
 from quire.process.child import Child
 from quire.process.life import sign_of_life
 
@@ -62,6 +62,9 @@ class RankProcesses:
         self._is_closing = False
         self._expected: dict[int, int] = {}
         self._reported: dict[int, dict[int, int]] = {}
+        self._answers: dict[int, dict[int, Done]] = {}
+        """By ticket, what ranks have done."""
+        self._sending = threading.Lock()
         try:
             for task in tasks:
                 self.processes.append(RankProcess(task))
@@ -102,10 +105,27 @@ class RankProcesses:
             raise GroupError(self._problem)
 
     def send(self, message: object) -> None:
-        """To all of them."""
+        """To all of them, from any thread."""
         data = frame(message)
-        for one in self.processes:
-            self.send_to(one, data)
+        with self._sending:
+            for one in self.processes:
+                self.send_to(one, data)
+
+    def answers(self, ticket: int, seconds: float) -> dict[int, Done]:
+        """By rank, what came of a message with this ticket; raises GroupError if one of them is
+        gone, or does not say within so many seconds, which ends the group.
+        """
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while self._problem is None and time.monotonic() < deadline:
+                if len(self._answers.get(ticket, ())) == len(self.processes):
+                    return self._answers.pop(ticket)
+                self._changed.wait(1.0)
+                sign_of_life()
+            found = self._answers.pop(ticket, {})
+        silent = [one.name for one in self.processes if one.rank not in found]
+        self._break(f"{' and '.join(silent)} hangs: no answer for {seconds:.0f} s")
+        raise GroupError(self._problem or "the group was closed")
 
     def send_to(self, one: RankProcess, data: bytes) -> None:
         try:
@@ -168,6 +188,11 @@ class RankProcesses:
                     self._reported.setdefault(message.step_id, {})[one.rank] = message.checksum
             if expected is not None:
                 self._compare(one.rank, message.step_id, expected, message.checksum)
+            return
+        if isinstance(message, Done):
+            with self._changed:
+                self._answers.setdefault(message.ticket, {})[one.rank] = message
+                self._changed.notify_all()
             return
         with self._changed:
             one.is_up = one.is_up or isinstance(message, Hello)

@@ -14,21 +14,28 @@ import socket
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from quire.constrain import GrammarCompiler
 from quire.errors import EngineError, QuireError
-from quire.load import load_model
+from quire.kernels.weights import Weight
+from quire.load import WeightReader, load_model
 from quire.parallel.group import Group, GroupError
 from quire.parallel.messages import (
+    AbandonUpdate,
     Alive,
+    CommitUpdate,
     Computed,
+    Done,
     Failed,
     Hello,
     LoadAdapter,
     Management,
+    PrepareUpdate,
+    Reload,
     RemoveAdapter,
     Sleep,
     Task,
@@ -74,8 +81,7 @@ def main() -> int:
         is_known = isinstance(error, QuireError)
         if not is_known:
             logging.getLogger(__name__).exception("the rank failed")
-        message = str(error) if is_known else f"{type(error).__name__}: {error}"
-        connection.sendall(frame(Failed(message, isinstance(error, GroupError))))
+        connection.sendall(frame(Failed(_in_words(error), isinstance(error, GroupError))))
     # What other threads or libraries still wait for does not matter any more.
     connection.close()
     os._exit(1)
@@ -110,16 +116,97 @@ def _work(task: Task, inbox: Inbox, connection: socket.socket) -> None:
     )
     group.seconds = task.step_seconds
     life.listeners.clear()  # from here on steps are its life, and their results use the connection
-    _compute(worker.runner, worker.depth, inbox, connection)
+    sender = _Sender(connection)
+    weights = _Weights(loaded.replacing, worker.runner, sender)
+    _compute(worker.runner, worker.depth, inbox, sender, weights)
 
 
-def _compute(runner: Runner, depth: int, inbox: Inbox, connection: socket.socket) -> None:
+class _Sender:
+    """The way to rank 0, for two threads."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: Computed | Done) -> None:
+        with self._lock:
+            self._connection.sendall(frame(message))
+
+
+class _Weights:
+    """What rank 0 has done to this rank's weights, each answered by what came of it."""
+
+    def __init__(self, reader: WeightReader, runner: Runner, sender: _Sender) -> None:
+        self._reader = reader
+        self._runner = runner
+        self._sender = sender
+        self._preparing: threading.Thread | None = None
+        self._prepared: tuple[int, dict[str, Weight]] | None = None
+
+    def prepare(self, message: PrepareUpdate) -> None:
+        """In a thread: steps go on meanwhile."""
+        self._wait()
+        self._prepared = None
+        self._preparing = threading.Thread(target=self._read, args=(message,), daemon=True)
+        self._preparing.start()
+
+    def _read(self, message: PrepareUpdate) -> None:
+        try:
+            self._prepared = message.ticket, self._reader.read(message.stored)
+        except Exception as error:
+            self._sender.send(Done(message.ticket, _in_words(error)))
+        else:
+            self._sender.send(Done(message.ticket))
+
+    def abandon(self, message: AbandonUpdate) -> None:
+        self._wait()
+        if self._prepared is not None and self._prepared[0] == message.prepared:
+            self._prepared = None
+
+    def commit(self, message: CommitUpdate) -> None:
+        self._wait()
+        prepared = self._prepared
+        self._prepared = None
+
+        def update() -> None:
+            if prepared is None or prepared[0] != message.prepared:
+                raise EngineError("this update was not prepared here")
+            self._runner.update(prepared[1])
+
+        self._do(message.ticket, update)
+
+    def reload(self, message: Reload) -> None:
+        self._wait()
+        self._do(message.ticket, self._reader.reload)
+
+    def _do(self, ticket: int, action: Callable[[], None]) -> None:
+        decoder = self._reader.decoder
+        missing = decoder.missing.copy()
+        error = None
+        try:
+            action()
+        except Exception as raised:
+            error = _in_words(raised)
+        has_changed = error is None or decoder.missing != missing
+        self._sender.send(Done(ticket, error, frozenset(decoder.missing), has_changed))
+
+    def _wait(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+
+
+def _compute(runner: Runner, depth: int, inbox: Inbox, sender: _Sender, weights: _Weights) -> None:
     """Steps as they come, as many in flight as rank 0 has."""
     pending: deque[tuple[int, PendingStep]] = deque()
 
     def read_oldest() -> None:
         step_id, oldest = pending.popleft()
-        connection.sendall(frame(Computed(step_id, checksum(oldest.result()))))
+        sender.send(Computed(step_id, checksum(oldest.result())))
 
     while True:
         try:
@@ -130,19 +217,27 @@ def _compute(runner: Runner, depth: int, inbox: Inbox, connection: socket.socket
         if not isinstance(step, Step):
             while pending:
                 read_oldest()
-            _manage(runner, step)
+            _manage(runner, step, weights)
             continue
         pending.append((step.step_id, runner.submit(step)))
         while len(pending) >= depth:
             read_oldest()
 
 
-def _manage(runner: Runner, message: Management) -> None:
+def _manage(runner: Runner, message: Management, weights: _Weights) -> None:
     match message:
         case Sleep():
-            runner.sleep(1)
+            runner.sleep(message.level)
         case Wake():
             runner.wake()
+        case Reload():
+            weights.reload(message)
+        case PrepareUpdate():
+            weights.prepare(message)
+        case CommitUpdate():
+            weights.commit(message)
+        case AbandonUpdate():
+            weights.abandon(message)
         case LoadAdapter():
             found = runner.load_adapter(message.folder).digest
             if found != message.digest:

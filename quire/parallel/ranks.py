@@ -17,6 +17,7 @@ import torch
 from quire.checkpoints.sources import ModelSource
 from quire.config import EngineConfig
 from quire.errors import QuireError
+from quire.load import WeightReader
 from quire.models.load import open_model
 from quire.parallel.division import Division
 from quire.parallel.group import Group, GroupError
@@ -104,8 +105,8 @@ class Ranks:
             self._resources.close()
         return plan
 
-    def runner(self, runner: Runner) -> ParallelRunner:
-        return ParallelRunner(runner, self._processes, self.close)
+    def runner(self, runner: Runner, weights: WeightReader) -> ParallelRunner:
+        return ParallelRunner(runner, weights, self._processes, self.close)
 
     def fail(self, error: BaseException) -> BaseException:
         """Ends the group; what to raise for an error that came up before its first step."""

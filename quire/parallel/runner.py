@@ -6,23 +6,31 @@ needs to be sent back.
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from quire.checkpoints.checkpoint import Checkpoint
 from quire.engine.core import Pending
 from quire.errors import EngineError
 from quire.kernels.weights import Weight
+from quire.load import WeightReader
 from quire.models.adapters import Adapter
 from quire.models.parameters import SleepLevel
 from quire.parallel.group import GroupError
 from quire.parallel.messages import (
+    AbandonUpdate,
+    CommitUpdate,
     Computed,
+    Done,
     LoadAdapter,
     Management,
+    PrepareUpdate,
+    Reload,
     RemoveAdapter,
     Sleep,
     Wake,
@@ -33,6 +41,9 @@ from quire.runner.adapters import AdapterSlots
 from quire.runner.runner import LogitsObserver, Runner
 from quire.step import Step, StepResult
 
+UPDATE_SECONDS = 600.0
+"""Within which every rank must have read or replaced its weights."""
+
 
 class ParallelRunner:
     """Once a step fails on any rank, ranks are out of step with each other: all later ones fail
@@ -40,10 +51,19 @@ class ParallelRunner:
     """
 
     def __init__(
-        self, runner: Runner, processes: RankProcesses, close: Callable[[bool], None]
+        self,
+        runner: Runner,
+        weights: WeightReader,
+        processes: RankProcesses,
+        close: Callable[[bool], None],
     ) -> None:
-        """`close` ends the other ranks, in an orderly way if it is told so."""
+        """`weights` reads rank 0's part of others; `close` ends the other ranks, in an orderly way
+        if it is told so.
+        """
         self._runner = runner
+        self._weights = weights
+        self._tickets = itertools.count(1)
+        self._prepared: tuple[int, dict[str, Weight]] | None = None
         self._processes = processes
         self._close = close
         self._broken: str | None = None
@@ -90,14 +110,8 @@ class ParallelRunner:
         return self._runner.is_asleep
 
     def sleep(self, level: SleepLevel) -> None:
-        """As `Runner.sleep`, on all ranks. Only level 1: each rank would have to load its part of
-        the weights again.
-        """
-        if level != 1:
-            raise EngineError(
-                "with tensor parallelism an engine sleeps at level 1 only, which keeps the weights"
-            )
-        self._on_all_ranks(Sleep(), lambda: self._runner.sleep(1))
+        """As `Runner.sleep`, on all ranks."""
+        self._on_all_ranks(Sleep(level), lambda: self._runner.sleep(level))
 
     def wake(self) -> None:
         """As `Runner.wake`, on all ranks. One that lacks memory ends the group: the others can't go
@@ -105,10 +119,81 @@ class ParallelRunner:
         """
         self._on_all_ranks(Wake(), self._runner.wake)
 
+    def reload(self) -> None:
+        """Every rank reads its part of the model's files again."""
+        ticket = next(self._tickets)
+        self._change_weights(Reload(ticket), self._weights.reload, self._weights.decoder.weights)
+
+    def prepare(self, stored: Checkpoint) -> dict[str, Weight]:
+        """What `update` takes, read by every rank from files that all of them can open. In any
+        thread, while steps go on; a preparation before it is forgotten. Whatever is wrong on one of
+        them is raised, and nothing has changed.
+        """
+        self._check()
+        ticket = next(self._tickets)
+        self._processes.send(PrepareUpdate(ticket, stored))
+        own: dict[str, Weight] = {}
+        error: Exception | None = None
+        try:
+            own = self._weights.read(stored)
+        except Exception as raised:
+            error = raised
+        answers = self._processes.answers(ticket, UPDATE_SECONDS)
+        if error is None:
+            error = _first_error(answers)
+        if error is not None:
+            self._processes.send(AbandonUpdate(ticket))
+            raise error
+        self._prepared = ticket, own
+        return own
+
+    def abandon(self) -> None:
+        """Forgets what was prepared, and gives its memory back."""
+        prepared = self._prepared
+        self._prepared = None
+        if prepared is not None and self.broken is None:
+            self._processes.send(AbandonUpdate(prepared[0]))
+
     def update(self, weights: Mapping[str, Weight]) -> None:
-        raise EngineError(
-            "with tensor parallelism weights can't be replaced: each rank has a part of them"
-        )
+        """As `Runner.update`, on all ranks, with what was prepared last. If it fails on some of
+        them, those weights are `missing` which not all have.
+        """
+        prepared = self._prepared
+        self._prepared = None
+        if prepared is None or prepared[1] is not weights:
+            raise EngineError("this update was not prepared, or another one was after it")
+        ticket = next(self._tickets)
+        message = CommitUpdate(ticket, prepared[0])
+        self._change_weights(message, lambda: self._runner.update(weights), weights)
+
+    def _change_weights(
+        self, message: CommitUpdate | Reload, here: Callable[[], None], names: Iterable[str]
+    ) -> None:
+        """What changes these weights on all ranks, which answer it."""
+        missing = self._weights.decoder.missing
+        before = missing.copy()
+        errors: list[Exception] = []
+
+        def change() -> None:
+            try:
+                here()
+            except Exception as error:
+                errors.append(error)
+            has_changed = not errors or missing != before
+            answers = self._processes.answers(message.ticket, UPDATE_SECONDS)
+            if has_changed or any(one.has_changed for one in answers.values()):
+                failed = [one for one in answers.values() if one.error is not None]
+                if errors and missing == before:  # here all of them are the old ones
+                    missing.update(names)
+                for one in failed:
+                    missing.update(one.missing if one.has_changed else names)
+            elsewhere = _first_error(answers)
+            if not errors and elsewhere is not None:
+                errors.append(elsewhere)
+
+        self._on_all_ranks(message, change)
+        if errors:
+            raise errors[0]
 
     @property
     def adapters(self) -> AdapterSlots | None:
@@ -154,6 +239,13 @@ class ParallelRunner:
 
     def _message(self) -> str:
         return f"{self._broken}. All ranks were ended, and this engine computes nothing more: start a new one"
+
+
+def _first_error(answers: Mapping[int, Done]) -> EngineError | None:
+    for rank, one in sorted(answers.items()):
+        if one.error is not None:
+            return EngineError(f"rank {rank}: {one.error}")
+    return None
 
 
 class _PendingStep:

@@ -11,9 +11,9 @@ from quire.config import EngineConfig, parse_bytes
 from quire.errors import DeviceError
 from quire.kernels.device import Device
 from quire.load import Share
-from quire.models.adapters import Segments
 from quire.models.parameters import WeightSource
 from quire.models.spec import ModelSpec
+from quire.models.vocabulary_adapters import Segments
 from quire.models.weight_plan import ModelFiles, WeightPlan
 from quire.parallel.division import Division
 from quire.parallel.files import divide_files

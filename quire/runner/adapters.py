@@ -44,6 +44,8 @@ class AdapterSlots:
         self._row_slots = np.full(max_num_seqs, NO_ADAPTER, np.int32)
         self._owners: dict[int, str] = {}
         """By request row, the digest of its adapter."""
+        self._not_captured: set[int] = set()
+        """Slots: see `are_captured`."""
         self.num_swaps = 0
         """How often an adapter was put into a slot."""
 
@@ -90,6 +92,10 @@ class AdapterSlots:
         slots = self._row_slots[request_rows]
         return slots if (slots != NO_ADAPTER).any() else None
 
+    def are_captured(self, slots: Int32Array) -> bool:
+        """Whether graphs and recorded steps compute these slots' adapters: see `Adapter.is_captured`."""
+        return self._not_captured.isdisjoint(slots.tolist())
+
     def of_row(self, row: int) -> int:
         return int(self._row_slots[row])
 
@@ -112,6 +118,8 @@ class AdapterSlots:
         slot = self._slots[digest] = self._free.pop()
         for name, linear in self._linears.items():
             linear.put_adapter(slot, adapter.products.get(name))
+        if not adapter.is_captured:
+            self._not_captured.add(slot)
         self.num_swaps += 1
         return slot
 
@@ -119,4 +127,5 @@ class AdapterSlots:
         slot = self._slots.pop(digest)
         for linear in self._linears.values():
             linear.put_adapter(slot, None)
+        self._not_captured.discard(slot)
         self._free.append(slot)

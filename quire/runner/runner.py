@@ -343,7 +343,14 @@ class Runner:
         if lag is not None and not shape.is_decode:
             lag = lag[self._upload(shape.token_owners)[0]]
         shape_of_rows = shape if shape.is_decode else shape.by_token()
-        decoded = graphs.run(shape_of_rows, lag, self._slots_of(shape_of_rows))
+        slots = self._slots_of(shape_of_rows)
+        if (
+            slots is not None
+            and self.adapters is not None
+            and not self.adapters.are_captured(slots)
+        ):
+            return None
+        decoded = graphs.run(shape_of_rows, lag, slots)
         if decoded is None or is_sampled:
             return decoded
         (sampled_rows,) = self._upload(shape.logits_indices)

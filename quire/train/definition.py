@@ -7,7 +7,7 @@ on the number of rows, and must not write over what a derivative needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,11 +60,9 @@ class Definition(ReferenceKernels):
         self._lengths = list(lengths)
         self._chosen = list(chosen)
 
-    def _sequences(self) -> Iterator[slice]:
-        end = 0
-        for length in self._lengths:
-            yield slice(end, end + length)
-            end += length
+    def _split(self, x: Tensor, axis: int = 0) -> tuple[Tensor, ...]:
+        """By sequence: the gradients of all are put together once, unlike those of slices."""
+        return x.split_with_sizes(self._lengths, axis)
 
     def linear(
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
@@ -87,6 +85,9 @@ class Definition(ReferenceKernels):
     def soft_cap_(self, x: Tensor, cap: float) -> None:
         x.copy_(cap * torch.tanh(x / cap))
 
+    def clamp_(self, x: Tensor, limit: float) -> None:
+        x.copy_(x.clone().clamp(-limit, limit))  # its gradient needs x as it was
+
     def write_kv_(
         self, keys: Tensor, values: Tensor, cache: LayerCache, slot_mapping: Tensor
     ) -> None:
@@ -100,16 +101,21 @@ class Definition(ReferenceKernels):
         batch: PagedBatch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         outputs = []
         heads = cache.keys.shape[1]
-        for rows in self._sequences():
-            keys, values = cache.keys[0, :, None, rows], cache.values[0, :, None, rows]
-            own = query[rows].transpose(0, 1)
+        sides = (self._split(query), self._split(cache.keys[0], 1), self._split(cache.values[0], 1))
+        for own, keys, values in zip(*sides, strict=True):
+            own, keys, values = own.transpose(0, 1), keys.unsqueeze(1), values.unsqueeze(1)
             grouped = own.reshape(heads, -1, *own.shape[1:])
             scores = grouped @ keys.mT * spec.scale
             if spec.soft_cap:
                 scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+            if slopes is not None:
+                positions = torch.arange(scores.shape[-1], device=query.device)
+                distance = (positions - positions.unsqueeze(1)).to(scores.dtype)
+                scores = scores + slopes.to(scores.dtype).view(heads, -1, 1, 1) * distance
             scores = scores.masked_fill(~_visible(scores.shape[-1], spec, query.device), -torch.inf)
             if sinks is not None:
                 sink = sinks.to(scores.dtype).view(heads, -1, 1, 1)
@@ -160,8 +166,8 @@ class Definition(ReferenceKernels):
         batch: PagedBatch,
     ) -> Tensor:
         outputs = []
-        for rows in self._sequences():
-            inputs = F.pad(x[rows].T, (spec.taps - 1, 0)).unsqueeze(0)
+        for own in self._split(x):
+            inputs = F.pad(own.T, (spec.taps - 1, 0)).unsqueeze(0)
             total = F.conv1d(inputs, weight.unsqueeze(1), bias, groups=spec.channels)[0].T
             outputs.append(F.silu(total) if spec.silu else total)
         return torch.cat(outputs)
@@ -196,17 +202,20 @@ class Definition(ReferenceKernels):
         value = value.reshape(len(value), -1, spec.value_dim)
         sides = query, key, value.transpose(0, 1), decays.transpose(0, 1), betas.T
         outputs = []
-        for rows in self._sequences():
+        for own in zip(*(self._split(side, 1) for side in sides), strict=True):
             state = value.new_zeros(heads, spec.key_dim, spec.value_dim)
-            for first in range(rows.start, rows.stop, CHUNK):
-                chunk = slice(first, min(first + CHUNK, rows.stop))
-                own = _Tokens(*(side[:, chunk] for side in sides))
+            for tokens in zip(*(side.split(CHUNK, 1) for side in own), strict=True):
                 if spec.gate_rank:  # computed again for its gradients: its numbers are many
                     output, state = checkpoint(
-                        _chunk, own, state, True, use_reentrant=False, preserve_rng_state=False
+                        _chunk,
+                        _Tokens(*tokens),
+                        state,
+                        True,
+                        use_reentrant=False,
+                        preserve_rng_state=False,
                     )
                 else:
-                    output, state = _chunk(own, state, spec.is_delta)
+                    output, state = _chunk(_Tokens(*tokens), state, spec.is_delta)
                 outputs.append(output.transpose(0, 1))
         output = torch.cat(outputs)
         if weights.skip is not None:

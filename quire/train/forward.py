@@ -102,14 +102,15 @@ class _Segment:
     definition: Callable[[Tensors, Named], Tensors]
     """The same outputs, of inputs and parameters that autograd follows."""
     names: tuple[str, ...]
-    """The decoder's parameters that it has."""
+    """The decoder's parameters that it has: first those that have gradients."""
     dtypes: tuple[torch.dtype, ...]
     """In which the engine keeps these."""
     input_dtype: torch.dtype
+    weights: Weights
 
-    def __call__(self, inputs: Sequence[Tensor], parameters: Named) -> Tensors:
+    def __call__(self, inputs: Sequence[Tensor], trained: Named) -> Tensors:
         """Activations are in the dtype of gradients, which loses nothing of the model's dtype."""
-        own = (parameters[name] for name in self.names)
+        own = (trained[name] for name in self.names if name in trained)
         apply: Any = _Differentiated.apply
         return tuple(apply(self, len(inputs), *inputs, *own))
 
@@ -118,9 +119,10 @@ class _Differentiated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, segment: _Segment, num_inputs: int, *tensors: Tensor) -> Tensors:
         inputs = tuple(one.to(segment.input_dtype) for one in tensors[:num_inputs])
-        wide = tensors[-1].dtype
         ctx.segment, ctx.num_inputs = segment, num_inputs
         ctx.save_for_backward(*inputs, *tensors[num_inputs:])
+        ctx.num_updates = segment.weights.decoder.num_updates
+        wide = segment.weights.gradient_dtype
         # a copy, as an output may be an input, or two outputs one tensor
         return tuple(one.to(wide, copy=True) for one in segment.exact(inputs))
 
@@ -128,19 +130,24 @@ class _Differentiated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         segment, count = ctx.segment, ctx.num_inputs
+        segment.weights.check_unchanged_since(ctx.num_updates)
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        wide = saved[-1].dtype
+        wide = segment.weights.gradient_dtype
         inputs = [one.to(wide) for one in saved[:count]]
+        num_trained = len(saved) - count
+        frozen = (segment.weights.parameter(name) for name in segment.names[num_trained:])
         # as the engine rounds them
         parameters = [
-            one.to(dtype).to(wide) for one, dtype in zip(saved[count:], segment.dtypes, strict=True)
+            one.to(dtype).to(wide)
+            for one, dtype in zip((*saved[count:], *frozen), segment.dtypes, strict=True)
         ]
         with torch.enable_grad():
             leaves = [
                 one.detach().requires_grad_(is_needed)
-                for one, is_needed in zip((*inputs, *parameters), needed, strict=True)
+                for one, is_needed in zip((*inputs, *parameters[:num_trained]), needed, strict=True)
             ]
-            named = dict(zip(segment.names, leaves[count:], strict=True))
+            own = (*leaves[count:], *parameters[num_trained:])
+            named = dict(zip(segment.names, own, strict=True))
             outputs = segment.definition(tuple(leaves[:count]), named)
         pairs = [
             (output, gradient)
@@ -188,7 +195,7 @@ class _Forward:
         self.decoder = self.weights.decoder
         self.spec = self.decoder.spec
         self.dtype = self.weights.gradient_dtype
-        self.parameters = self.weights.by_parameter()
+        self.trained = self.weights.trained()
         self.paged, self.caches = self.sequences.make_blocks(self.decoder)
         self.plain = self.sequences.plain_batch()
         self.read = {one.reads_layer for one in self.spec.layers if one.reads_layer is not None}
@@ -196,7 +203,7 @@ class _Forward:
 
     def layers(self) -> tuple[Tensor, Tensor | None]:
         """What the last layer returns."""
-        x, *per_layer = self._embedding()((), self.parameters)
+        x, *per_layer = self._embedding()((), self.trained)
         self.per_layer = per_layer[0] if per_layer else None
         residual, first = None, 0
         for number, layer in enumerate(self.decoder.layers):
@@ -212,7 +219,7 @@ class _Forward:
             chunk = slice(first, first + _SCORED_AT_ONCE)
             some = rows[chunk]
             inputs = [one[some] for one in (x, residual) if one is not None]
-            parts += self._head(some, targets[chunk])(inputs, self.parameters)
+            parts += self._head(some, targets[chunk])(inputs, self.trained)
         return torch.cat(parts).float()
 
     def _segment(
@@ -222,14 +229,15 @@ class _Forward:
         prefix: str | None,
     ) -> _Segment:
         """`prefix` is that of its parameters' names; None: those that are in no layer."""
-        names = tuple(
+        own = [
             name
-            for name in self.parameters
+            for name in self.weights.names
             if (name.startswith(prefix) if prefix else not name.startswith("layers."))
-        )
+        ]
+        names = tuple(sorted(own, key=lambda name: name not in self.trained))
         dtype, shapes = self.decoder.dtype, self.spec.parameters()
         dtypes = tuple(torch.float32 if shapes[name].keep_float32 else dtype for name in names)
-        return _Segment(exact, definition, names, dtypes, dtype)
+        return _Segment(exact, definition, names, dtypes, dtype, self.weights)
 
     def _embedding(self) -> _Segment:
         tokens, positions = self.sequences.token_ids, self.sequences.positions
@@ -303,7 +311,7 @@ class _Forward:
             return tuple(found)
 
         segment = self._segment(exact, definition, f"layers.{number}.")
-        x, *rest = segment((x, *kept), self.parameters)
+        x, *rest = segment((x, *kept), self.trained)
         if is_read:
             self.keys[number] = tuple(rest[-2:])
             del rest[-2:]

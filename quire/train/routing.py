@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.kernels.low_rank import ExpertAdapters
 from quire.kernels.ops import ExpertWeights, Kernels, MoeSpec
+from quire.kernels.routed_experts import routed_experts
 
 
 class RoutedKernels:
@@ -20,6 +21,8 @@ class RoutedKernels:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
+
+    routed_experts = routed_experts
 
     def moe(
         self,

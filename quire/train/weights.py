@@ -4,12 +4,16 @@ model that computes with them.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from quire.errors import InvalidRequestError, ModelFormatError
 from quire.kernels.formats import PLAIN
@@ -57,6 +61,9 @@ class Weights:
         self._pieces = _pieces_of(self.decoder.spec, self.tensors.keys())
         self._given: dict[str, tuple[int, int]] = {}
         """By name, where a tensor was and how often it had changed when the engine got it."""
+        self._has_stepped = False
+        """Whether an optimizer changed some since then: fused ones do not count a tensor's changes."""
+        _watch_optimizers(self)
         self._num_updates = -1
         self.update()
 
@@ -65,11 +72,15 @@ class Weights:
         return [one for one in self.tensors.values() if one.requires_grad]
 
     def update(self) -> None:
-        """Gives the model the tensors that changed, so that it computes with the present ones."""
+        """Gives the model all tensors that have gradients, and others that changed, so that it
+        computes with the present ones.
+        """
         if self._num_updates != self.decoder.num_updates:
             self._given = {}  # somebody else has replaced weights, nobody knows which
         names = self._kept_with(
-            name for name, one in self.tensors.items() if self._given.get(name) != _state(one)
+            name
+            for name, one in self.tensors.items()
+            if one.requires_grad or self._given.get(name) != _state(one)
         )
         if names:
             changed = [(name, self.tensors[name]) for name in self.tensors if name in names]
@@ -79,6 +90,7 @@ class Weights:
                 self.decoder.update(given_weights(self.decoder, "none", changed))
         self._given |= {name: _state(self.tensors[name]) for name in names}
         self._num_updates = self.decoder.num_updates
+        self._has_stepped = False
 
     def check(self) -> None:
         """Raises unless the model has these weights."""
@@ -88,19 +100,45 @@ class Weights:
             raise ModelFormatError(
                 "the model's weights were replaced by others: call update() of these Weights first"
             )
+        if self._has_stepped:
+            raise ModelFormatError(
+                "an optimizer has changed weights since the model got them: call update() after each of its steps"
+            )
         for name, one in self.tensors.items():
             if self._given.get(name) != _state(one):
                 raise ModelFormatError(
-                    f"{name} has changed since the model got it: call update() after each step of the optimizer"
+                    f"{name} has changed since the model got it: call update() after each change"
                 )
 
-    def by_parameter(self) -> dict[str, Tensor]:
-        """The decoder's parameters, made of the tensors so that gradients reach them."""
-        shapes = self.decoder.spec.parameters()
+    def check_unchanged_since(self, num_updates: int) -> None:
+        """Raises unless the model still has the weights that it had after so many updates: gradients
+        would be those of a mixture.
+        """
+        self.check()
+        if num_updates != self.decoder.num_updates:
+            raise ModelFormatError(
+                "the model's weights were replaced since these logprobs were computed: call backward() before update()"
+            )
+
+    def trained(self) -> dict[str, Tensor]:
+        """Those of the decoder's parameters that have gradients, made of the tensors so that
+        gradients reach them.
+        """
         return {
-            name: assembled(shapes[name], own, self.tensors, self.gradient_dtype)
+            name: self.parameter(name)
             for name, own in self._pieces.items()
+            if any(self.tensors[piece.name].requires_grad for piece in own)
         }
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The decoder's parameters."""
+        return self._pieces.keys()
+
+    def parameter(self, name: str) -> Tensor:
+        """One of the decoder's parameters, in the dtype of gradients."""
+        shape = self.decoder.spec.parameters()[name]
+        return assembled(shape, self._pieces[name], self.tensors, self.gradient_dtype)
 
     def _kept_with(self, names: Iterable[str]) -> set[str]:
         """With those of the same matrices, which are replaced together."""
@@ -114,9 +152,26 @@ class Weights:
                     found |= together
         return found
 
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Notes that an optimizer has made a step, if these tensors are among its own."""
+        own = {id(one) for one in self.tensors.values()}
+        changed = (one for group in optimizer.param_groups for one in group["params"])
+        self._has_stepped |= any(id(one) in own for one in changed)
+
 
 def _state(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor._version
+
+
+def _watch_optimizers(weights: Weights) -> None:
+    """Has the weights know of every optimizer's steps, as long as somebody needs them."""
+    watched = weakref.ref(weights)
+
+    def note(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if (present := watched()) is not None:
+            present.stepped(optimizer)
+
+    weakref.finalize(weights, register_optimizer_step_post_hook(note).remove)
 
 
 def _check_plain(decoder: Decoder, llm: LLM | None) -> None:

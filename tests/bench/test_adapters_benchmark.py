@@ -16,4 +16,4 @@ def test_it_prints_what_adapters_cost_by_a_batch_without_any(tmp_path: Path) -> 
     spec = replace(SPECS["qwen3"], vocab_size=16_384)
     printed = report(measure(spec, options, tmp_path))
     assert re.search(r"none: \d+\.\d ms a step", printed)
-    assert re.findall(r"(\d) adapters: .* \d\.\d+ of none", printed) == ["1", "3"]
+    assert re.findall(r"(\d) adapters: .* \d+\.\d+ of none", printed) == ["1", "3"]

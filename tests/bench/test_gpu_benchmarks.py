@@ -157,7 +157,7 @@ def test_the_table_says_how_much_is_reached() -> None:
     assert compare("tiny", "prefill", 1.0) == []
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "arguments", "measures"),
     [

@@ -62,6 +62,7 @@ def naive_scores(
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_scores_are_those_of_the_definition(family: str) -> None:
     baseline = make_decoder(torch.float32, family=family)

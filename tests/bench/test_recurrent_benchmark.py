@@ -28,6 +28,7 @@ def test_the_plain_decoder_reads_the_same_bytes(name: str, rows: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_it_prints_both_as_parts_of_the_bandwidth_and_their_ratio() -> None:
     tiny = HybridShape(
         64,

@@ -1,14 +1,26 @@
-"""The benchmark of the scheduler with and without a target."""
+"""The benchmark of the scheduler with and without targets and shares."""
 
 from __future__ import annotations
 
-from quire.tools.bench.engine.scheduler import DecodingScheduler, compare_targets
+from typing import Any
+
+import pytest
+
+from quire.tools.bench.engine.scheduler import DrivenScheduler, compare, print_comparisons
 
 
-def test_both_decode_alike_and_only_one_promises() -> None:
-    seconds, ratio = compare_targets(4, 20, 6)
+@pytest.mark.parametrize("settings", [{"target_token_time": 1.0}, {"policy": "fair"}])
+@pytest.mark.parametrize("chunk", [0, 30])
+def test_both_compute_alike(chunk: int, settings: dict[str, Any]) -> None:
+    seconds, ratio = compare(4, 20, 8, chunk, **settings)
     assert seconds > 0
     assert ratio > 0
-    plain, promised = (DecodingScheduler(4, 20, target) for target in (None, 0.02))
-    for scheduler in (plain, promised):
-        assert [scheduler.step()[1] for _ in range(5)] == [False, True, True, True, True]
+    plain, other = (DrivenScheduler(4, 20, 8, chunk, **more) for more in ({}, settings))
+    for scheduler in (plain, other):
+        assert [scheduler.step()[1] for _ in range(16)][-4:] == [True] * 4
+
+
+def test_it_prints_all(capsys: pytest.CaptureFixture[str]) -> None:
+    print_comparisons(3, 8, 8)
+    out = capsys.readouterr().out
+    assert out.count("ms a step, with") == 6

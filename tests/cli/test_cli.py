@@ -33,7 +33,7 @@ def quire(*arguments: str | Path, **environment: str) -> subprocess.CompletedPro
 
 def test_run_answers_a_prompt_with_the_chat_template(smollm2_gguf: Path) -> None:
     question = "What is the capital of France? Answer in one word."
-    done = quire("run", question, "--temperature", "0", "-n", "12", "-m", smollm2_gguf)
+    done = quire_here("run", question, "--temperature", "0", "-n", "12", "-m", smollm2_gguf)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     assert "tokens/s" in done.stderr
@@ -70,6 +70,7 @@ def test_run_takes_prompts_from_a_file_and_from_stdin_and_repeats_itself(
     assert json.loads(from_stdin.stdout)["token_ids"] == lines[1]["token_ids"]
 
 
+@pytest.mark.slow
 def test_several_prompts_are_printed_below_each_other_in_order(smollm2_gguf: Path) -> None:
     done = quire_here(
         "run",
@@ -141,6 +142,7 @@ def test_wrong_input_ends_a_process_of_its_own_too() -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_quantize_writes_a_folder_that_run_takes(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     write_checkpoint("tiny", tmp_path / "model")
@@ -175,6 +177,7 @@ def test_quantize_writes_a_folder_that_run_takes(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_the_context_says_both_numbers(smollm2_gguf: Path) -> None:
     done = quire_here("run", "word " * 9000, "--raw", "--model", smollm2_gguf)
     assert done.returncode == 1

@@ -160,6 +160,7 @@ def test_threads_share_one_compiled_grammar(compiler: GrammarCompiler) -> None:
     assert len({id(grammar) for grammar in found}) == 1
 
 
+@pytest.mark.slow
 def test_a_checker_that_was_killed_is_started_again(compiler: GrammarCompiler) -> None:
     compiler.compile(StructuredOutput(regex="before"))
     assert compiler._checker is not None

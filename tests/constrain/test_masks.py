@@ -306,6 +306,7 @@ def test_a_sentencepiece_vocabulary() -> None:
         own.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("padding", [0, 1, 31])
 def test_a_first_mask_is_the_one_that_is_computed_whatever_the_size_of_the_vocabulary(
     tokenizer: Tokenizer, padding: int

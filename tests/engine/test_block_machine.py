@@ -149,7 +149,7 @@ class BlockMachine(RuleBasedStateMachine):
 
 @pytest.mark.soak
 def test_blocks_do_what_the_naive_model_does() -> None:
-    examples = short_or_long(250, 1000, quick=60)
+    examples = short_or_long(250, 1000, quick=40)
     run_state_machine_as_test(
         BlockMachine,
         settings=settings(deadline=None, max_examples=examples, stateful_step_count=40),

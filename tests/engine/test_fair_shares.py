@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.fair_shares import FairShares
+from quire.engine.request import Request
 from quire.errors import InvalidRequestError
+from quire.sampling_params import SamplingParams
 from tests.engine.harness import Harness, config
 from tests.engine.timed_engine import TimedEngine
 
@@ -30,7 +32,7 @@ def flooded(weights: dict[str, float], counts: dict[str, int], **settings: Any) 
     return engine
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("weights", [{"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 3.0}, {"a": 2.0}])
 @pytest.mark.parametrize("target", [None, 0.02])
 def test_shares_are_as_weights_over_any_200_steps(
@@ -56,6 +58,7 @@ def test_shares_are_as_weights_over_any_200_steps(
         assert share == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_flood_does_not_hold_up_others() -> None:
     """One sends twenty times its share; another a request now and then."""
 
@@ -78,6 +81,45 @@ def test_a_flood_does_not_hold_up_others() -> None:
     fair, alone = first_tokens("fair", True), first_tokens("fair", False)
     assert fair[18] <= 1.5 * alone[18] + 0.05  # a step or two of those who are being answered
     assert first_tokens("fcfs", True)[18] > 20 * alone[18]
+
+
+@pytest.mark.parametrize("target", [None, 0.03])
+def test_long_prompts_of_a_flood_do_not_hold_up_others(target: float | None) -> None:
+    """Prompts that are being computed come before waiting ones, but not before those of a tenant
+    that has had less.
+    """
+
+    def first_token(has_flood: bool) -> float:
+        engine = TimedEngine(policy="fair", target_token_time=target, max_batched_tokens=256)
+        engine.at(0.0, "answered", [1, 2, 3], max_tokens=100, tenant="flood", ignore_eos=True)
+        for number in range(6 if has_flood else 0):
+            prompt = [number, *range(50)] * 17
+            engine.at(0.1, f"f{number}", prompt, max_tokens=4, tenant="flood", ignore_eos=True)
+        engine.at(0.5, "long", list(range(50)) * 12, max_tokens=2, tenant="quiet", ignore_eos=True)
+        engine.at(0.52, "short", [7] * 20, max_tokens=2, tenant="quiet", ignore_eos=True)
+        engine.run()
+        engine.check_answers()
+        # without a target the tenant's own long prompt goes first
+        assert engine.first_token_time("short") < (0.5 if target is None else 0.3)
+        return engine.first_token_time("long")
+
+    # its share is half, and there may be a step or two of the others before it
+    assert first_token(True) < 2 * first_token(False) + (0.13 if target is None else 0.06)
+
+
+def test_a_flood_whose_prompts_take_the_whole_step_gives_blocks_up() -> None:
+    engine = TimedEngine(
+        policy="fair", num_blocks=61, max_num_seqs=3, max_batched_tokens=64, max_model_len=960
+    )
+    for number, length in enumerate((100, 700)):
+        prompt = [number] * length
+        engine.at(0.0, f"f{number}", prompt, max_tokens=60, tenant="flood", ignore_eos=True)
+    engine.at(0.05, "quiet", [7] * 200, max_tokens=2, tenant="quiet", ignore_eos=True)
+    engine.run()
+    engine.check_answers()
+    notices = [notice for step in engine.steps for notice in step.preempted]
+    assert "quiet of a tenant with less than its share waited" in notices[0].why
+    assert engine.first_token_time("quiet") < 0.2
 
 
 def test_whoever_is_preempted_does_not_pay_twice_and_the_cache_is_free() -> None:
@@ -129,6 +171,29 @@ def test_nobody_gives_its_only_row_or_more_than_its_share() -> None:
     shares.stop("a")
     shares.charge("a", 10)
     assert shares.giver("c") is None
+
+
+def test_decodes_are_charged_together_as_one_by_one() -> None:
+    rng = random.Random(6)
+    requests = [
+        Request(f"r{number}", (1,), SamplingParams(tenant="abc"[number % 3]), seed=0)
+        for number in range(9)
+    ]
+    together, single = FairShares({"b": 4.0}, 9), FairShares({"b": 4.0}, 9)
+    for shares in (together, single):
+        for tenant in "abc":
+            shares.enter(tenant)
+    running = requests
+    for step in range(20):
+        if step % 4 == 3:
+            running = rng.sample(requests, rng.randint(0, 9))
+        recomputed = running[:2] if step % 5 == 4 else []
+        plan = running.copy()
+        together.charge_decodes(plan, [one.tenant for one in recomputed])
+        plan.append(requests[0])  # a chunk that the step has behind its decodes
+        for request in running:
+            single.charge(request.tenant, request not in recomputed)
+        assert together.served == single.served
 
 
 def test_priority_counts_within_a_tenant_only() -> None:

@@ -111,6 +111,7 @@ def test_a_busy_engine_is_not_held_up_by_full_collections() -> None:
     assert collections_beside(full_collections_put_off()) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager_collector")
 def test_garbage_goes_though_the_engine_is_entered_again_and_again() -> None:
     """Freezing on the way in, as was done once, began the counting anew every time: nothing was
@@ -125,6 +126,7 @@ def test_garbage_goes_though_the_engine_is_entered_again_and_again() -> None:
     assert Cycle.alive - before < 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager_collector")
 def test_garbage_goes_under_a_load_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.process.gc_pauses._PUT_OFF", 20)

@@ -27,6 +27,7 @@ from quire.step import StepResult
 from quire.tools.simulate.scenario import make_scenario
 from quire.tools.simulate.simulation import Simulation
 from tests.engine.harness import Harness, config
+from tests.long_runs import short_or_long
 
 
 def idle_engine() -> Harness:
@@ -240,12 +241,12 @@ def test_sound_engines_never_trip(slice_size: int, monkeypatch: pytest.MonkeyPat
         whole(self)
 
     monkeypatch.setattr(IdleCheck, "check", check)
-    for seed in range(7000, 7080):
+    for seed in range(7000, 7000 + short_or_long(80, 80, quick=25)):
         simulation = Simulation(make_scenario(seed))
         scheduler = simulation.scheduler
         simulation.core._idle_check = IdleCheck(scheduler, slice_size)
         simulation.run()
-    assert num_checks > 80
+    assert num_checks > short_or_long(80, 80, quick=15)
 
 
 class WatchedList(list[Block]):

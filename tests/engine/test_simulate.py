@@ -14,14 +14,16 @@ from quire.engine.request import Request
 from quire.engine.results import ResultTaker
 from quire.engine.scheduler import Scheduler
 from quire.step import BlockCopy, PromptLogprobs, RequestUpdate, Step, StepResult
+from quire.tools.simulate import simulation
+from quire.tools.simulate.scenario import make_scenario
 from quire.tools.simulate.simulation import SimulationError, main, run_seed
 from tests.long_runs import short_or_long
 
-SEEDS_PER_TEST = 200
+SEEDS_PER_TEST = short_or_long(200, 200, quick=100)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("start", range(0, short_or_long(800, 20_000, quick=200), SEEDS_PER_TEST))
+@pytest.mark.parametrize("start", range(0, short_or_long(800, 20_000, quick=100), SEEDS_PER_TEST))
 def test_every_seed_gives_solo_answers_and_leaks_nothing(start: int) -> None:
     for seed in range(start, start + SEEDS_PER_TEST):
         run_seed(seed)
@@ -137,3 +139,26 @@ def test_prefix_hits_under_a_mean_are_noticed(
     monkeypatch.setattr(PrefixIndex, "match", greedy)
     assert main(["--seeds", "200"]) == 1
     assert "pooled" in capsys.readouterr().err
+
+
+def test_keys_and_values_of_old_weights_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocks named by what they hold, and not by the version that computed them."""
+    monkeypatch.setattr(Request, "extra_keys", ())
+    monkeypatch.setattr(BlockManager, "reset", lambda self: None)
+    assert main(["--paused", "--seeds", "60"]) == 1
+    assert "replay: python -m quire.tools.simulate --seed " in capsys.readouterr().err
+
+
+def test_only_seeds_that_pause_are_played_on_demand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played: list[int] = []
+    monkeypatch.setattr(simulation, "run_seed", lambda seed: played.append(seed) or 1)
+    assert main(["--paused", "--start", "4", "--seeds", "5"]) == 0
+    assert "5 of 5 seeds" in capsys.readouterr().out
+    assert played[0] == 5
+    assert all(make_scenario(seed).pause_chance for seed in played)
+    with pytest.raises(SystemExit):
+        main(["--paused", "--timed"])

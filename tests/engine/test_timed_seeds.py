@@ -64,7 +64,7 @@ def test_estimates_that_never_change_are_noticed(monkeypatch: pytest.MonkeyPatch
 def test_a_first_prompt_that_gets_what_others_leave_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def last(self: Scheduler, chunks: list[Any], plan: StepPlan) -> None:
+    def last(self: Scheduler, first: Any, chunks: list[Any], plan: StepPlan) -> None:
         self._schedule_waiting(plan)
         self._schedule_chunks(reversed(chunks), plan)
 
@@ -74,7 +74,7 @@ def test_a_first_prompt_that_gets_what_others_leave_is_noticed(
 
 
 def test_long_prompts_that_hold_short_ones_up_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_order(self: Scheduler, chunks: list[Any], plan: StepPlan) -> None:
+    def in_order(self: Scheduler, first: Any, chunks: list[Any], plan: StepPlan) -> None:
         self._schedule_chunks(chunks, plan)
         self._schedule_waiting(plan)
 

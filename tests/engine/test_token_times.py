@@ -10,15 +10,23 @@ from typing import Any
 
 import pytest
 
-from quire.engine.token_times import LEAST_PROMPT_TOKENS, TokenTimes, work_of
+from quire.engine import token_times
+from quire.engine.request import Request
+from quire.engine.token_times import AIM, LEAST_PROMPT_TOKENS, TokenTimes, work_of
 from quire.errors import InvalidRequestError
 from quire.observe.packed_entry import pack, unpack
 from quire.observe.step_lines import LineReader, LineWriter
+from quire.sampling_params import SamplingParams
 from quire.step import ScheduledRequest, Step
 from tests.engine.harness import config
 from tests.engine.timed_engine import TimedEngine, usual_time
 
 TARGET = 0.03
+
+
+def of(step: Step) -> list[Request]:
+    """Requests for its entries."""
+    return [Request(entry.request_id, (1,), SamplingParams(), seed=0) for entry in step.scheduled]
 
 
 def with_load(engine: TimedEngine, seconds: float = 6.0) -> TimedEngine:
@@ -48,6 +56,27 @@ def test_tokens_come_in_time_and_answers_are_the_same() -> None:
     assert promised.now <= plain.now / 0.93
 
 
+def test_more_is_left_free_where_times_are_uncertain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(noise: float) -> tuple[float, float]:
+        rng = random.Random(11)
+        engine = TimedEngine(
+            lambda step: usual_time(step) * rng.lognormvariate(0, noise), target_token_time=TARGET
+        )
+        with_load(engine, 12.0)
+        engine.check_answers()
+        assert engine.scheduler.step_times is not None
+        return percentile(engine.gaps(), 0.99) / TARGET, engine.scheduler.step_times.aim
+
+    steady, aim = late(0.02)
+    assert steady <= 1
+    assert aim == AIM
+    uncertain, aim = late(0.2)
+    assert uncertain <= 1.1
+    assert 0.6 <= aim < 0.85
+    monkeypatch.setattr(token_times, "_LEAST_AIM", AIM)
+    assert late(0.2)[0] > 1.13
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_noise_and_steps_that_become_slower_are_learnt(seed: int) -> None:
     """Times vary by a factor of 5 in one of ten steps; from the middle on all take twice as long.
@@ -74,7 +103,7 @@ def test_noise_and_steps_that_become_slower_are_learnt(seed: int) -> None:
             assert sums[0] == pytest.approx(sums[1], rel=0.1)
             sums = [0.0, 0.0]
         now += seconds * (5 ** rng.uniform(-1, 1) if rng.random() < 0.1 else rng.uniform(0.9, 1.1))
-        times.observe(step, now)
+        times.observe(step, of(step), now)
     assert wrong <= 10
     exact = TokenTimes(config(target_token_time=TARGET))
     now = 0.0
@@ -85,9 +114,28 @@ def test_noise_and_steps_that_become_slower_are_learnt(seed: int) -> None:
         )
         step = Step(number, now, scheduled=scheduled)
         now += (2.0 if number >= 100 else 1.0) * usual_time(step)
-        exact.observe(step, now)
+        exact.observe(step, of(step), now)
     found = exact.seconds(*work_of(step))
     assert found == pytest.approx(2 * usual_time(step), rel=0.1)
+
+
+def test_decodes_that_go_on_are_counted_as_if_each_step_were_new() -> None:
+    known, fresh = (TokenTimes(config(target_token_time=TARGET)) for _ in range(2))
+    rng = random.Random(2)
+    rows, now = list(range(9)), 0.0
+    starts = [rng.randint(1, 900) for _ in rows]
+    requests = [Request(f"r{row}", (1,), SamplingParams(), seed=0) for row in rows]
+    for number in range(60):
+        if number % 7 == 6:
+            rows = sorted(rng.sample(range(9), rng.randint(1, 9)))
+        decodes = tuple(ScheduledRequest(f"r{row}", row, starts[row], 1, True, ()) for row in rows)
+        step = Step(number, now, decodes, num_decodes=len(rows))
+        now += usual_time(step)
+        known.observe(step, [requests[row] for row in rows], now)
+        fresh.observe(step, of(step), now)
+        assert known.seconds(100, 1e5) == fresh.seconds(100, 1e5)
+        for row in rows:
+            starts[row] += 1
 
 
 def test_the_first_prompt_gets_half_and_short_ones_pass_it() -> None:

@@ -16,6 +16,7 @@ from quire.frontend.chat_template import ChatTemplate
 from quire.frontend.tokenizer import Tokenizer
 from tests.frontend.helpers import CONTROL, MARKERS, anything, special_ids_in, train_byte_level
 from tests.frontend.templates import LLAMA, MISTRAL, QWEN
+from tests.long_runs import examples
 
 TOOLS = [
     {
@@ -101,7 +102,7 @@ def roles(count: int) -> list[str]:
     return [("user", "assistant")[index % 2] for index in range(count)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(contents=st.lists(anything, min_size=1, max_size=5), system=st.none() | anything)
 def test_ids_equal_transformers_for_any_text_without_control_tokens(
     model: Model, contents: list[str], system: str | None
@@ -153,7 +154,7 @@ def control_ids(model: Model, ids: list[int], *, markers: bool) -> list[int]:
     return [i for i in ids if i in model.tokenizer.special_token_ids or i in marked]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(first=hostile, answer=hostile, result=hostile, key=hostile)
 def test_request_text_adds_no_control_token_and_loses_no_text(
     model: Model, first: str, answer: str, result: str, key: str

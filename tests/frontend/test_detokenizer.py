@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quire.frontend.detokenizer import IncrementalDetokenizer
 from quire.frontend.tokenizer import Tokenizer
 from tests.frontend.helpers import anything
+from tests.long_runs import examples
 
 fractions = st.lists(st.floats(0, 1, exclude_max=True), max_size=30)
 
@@ -31,7 +32,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return found
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(numbers=fractions, low=st.lists(st.integers(0, 300), max_size=12), skip=st.booleans())
 def test_deltas_of_any_tokens_join_to_the_full_decode(
     byte_level: Tokenizer,
@@ -48,7 +49,7 @@ def test_deltas_of_any_tokens_join_to_the_full_decode(
         assert "".join(deltas) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(text=anything)
 def test_no_delta_of_real_text_holds_a_replacement_character(
     byte_level: Tokenizer, sentencepiece: Tokenizer, text: str

@@ -29,6 +29,7 @@ from quire.frontend.tool_calls.harmony import (
 from quire.sampling_params import StructuredOutput
 from tests.frontend.templates import HARMONY
 from tests.frontend.test_tool_plan import ASK, NOW, WEATHER, make_tokenizer
+from tests.long_runs import examples
 
 SPECIAL = (*CONTROL_TOKENS, CALL, RETURN)
 Parts = list[tuple[str, str]]
@@ -216,7 +217,7 @@ PIECES = [
 ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.sampled_from(PIECES), max_size=25).map("".join),
     st.lists(st.integers(0, 200), max_size=12),

@@ -26,6 +26,21 @@ from tests.frontend.helpers import TEXTS
 from tests.frontend.parsed_answers import collect, parse
 from tests.frontend.real_tokenizers import NAMES, real_tokenizer_folder
 
+OFTEN = ("llama3_2", "qwen3")
+"""Those of `make test`: to read one takes a second, and once it must be fetched."""
+
+
+def slow_but_often(*cases: Any) -> list[Any]:
+    """Cases that begin with a name: those of other tokenizers are slow."""
+    names = [case if isinstance(case, str) else case[0] for case in cases]
+    return [
+        case
+        if name in OFTEN
+        else pytest.param(*([case] if isinstance(case, str) else case), marks=pytest.mark.slow)
+        for name, case in zip(names, cases, strict=True)
+    ]
+
+
 CHATTING = [name for name in NAMES if name != "gemma2"]
 """Gemma 2's package has no template."""
 WITHOUT_SYSTEM: list[dict[str, Any]] = [
@@ -94,8 +109,7 @@ def by_transformers_or_error(tokenizer: Tokenizer, messages: Sequence[Mapping[st
         raise TemplateError(str(error)) from None
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but_often(*NAMES))
 def test_text_becomes_the_same_tokens_and_comes_back(name: str) -> None:
     tokenizer = tokenizer_of(name)
     backend = Backend.from_file(str(real_tokenizer_folder(name) / "tokenizer.json"))
@@ -113,8 +127,7 @@ def test_text_becomes_the_same_tokens_and_comes_back(name: str) -> None:
         assert "".join([pieces.push(token_id) for token_id in ids]) + pieces.finish() == expected
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but_often(*NAMES))
 def test_control_tokens_never_come_from_text(name: str) -> None:
     tokenizer = tokenizer_of(name)
     begins = set(tokenizer.encode(""))
@@ -126,8 +139,7 @@ def test_control_tokens_never_come_from_text(name: str) -> None:
         assert tokenizer.decode(ids) == text
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", CHATTING)
+@pytest.mark.parametrize("name", slow_but_often(*CHATTING))
 def test_conversations_are_rendered_and_encoded_as_transformers_does(name: str) -> None:
     tokenizer = tokenizer_of(name)
     template = ChatTemplate.from_tokenizer(tokenizer)
@@ -140,8 +152,7 @@ def test_conversations_are_rendered_and_encoded_as_transformers_does(name: str) 
             assert ids == tokenizer.encode(expected, add_special_tokens=False, allow_special=True)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", CHATTING)
+@pytest.mark.parametrize("name", slow_but_often(*CHATTING))
 def test_a_users_control_tokens_stay_text_in_a_chat(name: str) -> None:
     tokenizer = tokenizer_of(name)
     template = ChatTemplate.from_tokenizer(tokenizer)
@@ -157,14 +168,14 @@ def test_a_users_control_tokens_stay_text_in_a_chat(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "format_name", "teaches"),
-    [
+    slow_but_often(
         ("llama3_1", "hermes", False),
         ("llama3_2", "llama3", True),
         ("qwen2_5", "hermes", True),
         ("qwen3", "hermes", True),
         ("deepseek_v3", "deepseek", False),
         ("gemma3", "hermes", False),
-    ],
+    ),
 )
 def test_tools_are_shown_as_the_template_does_or_described(
     name: str, format_name: str, teaches: bool
@@ -182,7 +193,7 @@ def test_tools_are_shown_as_the_template_does_or_described(
     assert "The weather somewhere." in rendered
 
 
-@pytest.mark.parametrize("name", CHATTING)
+@pytest.mark.parametrize("name", slow_but_often(*CHATTING))
 def test_calls_and_their_results_are_rendered_as_transformers_does(name: str) -> None:
     tokenizer = tokenizer_of(name)
     plan = ToolSupport(tokenizer).plan(CALLING, [WEATHER])
@@ -199,7 +210,7 @@ def test_calls_and_their_results_are_rendered_as_transformers_does(name: str) ->
     assert "grey" in rendered
 
 
-@pytest.mark.parametrize("name", ["llama3_2", "qwen2_5", "qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("name", slow_but_often("llama3_2", "qwen2_5", "qwen3", "deepseek_v3"))
 def test_a_call_as_the_template_writes_it_is_read_back(name: str) -> None:
     """What the model has been shown as its own earlier call is what it will write: the parser must
     know it.
@@ -256,7 +267,7 @@ def test_reasoning_marks_of_qwen3() -> None:
     assert "".join(part.content for part in found) == "4"
 
 
-@pytest.mark.parametrize("name", [name for name in CHATTING if name != "qwen3"])
+@pytest.mark.parametrize("name", slow_but_often(*(name for name in CHATTING if name != "qwen3")))
 def test_others_have_no_reasoning_marks(name: str) -> None:
     assert not ToolSupport(tokenizer_of(name)).thinks
 

@@ -13,6 +13,7 @@ from quire.frontend.messages import check_messages
 from quire.frontend.reasoning import ReasoningSplitter, opens_reasoning, thinks
 from quire.frontend.tokenizer import Tokenizer
 from tests.frontend.templates import LLAMA, QWEN
+from tests.long_runs import examples
 
 
 def split(pieces: Sequence[str], inside: bool = False) -> tuple[str, str]:
@@ -66,7 +67,7 @@ def test_earlier_reasoning_may_have_either_name() -> None:
     assert neither.get("reasoning_content") is None
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(
         st.sampled_from(["<think>", "</think>", "<thi", "</", "nk>", " ", "\n", "a", "é<"]),

@@ -40,6 +40,7 @@ from tests.frontend.helpers import (
     transformers_from_gguf,
 )
 from tests.frontend.real_tokenizers import real_tokenizer_folder
+from tests.long_runs import examples
 
 FAMILIES = ["gpt-2", "smollm", "llama-bpe", "qwen2"]
 
@@ -72,14 +73,26 @@ def smollm2_has_byte(smollm2: Tokenizer, byte: int) -> bool:
     return smollm2.token_to_id(spelling) is not None
 
 
+RECORDED = Path(__file__).with_name("smollm2_ids.json")
+"""What transformers makes of TEXTS, in their order: it takes seconds to read the file."""
+
+
+def test_smollm2_ids_are_those_that_transformers_gave(smollm2: Tokenizer) -> None:
+    for text, ids in zip(TEXTS, json.loads(RECORDED.read_text()), strict=True):
+        assert smollm2.encode(text) == ids
+        assert smollm2.decode(ids) == text
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 def test_smollm2_ids_equal_transformers(smollm2: Tokenizer, hf_smollm2: Any, text: str) -> None:
     ids = smollm2.encode(text)
-    assert ids == hf_smollm2.encode(text)
+    assert ids == hf_smollm2.encode(text) == json.loads(RECORDED.read_text())[TEXTS.index(text)]
     assert smollm2.decode(ids) == hf_smollm2.decode(ids) == text
 
 
-@settings(max_examples=150)
+@pytest.mark.slow
+@settings(max_examples=examples(150))
 @given(text=anything)
 def test_smollm2_ids_equal_transformers_for_any_text(
     smollm2: Tokenizer, hf_smollm2: Any, text: str
@@ -91,6 +104,7 @@ def test_smollm2_ids_equal_transformers_for_any_text(
         assert smollm2.decode(ids) == text
 
 
+@pytest.mark.slow
 def test_long_texts_are_encoded_like_short_ones(smollm2: Tokenizer, hf_smollm2: Any) -> None:
     text = "".join(TEXTS) * 20
     assert len(text) > 5000
@@ -122,6 +136,7 @@ def gguf_metadata() -> dict[str, dict[str, Any]]:
     return found | spaces | {"templates": found["smollm"] | templates}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name", [*FAMILIES, "sentencepiece True", "sentencepiece False", "templates", "smollm2"]
 )
@@ -149,6 +164,7 @@ def test_a_pre_tokenizer_by_its_name(pre: str) -> None:
     ) == reference.pre_tokenizer.pre_tokenize_str(words)
 
 
+@pytest.mark.slow
 def test_a_cut_in_three_steps_is_the_real_one(real_deepseek: Path) -> None:
     """Hunyuan's is DeepSeek's."""
     real = json.loads((real_deepseek / "tokenizer.json").read_text())["pre_tokenizer"][
@@ -209,7 +225,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(text=anything)
 def test_byte_level_from_folder_gguf_and_transformers_agree(family: Any, text: str) -> None:
     from_folder, from_gguf, reference = family
@@ -222,7 +238,8 @@ def test_byte_level_from_folder_gguf_and_transformers_agree(family: Any, text: s
     )
 
 
-@settings(max_examples=100)
+@pytest.mark.few(1)
+@settings(max_examples=examples(100))
 @given(numbers=st.lists(st.floats(0, 1, exclude_max=True), max_size=30), skip=st.booleans())
 def test_byte_level_decodes_any_ids_like_transformers(
     family: Any, numbers: list[float], skip: bool
@@ -251,7 +268,7 @@ def spm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return Tokenizer.from_gguf(metadata), Tokenizer.from_hf_folder(saved), reference
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(text=anything)
 def test_sentencepiece_from_gguf_folder_and_transformers_agree(spm: Any, text: str) -> None:
     from_gguf, from_folder, reference = spm
@@ -270,7 +287,7 @@ def ambiguous(tmp_path_factory: pytest.TempPathFactory) -> Any:
     )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(text=st.text("ab ", max_size=30))
 def test_sentencepiece_merges_with_equal_scores_go_in_transformers_order(
     ambiguous: Any, text: str
@@ -281,7 +298,7 @@ def test_sentencepiece_merges_with_equal_scores_go_in_transformers_order(
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(numbers=st.lists(st.floats(0, 1, exclude_max=True), max_size=30))
 def test_sentencepiece_decodes_like_transformers_but_for_broken_utf8(
     spm: Any, numbers: list[float]
@@ -314,7 +331,7 @@ forging = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(parts=forging)
 @example(parts=["▁"])
 @example(parts=["a▁", " b"])
@@ -356,7 +373,7 @@ def test_the_mark_for_continuing_text_is_no_token_to_users(byte_level: Tokenizer
     assert byte_level.encode_plain(text, continues=True) == ids
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(text=anything, data=st.data())
 def test_cuts_keep_the_text_and_no_token_crosses_them(
     sentencepiece: Tokenizer, text: str, data: st.DataObject

@@ -19,6 +19,7 @@ from quire.frontend.tool_calls.llama3 import Llama3Parser
 from quire.frontend.tool_calls.mistral import MistralParser
 from quire.frontend.tool_calls.parser import ArgumentsDelta, CallStart, ContentDelta, ToolCallParser
 from tests.frontend.parsed_answers import ParsedAnswer, collect, parse
+from tests.long_runs import examples
 
 NAMES = ("get_weather", "add", "a")
 PARSERS: dict[str, Callable[[], ToolCallParser]] = {
@@ -237,7 +238,7 @@ texts = st.lists(st.sampled_from(BITS), max_size=12).map("".join)
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", PARSERS)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(text=texts, data=st.data())
 @example(text='<tool_call>{"name": "a", "arguments": {}}</tool_call>', data=None)
 def test_pieces_give_what_the_whole_gives(name: str, text: str, data: st.DataObject | None) -> None:

@@ -54,13 +54,8 @@ SCENARIOS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _kernels_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_UNTRIED_KERNELS", "adapters")
-
-
 @pytest.fixture
-def decoder(_kernels_are_on: None) -> Decoder:
+def decoder() -> Decoder:
     return decoder_of(shape_of("qwen3-8b", num_layers=2))
 
 

@@ -56,11 +56,6 @@ SCENARIOS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _kernels_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_UNTRIED_KERNELS", "latent")
-
-
 def two_layers(shape: str) -> Decoder:
     """One with an MLP, one with experts."""
     return decoder_of(shape_of(shape, num_layers=2))

@@ -1,6 +1,4 @@
-"""Layers with a state on a GPU: the same bits alone, in a batch, in chunks and from the cache, by the
-definition and by the kernels that QUIRE_UNTRIED_KERNELS names.
-"""
+"""Layers with a state on a GPU: the same bits alone, in a batch, in chunks and from the cache."""
 
 from __future__ import annotations
 
@@ -12,8 +10,10 @@ import torch
 
 from quire.assemble import assemble
 from quire.backends.select import select_kernels
+from quire.backends.triton.kernels import TritonKernels
 from quire.config import EngineConfig
 from quire.engine import Request
+from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
 from quire.runner.graphs import DecodeGraphs
 from tests.gpu.support import (
@@ -30,10 +30,20 @@ from tests.test_exactness import assert_same, solo
 from tests.test_states_exactness import FEW, prompts
 
 pytestmark = pytest.mark.gpu
-VARIABLE = "QUIRE_UNTRIED_KERNELS"
 NAMES = [name for name in WITH_STATES if name != "decays of channels"]
 """Those that have kernels."""
 SCENARIOS = {name: options for name, options in FEW.items() if name != "nothing recorded"}
+
+
+class ByDefinition(TritonKernels):
+    """Layers with a state in plain torch, outside of graphs."""
+
+    convolve_ = ReferenceKernels.convolve_
+    recur_ = ReferenceKernels.recur_
+    gated_norm = ReferenceKernels.gated_norm
+
+    def captures(self, part: object) -> bool:
+        return ReferenceKernels.captures(self, part)
 
 
 def small_decoder(name: str) -> Decoder:
@@ -51,8 +61,7 @@ def test_bits_do_not_depend_on_the_batch_or_the_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_untried_kernels_in_every_scenario(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "recurrent")
+def test_bits_are_the_same_in_every_scenario(name: str) -> None:
     decoder = small_decoder(name)
     expected = solo(decoder, *prompts(), prefix_caching=False)
     for scenario, options in SCENARIOS.items():
@@ -79,11 +88,11 @@ def test_untried_kernels_in_every_scenario(name: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", ["delta rule", "state space", "convolution"])
-def test_untried_kernels_agree_with_the_definition(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = solo(small_decoder(name), *prompts(), prefix_caching=False)
-    monkeypatch.setenv(VARIABLE, "recurrent")
+def test_kernels_agree_with_the_definition(name: str) -> None:
+    plain = random_decoder(
+        WITH_STATES[name], ByDefinition(torch.bfloat16), torch.bfloat16, device=str(DEVICE)
+    )
+    expected = solo(plain, *prompts(), prefix_caching=False)
     found = solo(small_decoder(name), *prompts(), prefix_caching=False)
     for key in expected.logits.keys() & found.logits.keys():
         if found.tokens[key[0]] == expected.tokens[key[0]]:
@@ -95,12 +104,10 @@ def test_untried_kernels_agree_with_the_definition(
 @pytest.fixture(scope="module")
 def hybrid() -> Decoder:
     """Four layers of Qwen3.5-9B's shape."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, "recurrent")
-        return decoder_of(shape_of("qwen3.5-9b", num_layers=4))
+    return decoder_of(shape_of("qwen3.5-9b", num_layers=4))
 
 
-def test_engines_with_untried_kernels_are_exact(hybrid: Decoder) -> None:
+def test_engines_are_exact(hybrid: Decoder) -> None:
     """By graphs, without them, in chunks and preempted; what nobody wrote is NaN."""
     jobs = plain_jobs(48, hybrid.spec.vocab_size, seed=11, longest=300)
     everyone = range(len(jobs))

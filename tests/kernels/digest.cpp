@@ -16,6 +16,7 @@ void quire_rms_norm_float32(const void*);
 void quire_layer_norm_float32(const void*);
 void quire_scale_add_float32(const void*);
 void quire_soft_cap_float32(const void*);
+void quire_clamp_float32(const void*);
 void quire_activate_float32(const void*);
 void quire_rope_float32(const void*);
 void quire_multiply_float32(const void*);
@@ -218,6 +219,9 @@ int main() {
   struct { void* x; int64_t stride, rows, size; float cap; int threads; } soft_cap{out.data(), depth, rows, 72, 0.3f, 1};
   quire_soft_cap_float32(&soft_cap);
   print("soft_cap", out);
+  struct { void* x; int64_t stride, rows, size; float limit; int threads; } clamp{out.data(), depth, rows, 72, 0.1f, 1};
+  quire_clamp_float32(&clamp);
+  print("clamp", out);
   for (int64_t activation : {0, 1, 2})
     for (int64_t gated : {0, 1}) {
       struct {
@@ -289,19 +293,23 @@ int main() {
       void* out;
       int64_t num_sequences, max_blocks, num_heads, num_kv_heads, head_dim, value_dim, block_size, block_stride;
       int64_t scale_stride, window, chunk, keys_by_dimension;
-      const void* sinks;
+      const void *sinks, *slopes;
       float scale, cap, value_scale;
       int threads;
     } attention{x.data(), depth, keys.data(), values.data(), nullptr, nullptr, starts.data(), lengths.data(),
                 table.data(), tables.data(), out.data(), 1, blocks, heads, kv_heads, head_dim, head_dim, 16,
                 kv_heads * 16 * head_dim, kv_heads * 16, window, 0, by_dimension,
-                nullptr, 0.18f, 0, 1, 1};
+                nullptr, nullptr, 0.18f, 0, 1, 1};
     quire_attention_float32(&attention);
     print("attention", out);
     attention.sinks = dense.data(), attention.cap = 2.0f;
     quire_attention_float32(&attention);
     print("attention with sinks and a cap", out);
     attention.sinks = nullptr, attention.cap = 0.0f;
+    attention.slopes = dense.data();
+    quire_attention_float32(&attention);
+    print("attention with slopes", out);
+    attention.slopes = nullptr;
     std::vector<int8_t> bytes(2 * keys.size());
     for (int8_t& byte : bytes) byte = int8_t(int(next() % 255) - 127);
     std::vector<float> scales = numbers(size_t(2 * blocks * kv_heads * 16));

@@ -290,6 +290,64 @@ def test_scales_and_sinks_meet_as_in_the_reference(kernels: CpuKernels, dtype: t
     )
 
 
+SLOPES = torch.tensor([2.0**-1, 2.0**-4, 0.3, 0.0])
+
+
+@pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("window", [None, 70])
+def test_slopes_lower_scores_by_distance_with_the_same_bits_in_any_chunk(
+    kernels: CpuKernels,
+    dtype: torch.dtype,
+    stored: torch.dtype | None,
+    turned: bool,
+    window: int | None,
+) -> None:
+    if turned and stored == torch.float8_e4m3fn:
+        pytest.skip("keys of FP8 never lie by dimension")
+    length, count = 600, 70
+    keys, values = (random(length, 2, 32, dtype=dtype, seed=seed) for seed in (0, 1))
+    cache, tables = make_cache([(keys, values)], 16, seed=0, stored=stored)
+    cache = by_dimension(cache) if turned else cache
+    query = random(count, 4, 32, dtype=dtype, seed=2)
+    spec = AttentionSpec(HeadShape(4, 2, 32), 0.2, window, slopes=tuple(SLOPES.tolist()))
+
+    def attended(one: CpuKernels, first: int, end: int) -> Tensor:
+        batch = make_batch(tables, [length - count + end], [end - first])
+        return one.attention(query[first:end], cache, batch, spec, None, SLOPES)
+
+    whole = attended(kernels, 0, count)
+    for chunk in (1, 7, 33):
+        parts = [attended(kernels, i, min(i + chunk, count)) for i in range(0, count, chunk)]
+        assert torch.equal(torch.cat(parts), whole)
+    flat = replace(spec, slopes=())
+    batch = make_batch(tables, [length], [count])
+    without = kernels.attention(query, cache, batch, flat)
+    assert torch.equal(without[:, 3], whole[:, 3])  # a slope of 0 is none
+    assert not torch.allclose(without[:, 0], whole[:, 0], atol=1e-2)
+    if stored is not None:  # what the reference reads is the same, what this one rounds is not
+        torch.testing.assert_close(whole, attended(REFERENCE, 0, count), rtol=2e-2, atol=2e-3)
+        return
+    heads = torch.arange(4) // 2
+    scores = torch.einsum("qhd,khd->hqk", query.double(), keys.double()[:, heads]) * 0.2
+    distance = torch.arange(length) - torch.arange(length - count, length).unsqueeze(1)
+    hidden = (distance > 0) | (distance <= -(window or length))
+    scores = (scores + SLOPES.double().view(-1, 1, 1) * distance).masked_fill(hidden, -math.inf)
+    truth = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values.double()[:, heads])
+    assert_close(whole, truth, attended(REFERENCE, 0, count))
+
+
+def test_numbers_are_clamped_and_nan_stays(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    x = random(5, 37, dtype=dtype) * 3
+    x[1, 4], x[2, 5], x[2, 6] = NAN, math.inf, -math.inf
+    expected = x.clamp(-1.5, 1.5)
+    wide = torch.zeros(5, 40, dtype=dtype)
+    wide[:, :37] = x
+    kernels.clamp_(wide[:, :37], 1.5)
+    torch.testing.assert_close(wide[:, :37], expected, rtol=0, atol=0, equal_nan=True)
+    assert not wide[:, 37:].any()
+
+
 def test_attention_is_stable_at_huge_scores(kernels: CpuKernels) -> None:
     keys, values = (
         random(70, 1, 16, dtype=torch.float32) * 1e4,

@@ -194,7 +194,7 @@ def test_a_gpu_gets_triton_or_the_reference_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # as if triton were not installed
-    monkeypatch.setitem(sys.modules, "quire.backends.triton.recurrent_kernels", None)
+    monkeypatch.setitem(sys.modules, "quire.backends.triton.kernels", None)
     assert select_kernels(torch.device("cuda"), torch.bfloat16).name == "reference"
     assert "pip install triton" in caplog.text
     with pytest.raises(DeviceError, match="pip install triton"):

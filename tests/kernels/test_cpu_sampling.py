@@ -28,6 +28,7 @@ def temperatures(rows: int) -> Tensor:
     return values[torch.arange(rows) % len(values)]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 def test_the_token_is_the_one_of_the_definition(kernels: CpuKernels, vocab_size: int) -> None:
     rows = 18

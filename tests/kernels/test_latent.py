@@ -123,7 +123,7 @@ def parts_of(spec: LatentSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, list
     return query, up, latents
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("size", SIZES)

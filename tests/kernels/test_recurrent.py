@@ -28,6 +28,7 @@ from quire.kernels.recurrent import (
     RecurrentWeights,
 )
 from tests.kernels.cpu_support import REFERENCE, VARIANTS, assert_close, is_best_again
+from tests.long_runs import short_or_long
 
 BLOCK = 16
 DELTA = RecurrentSpec(2, 4, 8, 6, taps=4)
@@ -250,6 +251,7 @@ class Layer:
         return torch.stack(outputs)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("length", [1, 3, 63, 64, 65, 200])
 def test_chunks_give_what_the_recurrence_gives(
@@ -283,6 +285,7 @@ def test_wide_heads_give_what_the_recurrence_gives(kernels: Kernels, spec: Recur
     torch.testing.assert_close(found.double(), layer.by_definition(0), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "spec", [*SPECS.values(), *WIDE.values()], ids=[*SPECS, *map("wide {}".format, WIDE)]
 )
@@ -299,6 +302,7 @@ def test_bfloat16_is_as_close_as_the_definition_and_its_bits_are_fixed(
     assert torch.equal(torch.cat(steps), found)
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("spec", WIDE.values(), ids=WIDE)
 def test_bits_do_not_depend_on_the_number_of_threads(kernels: Kernels, spec: RecurrentSpec) -> None:
@@ -324,7 +328,7 @@ def test_neighbouring_parts_of_a_sequence_in_one_step_are_computed_in_their_orde
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=short_or_long(20, 20, quick=6), deadline=None)
 @given(data=st.data())
 def test_bits_do_not_depend_on_how_tokens_are_divided_into_steps(
     kernels: Kernels, spec: RecurrentSpec, data: st.DataObject

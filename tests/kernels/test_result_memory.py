@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from quire.backends.cpu.memory import ResultMemory
+from tests.long_runs import examples
 
 _NUM_BYTES = 4096
 _DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -76,7 +77,7 @@ class Holders(RuleBasedStateMachine):
 
 
 TestHolders = Holders.TestCase
-TestHolders.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHolders.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 def test_layers_that_are_alike_need_no_more_than_one() -> None:

@@ -474,6 +474,7 @@ def bench_error(
     return capsys.readouterr().err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("peer", "module"),
     [("llama-cpp", "llama_cpp"), ("openvino", "openvino_genai"), ("vllm", "vllm")],

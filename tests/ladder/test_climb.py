@@ -104,6 +104,7 @@ def test_the_numbers_in_the_tables_are_the_measured_ones(quick: tuple[Path, str,
     assert checked > 40
 
 
+@pytest.mark.slow
 def test_factors_follow_from_the_times(quick: tuple[Path, str, str]) -> None:
     folder, _, _ = quick
     rows = json.loads((folder / "results.json").read_text())["tables"][0]["rows"][:7]
@@ -122,6 +123,7 @@ def test_factors_follow_from_the_times(quick: tuple[Path, str, str]) -> None:
         assert rows[i][11]["value"] == rows[i][6]["value"] + rows[i][9]["value"]
 
 
+@pytest.mark.slow
 def test_the_memory_of_caches_is_what_they_really_take(quick: tuple[Path, str, str]) -> None:
     folder, _, _ = quick
     raw = json.loads((folder / "results.json").read_text())
@@ -133,6 +135,7 @@ def test_the_memory_of_caches_is_what_they_really_take(quick: tuple[Path, str, s
     assert used / small > 0.9
 
 
+@pytest.mark.slow
 def test_nothing_but_what_was_written_is_said_where_nobody_looks(
     quick: tuple[Path, str, str],
 ) -> None:
@@ -267,6 +270,7 @@ def test_formats_of_weights_stand_side_by_side(quick: tuple[Path, str, str]) -> 
     assert weights == [*[sizes[0]] * 6, sizes[2], None, None, sizes[0]]
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_plot_is_left_out_and_said_so(
     tiny_model: Path,
     tmp_path: Path,

@@ -53,7 +53,7 @@ def ticking(step: float) -> Callable[[], float]:
     return ticks().__next__
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", SPECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_loops_say_what_a_paged_decoder_says(family: str, dtype: torch.dtype) -> None:
@@ -83,10 +83,11 @@ def test_attention_is_shared_out_once_a_token_and_not_once_a_layer() -> None:
             batch: PagedBatch,
             spec: AttentionSpec,
             sinks: Tensor | None = None,
+            slopes: Tensor | None = None,
         ) -> Tensor:
             assert batch.work is not None
             seen.append(batch.work["lengths"].tolist())
-            return super().attention(query, cache, batch, spec, sinks)
+            return super().attention(query, cache, batch, spec, sinks, slopes)
 
     asked: list[Any] = []
     seen: list[list[int]] = []
@@ -197,6 +198,7 @@ def test_jobs_are_the_same_each_time_and_begin_alike_where_asked() -> None:
     assert {job.max_tokens for job in jobs} == {2, 3, 4}
 
 
+@pytest.mark.few(1)
 def test_guesses_give_the_same_answer_in_fewer_steps(decoder: Decoder) -> None:
     expected = greedy(decoder, PROMPT, 40)
     steps: list[tuple[list[int], list[int]]] = []
@@ -292,6 +294,7 @@ def test_an_end_token_ends_the_loop_and_is_its_last(decoder: Decoder) -> None:
         )
 
 
+@pytest.mark.few(1)
 def test_a_temperature_draws_what_the_engine_draws(decoder: Decoder) -> None:
     prompt = tuple(PROMPT)
     for seed in (0, 7):

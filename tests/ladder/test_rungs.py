@@ -62,6 +62,7 @@ def test_on_a_gpu_rungs_on_the_same_kernels_give_identical_tokens(smollm2_gguf: 
     assert {kernels: len(answers) for kernels, answers in said.items()} == dict.fromkeys(said, 1)
 
 
+@pytest.mark.slow
 def test_the_model_itself_is_asked_and_not_a_copy_of_the_first_rung(tiny_model: Path) -> None:
     with LadderEngines(str(tiny_model), "cpu", "float32", max_model_len=128) as engines:
         jobs = random_jobs(

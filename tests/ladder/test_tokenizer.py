@@ -12,6 +12,7 @@ from quire.checkpoints.gguf_file import read_gguf
 from quire.frontend.tokenizer import Tokenizer
 from quire.tools.ladder.tokenizer import BytePairTokenizer, split_words
 from tests.frontend.helpers import TEXTS, anything, byte_level_metadata, train_byte_level
+from tests.long_runs import examples
 
 Pair = tuple[BytePairTokenizer, Tokenizer]
 
@@ -49,7 +50,7 @@ def test_texts_become_the_same_ids_and_come_back(smollm2: Pair, trained: Pair, t
 
 
 @pytest.mark.few(1)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(text=anything)
 def test_any_text_becomes_the_same_ids(smollm2: Pair, trained: Pair, text: str) -> None:
     check(smollm2, text)

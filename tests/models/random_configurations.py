@@ -234,6 +234,7 @@ NEVER_SET: dict[str, tuple[str, ...]] = {
     "apertus": ("hidden_act",),
     "llama4_text": ("layer_types",),
     "deepseek_v2": ("mlp_bias", "norm_topk_prob"),
+    "mpt": ("logit_scale",),
 }
 """By family, fields whose other values are refused by name: see `test_config.py`."""
 OLD_ROPE_KEYS = {"gpt_neox": ("rotary_emb_base", "rotary_pct")}
@@ -347,6 +348,11 @@ def adjust(rng: Random, family: str, values: Values) -> None:
             "llama_4_scaling_beta": rng.choice([0.1, 0.5]),
             "original_max_position_embeddings": rng.choice([8, 32]),
             **rng.choice([{}, {"mscale": 1.0, "mscale_all_dim": 0.5}]),
+        }
+    if family == "mpt":
+        values["attn_config"] = {
+            "clip_qkv": rng.choice([None, 0.3, 2.0]),
+            "softmax_scale": rng.choice([None, 0.3]),
         }
     if family == "hunyuan_v1_moe":  # transformers can't run it without
         values["head_dim"] = rng.choice([8, 12, 16, 20])

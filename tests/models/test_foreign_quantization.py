@@ -240,6 +240,7 @@ def pack_quantized(group: int, symmetric: bool) -> Any:
     return change
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
 @pytest.mark.parametrize(
     "tool", ["awq", "gptq", "gptq_v2", "symmetric gptq", "pack-quantized", "asymmetric"]

@@ -50,6 +50,14 @@ SPECS = {
             replace(_LAYER, rope=None, mlp=_UNGATED, qkv_bias=True, output_bias=True),
         ),
     ),
+    "slopes and a limit": replace(
+        _PLAIN,
+        layer_norm=True,
+        layers=(
+            replace(_LAYER.with_attention(slopes=(0.5, 0.25, 0.1, 0.03)), rope=None, qkv_limit=0.5),
+        )
+        * 2,
+    ),
     "norms without weights and xIELU": replace(
         _PLAIN,
         norm_weights=False,
@@ -74,9 +82,14 @@ SPECS = {
         ),
     ),
 }
-RECORDED = ("learned positions and norms with biases", "norms without weights and xIELU")
+RECORDED = (
+    "slopes and a limit",
+    "learned positions and norms with biases",
+    "norms without weights and xIELU",
+)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SPECS)
 def test_nothing_around_a_request_changes_its_bits(name: str) -> None:
     decoder = random_decoder(SPECS[name], CpuKernels(), FP32)
@@ -89,6 +102,7 @@ def test_nothing_around_a_request_changes_its_bits(name: str) -> None:
             assert_same(bench.run(PROMPTS, PARAMS), expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SPECS)
 def test_two_ranks_give_the_same_bits(name: str) -> None:
     spec = SPECS[name]

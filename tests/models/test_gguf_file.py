@@ -25,6 +25,7 @@ from quire.kernels.formats import FORMATS
 from quire.models.load import open_checkpoint
 from quire.server.config import ServerConfig
 from quire.server.http_server import open_tokenizer
+from tests.long_runs import examples
 from tests.models.corruption import Damage, check_open_and_read, damages
 from tests.models.gguf_bytes import TYPE_IDS, Gguf, Tensor, array, pair, text, u16, u32
 
@@ -175,7 +176,7 @@ def test_dequantised_k_quants_equal_those_of_gguf(dtype: str) -> None:
 
 
 @given(st.lists(st.integers(1, 9), max_size=4).map(tuple), st.integers(1, 40))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_chunks_cover_a_shape_once_in_order_and_within_the_limit(
     shape: tuple[int, ...], limit: int
 ) -> None:
@@ -444,7 +445,7 @@ HEADER_BYTES = len(small_model().header())
 
 
 @given(damages(HEADER_BYTES))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_a_damaged_file_is_read_or_refused_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Damage]
 ) -> None:

@@ -376,7 +376,7 @@ def llama3_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
     return torch.tensor(factors)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_gguf_model_matches_transformers(name: str, tmp_path: Path) -> None:
     architecture, config = MODELS[name]

@@ -54,7 +54,7 @@ def opened(folder: Path, tensors: dict[str, Tensor] | None = None) -> Decoder:
     return load_decoder(files, CpuKernels(), torch.float32, CPU)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", TRIED)
 def test_given_weights_are_those_of_files(family: str, tmp_path: Path) -> None:
     rng = Random(f"given {family}")

@@ -140,6 +140,7 @@ def write_gguf(path: Path, model: Any, blocks: dict[str, np.ndarray]) -> None:
     writer.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
 def test_gpt_oss_matches_transformers(
     kind: str, model_and_blocks: tuple[Any, dict[str, np.ndarray]], tmp_path: Path

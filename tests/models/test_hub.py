@@ -106,6 +106,7 @@ def test_progress_of_a_download_is_told_in_bytes_and_not_drawn(tmp_path: Path) -
     assert "%" not in str(answer["stderr"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["org/name", "org/name@main"])
 def test_one_gguf_file_is_fetched_with_its_other_parts_only(tmp_path: Path, model: str) -> None:
     files = {f"big-0000{i}-of-00002.gguf": b"GGUF" + bytes([i]) for i in (1, 2)}
@@ -119,6 +120,7 @@ def test_one_gguf_file_is_fetched_with_its_other_parts_only(tmp_path: Path, mode
     assert sorted(set(fetched)) == sorted(files)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("model", "files", "error", "parts"),
     [

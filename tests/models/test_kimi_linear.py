@@ -200,11 +200,7 @@ def test_what_a_setting_changes_and_is_not_known_is_refused_by_its_name(
         read(tmp_path, {**PUBLISHED, **settings})
 
 
-def test_a_gpu_refuses_it_before_it_reads_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the kernels for latents and states that no card has run are asked for."""
+def test_a_gpu_refuses_it_before_it_reads_weights(tmp_path: Path) -> None:
     save_small(tmp_path)
-    monkeypatch.setenv("QUIRE_UNTRIED_KERNELS", "recurrent,latent")
     with pytest.raises(UnsupportedModelError, match=r"Kimi Delta Attention, which does not run"):
         plan_weights(open_model(tmp_path), CardKernels((9, 0), torch.bfloat16), torch.bfloat16, CPU)

@@ -164,7 +164,8 @@ def logits_of(folder: Path, quantization: str = "auto") -> Tensor:
     decoder = load_decoder(
         open_model(folder), CpuKernels(), torch.float32, CPU, quantization=quantization
     )
-    return all_logits(decoder, [Random(1).randrange(64) for _ in range(20)])
+    rng = Random(1)
+    return all_logits(decoder, [rng.randrange(64) for _ in range(20)])
 
 
 def test_layers_for_multi_token_prediction_are_left_out_and_that_is_said(

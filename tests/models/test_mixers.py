@@ -186,7 +186,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "kernels"), [*((name, "cpu") for name in SPECS), ("all of it", "reference")]
 )

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", CASES)
 def test_the_text_part_is_run_and_the_towers_are_left_out(family: str, tmp_path: Path) -> None:
     rng = Random(family)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.models.load import open_checkpoint
+from tests.long_runs import examples
 from tests.models.corruption import Damage, check_open_and_read, damages
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "export_npy.py"
@@ -44,7 +43,7 @@ def saved(array: np.ndarray, version: tuple[int, int]) -> bytes:
     st.sampled_from(["float32", "float16"]),
     st.sampled_from([(1, 0), (2, 0), (3, 0)]),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_arrays_of_any_shape_and_version_are_read_as_saved(
     tmp_path_factory: pytest.TempPathFactory,
     shape: tuple[int, ...],
@@ -183,7 +182,7 @@ INTACT = saved(np.random.default_rng(0).standard_normal((4, 5)).astype(np.float3
 
 
 @given(damages(128))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_damaged_file_is_read_or_refused_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Damage]
 ) -> None:
@@ -197,7 +196,7 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(
 
 
 @given(st.text(alphabet="{}[]()',: 0123456789TrueFalsdcshpot_n<f4\n", max_size=120))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_any_header_is_read_or_refused_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, text: str
 ) -> None:
@@ -214,11 +213,9 @@ def test_the_undamaged_file_is_read(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the script writes, run as a user runs it."""
+    """What the script writes; tests/models/test_npy_golden.py runs it as a user does."""
     folder = tmp_path_factory.mktemp("exported")
-    subprocess.run(
-        [sys.executable, str(SCRIPT), "--out", str(folder)], check=True, capture_output=True
-    )
+    runpy.run_path(str(SCRIPT))["export"](folder, 0)
     return folder
 
 

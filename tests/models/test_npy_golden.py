@@ -5,6 +5,7 @@ script computed by a plain forward pass of its own.
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -32,7 +33,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "export_npy.py"
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("npy")
-    subprocess.run([sys.executable, SCRIPT, "--out", folder], check=True, capture_output=True)
+    runpy.run_path(str(SCRIPT))["export"](folder, 0)
     return folder
 
 

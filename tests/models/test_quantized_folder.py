@@ -55,6 +55,7 @@ def small(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("to", ["int8", "int4"])
 def test_the_folder_gives_the_bits_of_quantising_while_loading(
     original: Path, tmp_path: Path, to: str
@@ -201,7 +202,7 @@ NOT_IN_CONFIG_JSON = {
 }
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("to", ["int8", "int4"])
 @pytest.mark.parametrize("name", [name for name in GGUF_MODELS if name not in NOT_IN_CONFIG_JSON])
 def test_a_plain_gguf_file_becomes_a_folder(name: str, to: str, tmp_path: Path) -> None:
@@ -224,6 +225,7 @@ def test_a_plain_gguf_file_becomes_a_folder(name: str, to: str, tmp_path: Path) 
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name", ["gemma2", "phi3 long", "olmo2", "granitemoe", "glm4", "cohere2", "starcoder2"]
 )

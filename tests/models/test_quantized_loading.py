@@ -115,6 +115,7 @@ def assert_same_numbers(one: Decoder, other: Decoder) -> None:
         assert torch.equal(numbers(weight), numbers(other.weights[name])), name
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_stay_as_they_are_stored_and_mean_the_same(name: str, tmp_path: Path) -> None:
     """Heads of queries and keys are reordered as rows of blocks."""
@@ -227,6 +228,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("quantization", "name"), [("int8", "INT8"), ("int4", "Q4_0")])
 def test_plain_matrices_are_quantised_row_by_row(
     folder: Path, quantization: str, name: str, monkeypatch: pytest.MonkeyPatch

@@ -357,6 +357,7 @@ def test_layers_for_multi_token_prediction_are_left_out() -> None:
     assert ignored_names(spec, present) == present - {"model.norm.weight"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_the_text_part_of_a_model_that_sees_is_loaded(family: str) -> None:
     """Settings under text_config, names with a prefix, no tensor of its part for images."""
@@ -464,6 +465,7 @@ def test_blocks_of_nemotron_by_letters_and_by_words_are_the_same(tmp_path: Path)
     assert not any(name.startswith("backbone.layers.6") for name in names)
 
 
+@pytest.mark.few(4)
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "kernels", [CpuKernels, pytest.param(ReferenceKernels, marks=pytest.mark.slow)]

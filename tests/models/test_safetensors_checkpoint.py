@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from quire.checkpoints.files import parse_json, read_json, safe_member
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.models.load import open_checkpoint
+from tests.long_runs import examples
 from tests.models.corruption import Damage, check_open_and_read, damages
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -381,7 +382,7 @@ def test_json_beyond_its_size_limit_is_not_read(tmp_path: Path) -> None:
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     )
 )
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_json_objects_are_parsed_as_the_json_module_does(value: Any) -> None:
     data = json.dumps({"value": value}).encode()
     assert parse_json(data, Path("x")) == {"value": value}
@@ -396,7 +397,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @given(damages(300))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_a_damaged_file_is_read_or_refused_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, intact: bytes, steps: list[Damage]
 ) -> None:
@@ -421,7 +422,7 @@ _entries = st.fixed_dictionaries(
     st.dictionaries(st.text(max_size=4), st.one_of(_json_values, _entries), max_size=3),
     st.integers(0, 40),
 )
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_any_header_is_read_or_refused_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, header: dict[str, object], data_bytes: int
 ) -> None:

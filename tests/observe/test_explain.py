@@ -105,6 +105,7 @@ def check(
         assert starts[1:] == ends[:-1]  # no moment is missing and none counts twice
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_host_blocks", [0, 30])
 def test_parts_add_up_to_what_was_measured(depth: int, num_host_blocks: int) -> None:

@@ -89,7 +89,7 @@ def check_states(ranks: Callable[[int], Ranks], spec: ModelSpec, dtype: torch.dt
                 assert torch.equal(found.logits[key], rows), f"{key} on {size} ranks"
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", SPECS)
 def test_every_family_gives_the_same_bits_on_any_number_of_ranks(
@@ -98,7 +98,7 @@ def test_every_family_gives_the_same_bits_on_any_number_of_ranks(
     check(ranks, SPECS[family], dtype, (2, 4) if family != "llama" else (1, 2, 4))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", WITH_STATES)
 def test_layers_with_states_give_the_same_bits_on_any_number_of_ranks(
@@ -107,7 +107,7 @@ def test_layers_with_states_give_the_same_bits_on_any_number_of_ranks(
     check_states(ranks, WITH_STATES[kind], dtype)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("keys", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["delta rule", "state space"])
 def test_recurrent_heads_share_keys_on_any_number_of_ranks(
@@ -139,6 +139,7 @@ def test_states_that_do_not_come_out_even_are_refused_with_what_is_possible() ->
         Division(uneven, 0, 2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "olmo2"])
 def test_what_does_not_come_out_even(ranks: Callable[[int], Ranks], family: str) -> None:
     """Nine query and three key heads, as SmolLM2 has them: two ranks get two and one, four share
@@ -148,7 +149,7 @@ def test_what_does_not_come_out_even(ranks: Callable[[int], Ranks], family: str)
     check(ranks, spec, torch.float32, (2, 3, 4))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama", "glm4_moe", "gpt_oss"])
 @pytest.mark.parametrize("name", ["Q4_0", "Q6_K", "INT8", "MXFP4"])
 def test_quantised_weights_are_divided_by_rows(

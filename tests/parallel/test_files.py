@@ -88,6 +88,7 @@ def layouts(spec: ModelSpec) -> Iterator[list[Piece]]:
         yield list(huggingface_pieces(spec, present))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("family", SPECS)
 def test_a_rank_reads_its_rows_in_every_layout(family: str, tmp_path: Path) -> None:
     for number, pieces in enumerate(layouts(SPECS[family])):
@@ -97,6 +98,7 @@ def test_a_rank_reads_its_rows_in_every_layout(family: str, tmp_path: Path) -> N
         check(files, 2)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
     ("kind", "family"),
@@ -124,6 +126,7 @@ def test_a_rank_reads_its_rows_of_layers_with_states(
         check(files_of(spec, list(pieces), folder), size)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_what_is_quantised_while_loading(quantization: str, tmp_path: Path) -> None:
     spec = widened("qwen2_moe")

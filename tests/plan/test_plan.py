@@ -117,6 +117,7 @@ def test_prompts_with_quantised_weights_take_what_was_measured(
     assert 32 * 2048 / seconds == pytest.approx(tokens_per_second, rel=0.15)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("quantization", "tokens_per_second"), [("fp8", 11_793), ("int4", 8_856)])
 def test_whole_workloads_with_quantised_weights_take_what_was_measured(
     quantization: str, tokens_per_second: float
@@ -161,6 +162,7 @@ def test_prompts_take_what_was_measured(name: str, tokens_per_second: float) -> 
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "tokens_per_second"),
     [("qwen3-0.6b", 24_900), ("qwen3-8b", 9_590), ("qwen3-30b-a3b", 6_261)],

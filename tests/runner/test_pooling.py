@@ -68,6 +68,7 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
     return random_decoder(SPECS[family], select_kernels(torch.device("cpu"), dtype, "auto"), dtype)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_the_same_bits_whatever_happens(decoder: Decoder, pooling: Pooling) -> None:
     alone = [vectors(decoder, [prompt], pooling)[0] for prompt in PROMPTS]

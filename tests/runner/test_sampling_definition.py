@@ -108,7 +108,7 @@ PAIRS += [("dry_multiplier", "dry_base", "dry_allowed_length"), ("min_tokens", "
 logits_rows = st.lists(dyadic, min_size=VOCAB, max_size=VOCAB)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("fields", PAIRS, ids="+".join)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), logits=logits_rows)

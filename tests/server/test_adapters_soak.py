@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, LoRARequest, SamplingParams
-from tests.adapters import random_adapter
+from tests.adapters import KINDS, random_adapter
 from tests.long_runs import IS_LONG
 from tests.server.harness import SMALL_ENGINE, Server, wait_for
 
@@ -163,7 +163,13 @@ def test_adapters_come_and_go_under_load(small_model: str, tmp_path: Path) -> No
     wanted: dict[Any, list[int]] = {}
     with LLM(small_model, **SMALL_ENGINE) as llm:
         made = [
-            random_adapter(tmp_path / "made" / f"a{i}", llm.engine.decoder, i, (4, 1, 16)[i % 3])
+            random_adapter(
+                tmp_path / "made" / f"a{i}",
+                llm.engine.decoder,
+                i,
+                (4, 1, 16)[i % 3],
+                kind=KINDS[i % len(KINDS)],
+            )
             for i in range(CONTENTS)
         ]
         for content in (-1, *range(CONTENTS)):

@@ -182,6 +182,7 @@ def test_killed_at_any_moment_it_comes_out_the_same(
     assert not part.exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_complete_does_nothing(
     folder: Path, undisturbed: bytes, small_model: str
 ) -> None:

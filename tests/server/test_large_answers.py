@@ -16,6 +16,7 @@ from starlette.types import Message
 
 from quire.server import http_responses
 from quire.server.http_responses import LargeJsonResponse, encode_in_pieces
+from tests.long_runs import examples
 
 TOP = [{"token": "ab", "logprob": -1.5, "bytes": [97, 98]}] * 20
 ENTRY = {"token": "ab", "logprob": -0.5, "bytes": [97, 98], "top_logprobs": TOP}
@@ -53,7 +54,7 @@ values = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(value=values, at_once=st.sampled_from([1, 2, 7]))
 def test_pieces_are_the_whole(value: Any, at_once: int) -> None:
     before = http_responses._VALUES_AT_ONCE

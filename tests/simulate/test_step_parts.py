@@ -145,7 +145,7 @@ def times(entries: list[StepLogEntry]) -> StepTimes:
 SETTINGS = ("max_num_seqs=2", "max_num_seqs=16", "max_batched_tokens=64", "", "depth=1", "rate=0.8")
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("changes", SETTINGS if IS_LONG else SETTINGS[:3])
 def test_other_settings_give_what_a_second_run_measures(

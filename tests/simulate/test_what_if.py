@@ -125,6 +125,7 @@ def test_the_same_settings_give_what_was_recorded(
     close(found.run, Summary.of(derive_metrics(entries)), 0.10)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "changes", ["max_num_seqs=16", "max_batched_tokens=24", "num_blocks=40", "max_num_seqs=2"]
 )
@@ -148,7 +149,7 @@ def products(rows: int, jump: float) -> float:
     return 0.0045 * min(rows, 8) + 0.0030 * max(0, rows - 8) + (jump if rows > 4 else 0.0)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("overhead", "jump"), [(0.0, 0.0), (0.006, 0.012)])
 def test_from_few_rows_to_eight(
     monkeypatch: pytest.MonkeyPatch, overhead: float, jump: float
@@ -349,6 +350,7 @@ def test_a_log_of_many_requests_counts_all(entries: list[StepLogEntry]) -> None:
     assert len(metrics.finished) == 5000 * len(finished.step.finished)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     about = {"depth": 1, **asdict(CONFIG)}

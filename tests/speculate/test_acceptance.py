@@ -90,7 +90,7 @@ features = st.fixed_dictionaries(
 
 
 @pytest.mark.soak
-@settings(max_examples=short_or_long(25, 1500))
+@settings(max_examples=short_or_long(25, 1500, quick=12))
 @given(
     features=features,
     prompt=st.lists(st.integers(0, 6), min_size=1, max_size=40),

@@ -45,6 +45,7 @@ def test_draft_tokens_change_no_bit(decoder: Decoder, right: float, depth: int) 
         assert got.tokens == expected.tokens
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("max_bytes", [2**26, 1024])
 @pytest.mark.parametrize("params", [PLAIN, HISTORIES[:3]])
 def test_tokens_are_the_same_whoever_draws_them(

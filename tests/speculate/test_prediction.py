@@ -320,7 +320,7 @@ def num_drafted(bench: Bench) -> int:
     return sum(len(entry.draft_tokens) for line in bench.log for entry in line.step.scheduled)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_no_answer_changes(drawn: Pair, expected: Transcript, scenario: str) -> None:
     bench = Bench(drawn.decoder, predictor=drawn.predictor, num_drafts=3, **SCENARIOS[scenario])
@@ -330,6 +330,7 @@ def test_no_answer_changes(drawn: Pair, expected: Transcript, scenario: str) -> 
     assert again.tokens == expected.tokens
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", _HYBRIDS)
 def test_a_layer_that_knows_the_answer_is_always_right(name: str) -> None:
     decoder, predictor = pair(name, torch.float32, knows=True)

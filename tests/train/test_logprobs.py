@@ -100,7 +100,9 @@ def test_gradients_are_finite_differences(name: str, monkeypatch: pytest.MonkeyP
     total(logprobs(weights, prompts)).backward()  # type: ignore[no-untyped-call]
     gradients = {name: one.grad for name, one in weights.tensors.items() if one.grad is not None}
 
-    def by_definition(segment: Any, inputs: Any, parameters: Any) -> Any:
+    def by_definition(segment: Any, inputs: Any, trained: Any) -> Any:
+        assert not trained
+        parameters = {name: weights.parameter(name) for name in segment.names}
         with torch.no_grad():
             with _pop_mode_temporarily():  # for the choice of experts
                 segment.exact(tuple(one.to(segment.input_dtype) for one in inputs))
@@ -139,6 +141,8 @@ FAMILIES = (
     "gemma4_text",
     "starcoder2",
     "glm4_moe",
+    "bloom",
+    "mpt",
 )
 
 
@@ -196,13 +200,24 @@ def test_bfloat16_has_the_gradients_of_float32_at_the_rounded_weights() -> None:
     assert torch.cosine_similarity(*found, dim=0) > 0.98
 
 
-def test_only_what_is_trained_gets_a_gradient() -> None:
-    weights = random_weights(SPECS["llama"], CpuKernels(), torch.float32)
-    trained = "model.layers.1.mlp.down_proj.weight"
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_only_what_is_trained_gets_a_gradient_and_the_same_one(name: str) -> None:
+    weights = random_weights(SPECS[name], CpuKernels(), torch.float32)
+    prompts = drawn_prompts(6)
+    total(logprobs(weights, prompts)).backward()  # type: ignore[no-untyped-call]
+    expected = {name: one.grad for name, one in weights.tensors.items()}
+    layer = f"model.layers.{len(weights.decoder.layers) - 1}"
+    # one of three that are kept as one matrix, and what is in front of and behind it
+    trained = {f"{layer}.self_attn.k_proj.weight", f"{layer}.input_layernorm.weight"}
     for name, one in weights.tensors.items():
-        one.requires_grad_(name == trained)
-    sum(one.sum() for one in logprobs(weights, drawn_prompts(6))).backward()  # type: ignore[union-attr]
-    assert [name for name, one in weights.tensors.items() if one.grad is not None] == [trained]
+        one.grad = None
+        one.requires_grad_(name in trained)
+    total(logprobs(weights, prompts)).backward()  # type: ignore[no-untyped-call]
+    found = {name: one.grad for name, one in weights.tensors.items() if one.grad is not None}
+    assert found.keys() == trained
+    for name, gradient in found.items():
+        assert expected[name] is not None
+        torch.testing.assert_close(gradient, expected[name])
 
 
 def test_weights_that_the_model_has_not_got_are_refused() -> None:

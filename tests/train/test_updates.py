@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire import LLM, RequestOutput, SamplingParams
-from quire.errors import InvalidRequestError
+from quire.errors import InvalidRequestError, ModelFormatError
 from quire.train import Weights, logprobs
 from tests.frontend.templates import QWEN
 from tests.models.test_given_weights import stored
@@ -91,6 +93,89 @@ def test_no_logprob_differs_after_updates(folder: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_logprob_of_ten_thousand_differs_after_fifty_updates(folder: Path, dtype: str) -> None:
     assert count_differences(folder, dtype, updates=50, count=8, max_tokens=25) == (10_000, 0)
+
+
+OPTIMIZERS = [
+    ("AdamW", {"fused": True}),
+    ("AdamW", {"foreach": True}),
+    ("AdamW", {"foreach": False}),
+    ("Adam", {"fused": True}),
+    ("SGD", {"fused": True}),
+    ("Adagrad", {"fused": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+def test_every_optimizers_steps_are_seen(name: str, options: dict[str, bool], folder: Path) -> None:
+    """Fused ones change tensors whose versions stay what they were."""
+    tokens = list(range(2, 12))
+    with LLM(str(folder), dtype="float32", kv_cache_memory="4MiB", max_model_len=64) as llm:
+        weights = Weights(llm)
+        optimizer = getattr(torch.optim, name)(weights.parameters(), lr=0.01, **options)
+        before: list[Tensor] = []
+        for _ in range(3):
+            (own,) = logprobs(weights, [tokens])
+            assert torch.equal(own.detach(), scored(llm, [tokens])[0])
+            assert not any(torch.equal(own.detach(), one) for one in before)
+            before.append(own.detach())
+            optimizer.zero_grad()
+            (-own.mean()).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            with pytest.raises(ModelFormatError, match=r"call update\(\) after each of its steps"):
+                logprobs(weights, [tokens])
+            weights.update()
+        with torch.no_grad():
+            expected = llm.weights_version
+            strangers = [torch.zeros(3, requires_grad=True)]
+            strangers[0].grad = torch.ones(3)
+            torch.optim.AdamW(strangers, fused=True).step()
+            logprobs(weights, [tokens])  # no tensor of these weights has changed
+            assert llm.weights_version == expected
+
+
+def test_an_update_gives_what_was_changed_unseen(folder: Path) -> None:
+    """Through `.data`, which is how some trainers write: nobody counts that."""
+    tokens = list(range(2, 12))
+    with LLM(str(folder), dtype="float32", kv_cache_memory="4MiB", max_model_len=64) as llm:
+        weights = Weights(llm)
+        (before,) = logprobs(weights, [tokens])
+        for one in weights.parameters():
+            one.data.mul_(1.5)
+        weights.update()
+        (after,) = logprobs(weights, [tokens])
+        assert not torch.equal(before, after)
+        assert torch.equal(after.detach(), scored(llm, [tokens])[0])
+
+
+def test_gradients_of_weights_that_changed_meanwhile_are_refused(folder: Path) -> None:
+    """Frozen ones, too, which no graph of autograd keeps; and changes that nobody counts."""
+    tokens = list(range(2, 12))
+    with LLM(str(folder), dtype="float32", kv_cache_memory="4MiB", max_model_len=64) as llm:
+        weights = Weights(llm)
+        frozen = weights.tensors["model.layers.0.mlp.down_proj.weight"].requires_grad_(False)
+        optimizer = torch.optim.AdamW(weights.parameters(), fused=True)
+        logprobs(weights, [tokens])[0].sum().backward()  # type: ignore[no-untyped-call]
+        (late,) = logprobs(weights, [tokens])
+        optimizer.step()
+        with pytest.raises(ModelFormatError, match="an optimizer has changed weights"):
+            late.sum().backward()  # type: ignore[no-untyped-call]
+        weights.update()
+        (late,) = logprobs(weights, [tokens])
+        frozen.mul_(2)
+        with pytest.raises(ModelFormatError, match=r"down_proj.weight has changed"):
+            late.sum().backward()  # type: ignore[no-untyped-call]
+        weights.update()
+        with pytest.raises(ModelFormatError, match=r"call backward\(\) before update\(\)"):
+            late.sum().backward()  # type: ignore[no-untyped-call]
+        (now,) = logprobs(weights, [tokens])
+        now.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_weights_that_nobody_needs_are_freed(folder: Path) -> None:
+    with LLM(str(folder), kv_cache_memory="4MiB", max_model_len=64, dtype="float32") as llm:
+        weights = weakref.ref(Weights(llm))
+        gc.collect()
+        assert weights() is None
 
 
 def test_tensors_are_those_of_the_files(folder: Path) -> None:

@@ -43,6 +43,7 @@ def states(verdict: Verdict) -> dict[str, str]:
     return {axis.name: axis.state for axis in verdict.axes if axis.state != "not applicable"}
 
 
+@pytest.mark.slow
 def test_a_sound_engine_has_no_difference() -> None:
     verdict = verify(ModelSubject(make_model(CPU)), 600.0, max_rounds=1)
     assert set(states(verdict).values()) == {"equal"}
@@ -106,6 +107,7 @@ def test_a_prefix_cache_that_gives_a_neighbours_block_shows_there(
     assert len(verdict.smallest.cases) <= 2
 
 
+@pytest.mark.slow
 def test_a_sampler_that_draws_its_own_chance_shows_when_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

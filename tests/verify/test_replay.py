@@ -50,6 +50,7 @@ def invoke(*arguments: str | Path) -> tuple[int, str]:
     return done.exit_code, done.stdout
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", [(), ("--no-wait",)])
 def test_the_same_requests_give_the_same_tokens(
     log: Path, tiny_model: Path, how: tuple[str, ...]

@@ -37,14 +37,15 @@ struct Attention {
   int64_t window, chunk;  // 0: none
   int64_t keys_by_dimension;  // 1: a block's keys are [head_dim][block_size], 0: [block_size][head_dim]
   const float* sinks;  // a score of each head that no key stands for; null for none
+  const float* slopes;  // of each head, times the distance of a key and added to its score; null for none
   float scale;  // with log2(e) in it: weights are powers of two
   float cap;    // scores become cap * tanh(score / cap), with log2(e) in it too; 0: they stay
   float value_scale;  // of all values
   int num_threads;
   QUIRE_ARGUMENTS(query, query_stride, keys, values, key_scales, value_scales, query_start, context_lens,
                   block_tables, table_rows, out, num_sequences, max_blocks, num_heads, num_kv_heads, head_dim,
-                  value_dim, block_size, block_stride, scale_stride, window, chunk, keys_by_dimension, sinks, scale, cap,
-                  value_scale, num_threads)
+                  value_dim, block_size, block_stride, scale_stride, window, chunk, keys_by_dimension, sinks, slopes, scale,
+                  cap, value_scale, num_threads)
 
   int64_t group() const { return num_heads / num_kv_heads; }
   int64_t padded_dim() const { return (head_dim + 31) / 32 * 32; }
@@ -118,6 +119,8 @@ struct Rows {
     if (call.chunk > 0) return {(end - 1) / call.chunk * call.chunk, end};
     return {call.window > 0 ? std::max<int64_t>(0, end - call.window) : 0, end};
   }
+  // What row r's scores rise by from key to key.
+  float slope(int64_t r) const { return call.slopes ? call.slopes[head(r)] * 1.44269504f : 0.0f; }
   const T* query(int64_t r) const { return call.query + query_row(r) * call.query_stride + head(r) * call.head_dim; }
   T* out(int64_t r) const { return call.out + (query_row(r) * call.num_heads + head(r)) * call.value_dim; }
   // Where the scales of a token are.
@@ -155,18 +158,29 @@ inline void prefetch(const Attention<T, CACHED>& call, const KeyTile& next, int6
   }
 }
 
+// A score's addend: slope times how far the key is behind the query. The tile's first key is `first` tokens from it.
+struct Bias {
+  float slope;
+  int64_t first;
+};
+
 // Turns one row's scores of a tile into weights relative to the row's new maximum, zero for keys it may not see
 // whatever their score. The sum is that of the weights as stored. Returns what the row's earlier output must be
 // multiplied with.
 template <class WEIGHT>
 QUIRE_STAND_IN float scores_to_weights(const float* scores, WEIGHT* weights, int64_t tile_begin, Visible visible, float scale,
-                               float cap, float& highest, float* total) {
+                               float cap, Bias bias, float& highest, float* total) {
   constexpr int VECTORS = int(KEY_TILE) / LANES;
   const bool all = visible.begin <= tile_begin && visible.end >= tile_begin + KEY_TILE;
   Vec s[VECTORS], tops[PER_SUM];
   for (int v = 0; v < VECTORS; ++v) s[v] = load(scores + v * LANES) * scale;
   if (cap > 0.0f)
     for (int v = 0; v < VECTORS; ++v) s[v] = soft_capped(s[v], cap);
+  if (bias.slope != 0.0f) {
+    Vec distance;
+    for (int i = 0; i < LANES; ++i) distance[i] = float(bias.first + i);
+    for (int v = 0; v < VECTORS; ++v, distance += float(LANES)) s[v] = fma(splat(bias.slope), distance, s[v]);
+  }
   if (!all) {
     IntVec key;
     for (int i = 0; i < LANES; ++i) key[i] = i;

@@ -194,7 +194,8 @@ class AmxWalk {
         continue;
       }
       float factor = scores_to_weights(scores + r * KEY_TILE, target, begin, visible, call_.scale, call_.cap,
-                                       state.highest[row], state.total + row * SUM_LANES);
+                                       {rows.slope(row), begin - visible.end + 1}, state.highest[row],
+                                       state.total + row * SUM_LANES);
       float* output = state.output + row * value_dim_;
       if (factor != 1.0f)
         for (int64_t i = 0; i < value_dim_; i += LANES) store(output + i, load(output + i) * factor);

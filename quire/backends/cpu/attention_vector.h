@@ -111,6 +111,7 @@ class VectorWalk {
     for (int64_t i = 0; i < heads * rows.task.rows; ++i) {
       if (i && i % rows.task.rows == 0) ++rows.task.kv_head;
       widen(rows.query(i % rows.task.rows), call_.head_dim, query_ + i * dim_, dim_);
+      slopes_[i] = rows.slope(i % rows.task.rows);
     }
     for (int64_t r = 0; r < rows.task.rows; ++r) visible_[r] = rows.visible(r);
     // Values that are read once, or need not be widened, are not worth a copy; those that end in the middle of a vector
@@ -208,7 +209,11 @@ class VectorWalk {
     }
     score<ROWS>(tile, next, first, seen);
     for (int64_t head = 0; head < heads_; ++head)
-      for (int r = 0; r < ROWS; ++r) weigh(seen[r], weights_ + (head * ROWS + r) * KEY_TILE, first + r, state[head]);
+      for (int r = 0; r < ROWS; ++r) {
+        const int64_t row = first + r;
+        const Bias bias{slopes_[head * rows.task.rows + row], tile.origin - visible_[row].end + 1};
+        weigh(seen[r], weights_ + (head * ROWS + r) * KEY_TILE, bias, row, state[head]);
+      }
     if (copies_)
       return add_values<ROWS>(seen, weights_, state->output + first * value_dim_, [&](int64_t key) {
         const float* values = values_ + key * value_dim_;
@@ -276,10 +281,10 @@ class VectorWalk {
   }
 
   // A row's scores become weights, and what it has summed up so far is brought to its new maximum.
-  void weigh(Visible seen, float* weights, int64_t row, State& state) {
+  void weigh(Visible seen, float* weights, Bias bias, int64_t row, State& state) {
     if (seen.begin >= seen.end) return;
     if (SCALED) scale(weights, key_scales_);
-    const float factor = scores_to_weights(weights, weights, 0, seen, call_.scale, call_.cap, state.highest[row],
+    const float factor = scores_to_weights(weights, weights, 0, seen, call_.scale, call_.cap, bias, state.highest[row],
                                            state.total + row * SUM_LANES);
     if (SCALED) scale(weights, value_scales_);
     float* output = state.output + row * value_dim_;
@@ -316,6 +321,7 @@ class VectorWalk {
   const Attention<T, CACHED>& call_;
   int64_t dim_, value_dim_, heads_ = 1;
   bool copies_ = false;
+  float slopes_[TASK_ROWS];  // of each row of each head
   Visible visible_[TASK_ROWS];  // of each row: to divide by the number of heads takes as long as many products
   float *keys_, *values_, *query_, *weights_;
   float key_scales_[KEY_TILE] = {}, value_scales_[KEY_TILE] = {};

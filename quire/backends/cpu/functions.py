@@ -174,6 +174,11 @@ def soft_cap(
 ) -> None: ...
 
 
+def clamp(
+    *, x: Tensor, stride: int, rows: int, size: int, limit: float, num_threads: int
+) -> None: ...
+
+
 def rope(
     *, x: Tensor, stride: int, positions: Tensor, cos_sin: Tensor, out: Tensor, rows: int, heads: int, head_dim: int,
     num_threads: int,
@@ -220,7 +225,7 @@ def attention(
     out: Tensor, num_sequences: int, max_blocks: int, num_heads: int, num_kv_heads: int, head_dim: int,
     value_dim: int, block_size: int, block_stride: int, scale_stride: int, window: int, chunk: int,
     keys_by_dimension: bool,
-    sinks: Tensor | None, scale: float, cap: float,
+    sinks: Tensor | None, slopes: Tensor | None, scale: float, cap: float,
     value_scale: float, num_threads: int,
 ) -> None: ...  # fmt: skip
 

@@ -93,6 +93,7 @@ class CpuKernels(LatentKernels):
         self._layer_norm = calls.by_dtype(functions.layer_norm)
         self._scale_add = calls.by_dtype(functions.scale_add)
         self._soft_cap = calls.by_dtype(functions.soft_cap)
+        self._clamp = calls.by_dtype(functions.clamp)
         self._rope = calls.by_dtype(functions.rope)
         self._activate = calls.by_dtype(functions.activate)
         self._sample_rows = calls.by_dtype(functions.sample_rows)
@@ -368,6 +369,14 @@ class CpuKernels(LatentKernels):
             x=x, stride=x.stride(0), rows=rows, size=size, cap=cap, num_threads=_threads()
         )
 
+    def clamp_(self, x: Tensor, limit: float) -> None:
+        if x.stride(1) != 1:
+            raise ValueError(f"x has strides {x.stride()}")
+        rows, size = x.shape
+        self._clamp[x.dtype](
+            x=x, stride=x.stride(0), rows=rows, size=size, limit=limit, num_threads=_threads()
+        )
+
     def rope(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         rows, heads, head_dim = x.shape
         x = with_whole_rows(x)
@@ -472,9 +481,10 @@ class CpuKernels(LatentKernels):
         batch: PagedBatch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         if not self.captures(spec):
-            return super().attention(query, cache, batch, spec, sinks)
+            return super().attention(query, cache, batch, spec, sinks, slopes)
         rows, num_heads, head_dim = query.shape
         query = with_whole_rows(query)
         _, kv_heads, block_size, _ = cache.keys.shape
@@ -515,6 +525,7 @@ class CpuKernels(LatentKernels):
             chunk=spec.chunk or 0,
             keys_by_dimension=cache.keys_by_dimension,
             sinks=sinks,
+            slopes=slopes,
             scale=spec.scale * key_scale * _LOG2_E,
             cap=spec.soft_cap * _LOG2_E,
             value_scale=value_scale,

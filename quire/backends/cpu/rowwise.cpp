@@ -180,6 +180,26 @@ struct SoftCap {
 };
 
 template <class T>
+struct Clamp {
+  T* x;
+  int64_t stride, rows, size;
+  float limit;
+  int num_threads;
+  QUIRE_ARGUMENTS(x, stride, rows, size, limit, num_threads)
+
+  void run() const {
+    const Vec high = splat(limit), low = splat(-limit);
+    parallel_shares(num_threads, rows, size, [&](int64_t row) {
+      for_vectors(size, [&](int64_t i, int count) {
+        T* at = x + row * stride + i;
+        const Vec v = read(at, count), capped = v > high ? high : v;  // NaN is neither above nor below
+        write(at, capped < low ? low : capped, count);
+      });
+    });
+  }
+};
+
+template <class T>
 struct AddRmsNorm {
   const T *x, *residual, *weight;
   T *out, *total;
@@ -515,6 +535,8 @@ QUIRE_FUNCTION(sigmoid_mul_float32, call->run(), SigmoidMul<float>)
 QUIRE_FUNCTION(sigmoid_mul_bfloat16, call->run(), SigmoidMul<bf16>)
 QUIRE_FUNCTION(soft_cap_float32, call->run(), SoftCap<float>)
 QUIRE_FUNCTION(soft_cap_bfloat16, call->run(), SoftCap<bf16>)
+QUIRE_FUNCTION(clamp_float32, call->run(), Clamp<float>)
+QUIRE_FUNCTION(clamp_bfloat16, call->run(), Clamp<bf16>)
 QUIRE_FUNCTION(gather_inputs, call->run(), GatherInputs)
 QUIRE_DESCRIBE(replayed_call, Replay::Call)
 QUIRE_FUNCTION(replay, call->run(), Replay)

@@ -189,9 +189,12 @@ def _shrink_kernel(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
     STRIDE: tl.constexpr,
+    IS_BESIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """sums [programs of a tile, rows, STRIDE]: SEGMENTS segments of a tile's rows times A."""
+    """sums [programs of a tile, rows, STRIDE]: SEGMENTS segments of a tile's rows times A. IS_BESIDE:
+    the kernel before it shares its input (`begin`), so that both run at the same time.
+    """
     let_next_start(PDL)
     tile = tl.program_id(0)
     slot, ranks = _slot_of(tile_slots, table, tile, 2, NUM_SLOTS)
@@ -203,7 +206,8 @@ def _shrink_kernel(
     dtype: tl.constexpr = x.dtype.element_ty
     a = tl.multiple_of(tl.load(entry).to(tl.pointer_type(dtype)), 16)
     row, exists = _tile_rows(tile, tile_counts, order, IS_SINGLE, TILE)
-    wait_for_previous(PDL)
+    if not IS_BESIDE:
+        wait_for_previous(PDL)
     inner = tl.arange(0, BLOCK_K)[None, :]
     first_segment = tl.program_id(1) * SEGMENTS
     end_segment = tl.minimum(first_segment + SEGMENTS, tl.cdiv(K, SEGMENT))
@@ -219,6 +223,7 @@ def _shrink_kernel(
                     x + row[:, None] * x_stride + k + inner,
                     mask=exists[:, None] & inside,
                     other=0.0,
+                    cache_modifier=".cg",  # the first level's cache may be older than x
                 )
                 right = tl.load(
                     a + rank[:, None].to(tl.int64) * K + k + inner,
@@ -229,6 +234,8 @@ def _shrink_kernel(
             total += part
         target = sums + (tl.program_id(1) * num_rows + row)[:, None] * STRIDE + rank[None, :]
         tl.store(target, total, mask=exists[:, None] & (rank < ranks)[None, :])
+    if IS_BESIDE:
+        wait_for_previous(PDL)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -329,9 +336,10 @@ def _expand_kernel(
                 tl.store(target, value.to(dtype), mask=mask)
 
 
-def shrink(x: Tensor, tiles: Tiles, table: TritonTable) -> Tensor:
+def shrink(x: Tensor, tiles: Tiles, table: TritonTable, is_beside: bool = False) -> Tensor:
     """float32 [programs, rows, MAX_RANKS]: parts of the rows' products with A, to be added in
-    order. What belongs to no row or rank is not written.
+    order. What belongs to no row or rank is not written. `is_beside`: the kernel before it shares
+    its input x.
     """
     x = as_rows(x)
     rows, inner = x.shape
@@ -357,6 +365,7 @@ def shrink(x: Tensor, tiles: Tiles, table: TritonTable) -> Tensor:
         SEGMENT=SEGMENT,
         SEGMENTS=each,
         STRIDE=MAX_RANKS,
+        IS_BESIDE=is_beside,
         PDL=USE_PDL,
         num_warps=4,
         num_stages=2 if is_wide else 4,

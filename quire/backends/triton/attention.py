@@ -81,6 +81,14 @@ def _load_queries(
 
 
 @triton.jit
+def _slope(slopes, kv_head, rows, GROUP: tl.constexpr, SLOPES: tl.constexpr):
+    """What each row's scores rise by from key to key."""
+    if SLOPES:
+        return tl.load(slopes + kv_head * GROUP + rows % GROUP) * 1.4426950408889634
+    return 0.0
+
+
+@triton.jit
 def _store_output(
     out,
     keys,
@@ -135,6 +143,7 @@ def _decode_kernel(
     keys,
     values,
     sinks,
+    slopes,
     block_tables,
     work,
     partial_output,
@@ -158,6 +167,7 @@ def _decode_kernel(
     TILES: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    SLOPES: tl.constexpr,
     SINKS: tl.constexpr,
     SCALED: tl.constexpr,
     ONES: tl.constexpr,
@@ -200,6 +210,7 @@ def _decode_kernel(
         q = _load_queries(
             query, keys, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD
         )
+        slope = _slope(slopes, kv_head, rows, GROUP, SLOPES)
         highest = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS, ONES), tl.float32)
         output = tl.zeros((ROWS, D_PAD), tl.float32)
@@ -233,12 +244,14 @@ def _decode_kernel(
                 scale,
                 window,
                 cap,
+                slope,
                 D,
                 D_PAD,
                 BLOCK_SIZE,
                 KEYS,
                 WINDOW,
                 CAP,
+                SLOPES,
                 ONES,
                 WIDE,
             )
@@ -344,6 +357,7 @@ def _prefill_kernel(
     keys,
     values,
     sinks,
+    slopes,
     block_tables,
     work,
     failed,
@@ -365,6 +379,7 @@ def _prefill_kernel(
     TILES: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    SLOPES: tl.constexpr,
     SINKS: tl.constexpr,
     SCALED: tl.constexpr,
     ONES: tl.constexpr,
@@ -397,6 +412,7 @@ def _prefill_kernel(
     q = _load_queries(
         query, keys, first_row, rows, num_queries, kv_head, num_heads, GROUP, D, D_PAD
     )
+    slope = _slope(slopes, kv_head, rows, GROUP, SLOPES)
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS, ONES), tl.float32)
     output = tl.zeros((ROWS, D_PAD), tl.float32)
@@ -432,12 +448,14 @@ def _prefill_kernel(
                 scale,
                 window,
                 cap,
+                slope,
                 D,
                 D_PAD,
                 BLOCK_SIZE,
                 KEYS,
                 WINDOW,
                 CAP,
+                SLOPES,
                 ONES,
                 WIDE,
             )
@@ -473,6 +491,7 @@ def prefill_attention(
     work: Tensor,
     spec: AttentionSpec,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     failed: Tensor | None = None,
 ) -> None:
     """Attention of the items of a list `prefill`, or of those that `failed`: writes their rows of
@@ -490,6 +509,7 @@ def prefill_attention(
         keys=cache.keys,
         values=cache.values,
         sinks=out if sinks is None else sinks,
+        slopes=out if slopes is None else slopes,
         block_tables=block_tables,
         work=work,
         failed=work if failed is None else failed,
@@ -512,6 +532,7 @@ def decode_attention(
     num_partials: int,
     spec: AttentionSpec,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> None:
     """Attention of the items of a list `decode` or `small`: writes their rows of `out`."""
     if len(work) < 2:
@@ -526,6 +547,7 @@ def decode_attention(
         keys=cache.keys,
         values=cache.values,
         sinks=out if sinks is None else sinks,
+        slopes=out if slopes is None else slopes,
         block_tables=block_tables,
         work=work,
         partial_output=partial_output,
@@ -578,6 +600,7 @@ def _arguments(
         "TILES": SPLIT // keys,
         "WINDOW": spec.sliding_window is not None,
         "CAP": spec.soft_cap > 0,
+        "SLOPES": bool(spec.slopes),
         "SINKS": has_sinks,
         "SCALED": value_scale != 1,
         "ONES": _ONES,

@@ -71,17 +71,19 @@ def attend_tile(
     scale,
     window,
     cap,
+    slope,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
+    SLOPES: tl.constexpr,
     ONES: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Adds one tile of keys to the running softmax of the queries: highest [rows], total [rows,
-    ONES] (all columns the same), output [rows, D_PAD].
+    ONES] (all columns the same), output [rows, D_PAD]. `slope` [rows] has log2(e) in it.
     """
     key = first_key + tl.arange(0, KEYS)
     exists = key < context_len
@@ -100,6 +102,9 @@ def attend_tile(
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
     if CAP:  # the scaled scores are capped, so there is nothing left to scale
         scores, scale = soft_capped(scores * scale, cap), 1.0
+    if SLOPES:
+        distance = (key[None, :] - position[:, None]).to(tl.float32)
+        scores, scale = tl.fma(slope[:, None], distance, scores * scale), 1.0
     visible = key[None, :] <= position[:, None]
     if WINDOW:
         visible = visible & (key[None, :] > position[:, None] - window)

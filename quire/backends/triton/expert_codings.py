@@ -136,7 +136,8 @@ def expand(piece, CODING: gl.constexpr, OPERAND: gl.constexpr, WARPS: gl.constex
             pack=1,
         )
     else:
-        scales = _scales(piece[-1], CODING, piece[0].type.layout)
+        layout: gl.constexpr = piece[0].type.layout
+        scales = _scales(piece[-1], CODING, layout)
         if CODING == BYTES:
             a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
                 _EXPAND_BYTES,

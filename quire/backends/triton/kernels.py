@@ -18,17 +18,22 @@ from torch import Tensor
 
 from quire.backends.triton import (
     adapters,
+    convolution,
     cublas,
     filters,
+    gated_norm,
     heads,
     inputs,
     latent,
+    linear_pair,
     logprobs,
     quantized,
+    recurrent,
     repeats,
+    router_linear,
     rowwise,
     sampling,
-    untried,
+    shared_experts,
 )
 from quire.backends.triton import attention as paged_attention
 from quire.backends.triton import moe as experts_kernels
@@ -50,6 +55,7 @@ from quire.backends.triton.linear import (
     room_for,
 )
 from quire.backends.triton.packed_size import packed_bytes
+from quire.backends.triton.shapes import as_rows
 from quire.backends.triton.small_batches import are_exact
 from quire.kernels.formats import Format
 from quire.kernels.latent import LatentHeads, LatentSpec
@@ -63,9 +69,11 @@ from quire.kernels.ops import (
     LayerCache,
     MoeSpec,
     PagedBatch,
+    Router,
+    SharedExpert,
     TransformActivated,
 )
-from quire.kernels.recurrent import RecurrentSpec
+from quire.kernels.recurrent import ConvolutionSpec, RecurrentSpec
 from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Weight
 from quire.process.compile_together import compile_together
@@ -112,11 +120,16 @@ class TritonKernels(ReferenceKernels):
     layer_norm = staticmethod(rowwise.layer_norm)
     gate = staticmethod(rowwise.gate)
     soft_cap_ = staticmethod(rowwise.soft_cap_)
+    clamp_ = staticmethod(rowwise.clamp_)
     qkv_to_cache_ = staticmethod(heads.qkv_to_cache_)
     linear_heads = staticmethod(latent.linear_heads)
     latent_to_cache_ = staticmethod(latent.latent_to_cache_)
+    latent_queries_ = staticmethod(latent.latent_queries_)
     sigmoid_mul = staticmethod(rowwise.sigmoid_mul)
     sigmoid_mul_add = staticmethod(rowwise.sigmoid_mul_add)
+    convolve_ = staticmethod(convolution.convolve_)
+    recur_ = staticmethod(recurrent.recur_)
+    gated_norm = staticmethod(gated_norm.gated_norm)
     gather_inputs = staticmethod(inputs.gather_inputs)
     shorten_attention_work_ = staticmethod(shorten_attention_work_)
     gumbel_argmax = staticmethod(sampling.gumbel_argmax)
@@ -131,8 +144,6 @@ class TritonKernels(ReferenceKernels):
         self._dtype = dtype
         self._quantized = quantized.QuantizedProducts(self.linear)
         self._is_exact: dict[tuple[torch.Size, torch.dtype, bool], bool] = {}
-        self.takes_adapters = untried.is_on("adapters")
-        self._takes_latent = untried.is_on("latent")
         self._row_tiles = adapters.RowTiles()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._device = device
@@ -142,7 +153,9 @@ class TritonKernels(ReferenceKernels):
         return self._dtype != torch.float32 and quantized.computes(format)
 
     def captures(self, part: object) -> bool:
-        return _has_own_experts(part) if isinstance(part, MoeSpec) else super().captures(part)
+        if isinstance(part, MoeSpec):
+            return _has_own_experts(part)
+        return isinstance(part, (ConvolutionSpec, RecurrentSpec)) or super().captures(part)
 
     def pack(self, weight: Weight) -> Weight:
         if len(weight.shape) > 1 and any(self.computes(part.format) for part in weight.parts):
@@ -163,6 +176,9 @@ class TritonKernels(ReferenceKernels):
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         if x.dtype == torch.float32 and weight.is_dense and len(weight.shape) == 2:
+            if self._dtype != torch.float32 and weight.shape[1] <= router_linear.MAX_INNER:
+                result = router_linear.router_linear(x, weight.tensor, bias)
+                return result if out is None else out.copy_(result)
             # The order in which kernels for experts add, so that rows without adapters have the same
             # bits beside some that have them.
             result = linear(x, weight.tensor.to(x.dtype), bias)
@@ -172,9 +188,7 @@ class TritonKernels(ReferenceKernels):
         if not weight.is_dense:
             return self._quantized.linear(x, weight, bias, out, silu_mul=False)
         rows, matrix = x.shape[0], weight.tensor
-        own = _own_product(x, matrix, silu_mul=False) or (
-            None if self._check(matrix, bias is not None) else linear
-        )
+        own = self._own_linear(x, weight, bias)
         if own is not None:
             return own(x, matrix, bias, out, False)
         x = _padded(x.contiguous())
@@ -182,6 +196,29 @@ class TritonKernels(ReferenceKernels):
             return cublas.product(x, matrix, out, bias)
         result = cublas.product(x, matrix, room_for(x, matrix.shape[0]), bias)[:rows]
         return result if out is None else out.copy_(result)
+
+    def _own_linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None
+    ) -> Callable[..., Tensor] | None:
+        """Our own kernel for a product of a dense weight in half precision, where cuBLAS is slower or
+        not exact.
+        """
+        if x.dtype == torch.float32:
+            return None
+        own = _own_product(x, weight.tensor, silu_mul=False)
+        return own or (None if self._check(weight.tensor, bias is not None) else linear)
+
+    def linear_pair(
+        self,
+        x: Tensor,
+        first: Weight,
+        first_bias: Tensor | None,
+        second: Weight,
+        second_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        if second_bias is None and linear_pair.takes(x, first, second):
+            return linear_pair.linear_pair(x, first, second, first_bias)
+        return super().linear_pair(x, first, first_bias, second, second_bias)
 
     def linear_gated(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
@@ -210,8 +247,14 @@ class TritonKernels(ReferenceKernels):
         out: Tensor | None = None,
     ) -> Tensor:
         tiles, table = self._adapted(x, slots, table)
-        sums = adapters.shrink(x, tiles, table)
-        out = self.linear(x, weight, bias, out)
+        x = as_rows(x)
+        own = self._own_linear(x, weight, bias) if weight.is_dense else None
+        if own is not None:  # the product with A beside that with the weight
+            out = own(x, weight.tensor, bias, out, False, shares_input=True)
+            sums = adapters.shrink(x, tiles, table, is_beside=True)
+        else:
+            sums = adapters.shrink(x, tiles, table)
+            out = self.linear(x, weight, bias, out)
         adapters.expand_(out, sums, tiles, table)
         return out
 
@@ -245,13 +288,34 @@ class TritonKernels(ReferenceKernels):
             return experts_kernels.moe(x, router_logits, experts, spec, transform_activated)
         return super().moe(x, router_logits, experts, spec, transform_activated, adapters)
 
-    def choose_experts(
-        self, router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None
+    def routed_experts(
+        self,
+        x: Tensor,
+        router: Router,
+        experts: ExpertWeights,
+        spec: MoeSpec,
+        shared: SharedExpert | None,
     ) -> Tensor:
+        if shared is None or not _has_own_experts(spec):
+            return super().routed_experts(x, router, experts, spec, shared)
+        if shared_experts.joins(x, router, experts, spec, shared):
+            return shared_experts.routed_experts(x, router, experts, spec, shared)
+        if spec.has_float32_router and shared_experts.widens(x, router):
+            logits = router_linear.router_linear(x, router.weight.tensor, router.bias)
+        else:
+            logits = self.linear(x.float() if spec.has_float32_router else x, *router)
+        hidden = self.linear_gated(x, shared.up, None, spec.activation)
+        output = self.linear(hidden, shared.down)
+        gate = None if shared.gate is None else self.linear(x, shared.gate)
+        return experts_kernels.moe(x, logits, experts, spec, None, output, gate)
+
+    def route(
+        self, router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         if not _has_own_experts(spec):
-            return super().choose_experts(router_logits, spec, choice_bias)
-        chosen, _ = experts_kernels.route(router_logits, spec, choice_bias)
-        return chosen.view(-1, spec.top_k).long()
+            return super().route(router_logits, spec, choice_bias)
+        chosen, weights = experts_kernels.route(router_logits, spec, choice_bias)
+        return weights.view(-1, spec.top_k), chosen.view(-1, spec.top_k).long()
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
         return (
@@ -262,7 +326,7 @@ class TritonKernels(ReferenceKernels):
 
     def has_kernels_for(self, mixer: object) -> bool:
         if isinstance(mixer, LatentSpec):
-            return self._takes_latent
+            return True
         if isinstance(mixer, RecurrentSpec) and (mixer.gate_rank or mixer.norm.sigmoid):
             return False
         return not (isinstance(mixer, AttentionSpec) and mixer.chunk is not None)
@@ -291,6 +355,7 @@ class TritonKernels(ReferenceKernels):
         batch: PagedBatch,
         spec: AttentionSpec,
         sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
     ) -> Tensor:
         work = batch.work
         if work is None:  # outside an engine; inside, it was made before the step was sent off
@@ -315,7 +380,7 @@ class TritonKernels(ReferenceKernels):
             )
         out = torch.empty_like(query)
         for name, some in work.items():
-            self._attend(name, some, query, out, cache, batch, spec, sinks)
+            self._attend(name, some, query, out, cache, batch, spec, sinks, slopes)
         return out
 
     def _attend(
@@ -328,17 +393,19 @@ class TritonKernels(ReferenceKernels):
         batch: PagedBatch,
         spec: AttentionSpec,
         sinks: Tensor | None,
+        slopes: Tensor | None,
     ) -> None:
         """Attention of one of a step's lists, by the quickest kernel; only attention.py knows soft
-        caps.
+        caps and slopes.
         """
-        has_others = are_exact(query.device, query.dtype) and not spec.soft_cap
+        is_plain = not spec.soft_cap and slopes is None
+        has_others = are_exact(query.device, query.dtype) and is_plain
         arguments = query, out, cache, batch.block_tables, work
         if name == "prefill":
             if has_others and sinks is None and prompt_attention.takes(query, cache):
                 prompt_attention.prompt_attention(*arguments, spec, self._num_multiprocessors)
             else:
-                paged_attention.prefill_attention(*arguments, spec, sinks)
+                paged_attention.prefill_attention(*arguments, spec, sinks, slopes)
             return
         num_partials = 0 if batch.max_context_len <= SPLIT else len(work) - 1
         if name == "small" and has_others and small_batch_attention.takes(query, cache):
@@ -346,7 +413,7 @@ class TritonKernels(ReferenceKernels):
                 *arguments, num_partials, spec, self._num_multiprocessors, sinks
             )
         else:
-            paged_attention.decode_attention(*arguments, num_partials, spec, sinks)
+            paged_attention.decode_attention(*arguments, num_partials, spec, sinks, slopes)
 
     def _check(self, weight: Tensor, has_bias: bool) -> bool:
         """Whether cuBLAS gives a row the same bits in batches of any size, for weights of this

@@ -62,10 +62,16 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit
-def begin(PDL: tl.constexpr):
-    """The first lines of a kernel: let the next one start, then wait for the one before."""
-    let_next_start(PDL)
-    wait_for_previous(PDL)
+def begin(PDL: tl.constexpr, SHARES_INPUT: tl.constexpr = False):
+    """The first lines of a kernel: let the next one start, then wait for the one before. With
+    SHARES_INPUT the other way round: the next one may read this one's input before it waits.
+    """
+    if SHARES_INPUT:
+        wait_for_previous(PDL)
+        let_next_start(PDL)
+    else:
+        let_next_start(PDL)
+        wait_for_previous(PDL)
 
 
 @triton.jit

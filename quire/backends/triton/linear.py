@@ -50,12 +50,13 @@ def _linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SHARES_INPUT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """BLOCK_N outputs of BLOCK_M rows; with SILU_MUL silu(output[i]) * output[i + N]. EVEN: no tile
     needs a mask.
     """
-    begin(PDL)
+    begin(PDL, SHARES_INPUT)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     inner = tl.arange(0, BLOCK_K)
@@ -98,9 +99,11 @@ def linear(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     silu_mul: bool = False,
+    shares_input: bool = False,
 ) -> Tensor:
     """x [rows, in] times weight [out, in] transposed by the kernel above, for any number of rows.
-    With `silu_mul`, silu(first half of the outputs) * (second half).
+    With `silu_mul`, silu(first half of the outputs) * (second half). `shares_input`: the kernel after
+    it may read x before it waits for this one.
     """
     rows, inner = x.shape
     size = weight.shape[0] // 2 if silu_mul else weight.shape[0]
@@ -125,6 +128,7 @@ def linear(
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
+            SHARES_INPUT=shares_input,
             PDL=USE_PDL,
             num_stages=stages,
             num_warps=warps,

@@ -1,5 +1,5 @@
 """Mixture of experts: route, group the (row, expert) pairs by expert, two grouped products,
-combine.
+combine. An expert that all rows share can be among the others, the last one of each row.
 
 Nothing is decided on the host: grids are upper bounds for a number of rows, and work lists lie on
 the device, so all of it can be captured in a CUDA graph. A pair's product does not depend on the
@@ -15,11 +15,18 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.backends.triton.grouping import Tiles, group_pairs
-from quire.backends.triton.launch import HAS_GLUON, LAUNCH, USE_PDL, begin
+from quire.backends.triton.launch import HAS_GLUON, LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.backends.triton.linear import Tile
+from quire.backends.triton.rowwise import sigmoid
 from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, row_stride
 from quire.backends.triton.tile_product import quantize_rows, tile_product
-from quire.kernels.ops import ExpertWeights, MoeSpec, TransformActivated
+from quire.kernels.ops import (
+    Activation,
+    ExpertWeights,
+    MoeSpec,
+    SharedExpert,
+    TransformActivated,
+)
 from quire.kernels.routing import route as reference_route
 from quire.kernels.weights import Weight
 
@@ -47,9 +54,12 @@ def _route_kernel(
     NORMALIZE: tl.constexpr,
     SIGMOID: tl.constexpr,
     BIAS: tl.constexpr,
+    SHARED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The TOP_K experts of one row in ascending order, and their weights."""
+    """The TOP_K experts of one row in ascending order, and their weights; with SHARED, behind them
+    expert EXPERTS.
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
@@ -81,32 +91,52 @@ def _route_kernel(
     if NORMALIZE:
         weight = weight / tl.sum(tl.where(chosen, weight, 0.0), 0)
     weight *= weight_scale
-    place = row * TOP_K + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    first = row * (TOP_K + 1 if SHARED else TOP_K)
+    place = first + tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(expert_ids + place, expert, mask=chosen)
     tl.store(weights + place, weight, mask=chosen)
+    if SHARED:
+        tl.store(expert_ids + first + TOP_K, EXPERTS)
 
 
 @triton.jit
 def _combine_kernel(
     products,
     weights,
+    shared,
+    gate,
     out,
+    shared_stride,
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The weighted sum of a row's pairs, which lie in the order of their experts."""
+    """The weighted sum of TOP_K of a row's PAIRS, which lie in the order of their experts. With
+    SHARED, what the shared expert gave is added to the rounded sum, times the sigmoid of the row's
+    gate if there is one (GATE).
+    """
     begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = column < SIZE
+    dtype: tl.constexpr = out.dtype.element_ty
+    first = row * PAIRS
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(TOP_K):
-        pair = row * TOP_K + i
-        product = tl.load(products + pair * SIZE + column, mask=exists, other=0.0)
-        total += product.to(tl.float32) * tl.load(weights + pair)
-    tl.store(out + row * SIZE + column, total.to(out.dtype.element_ty), mask=exists)
+        product = tl.load(products + (first + i) * SIZE + column, mask=exists, other=0.0)
+        total += product.to(tl.float32) * tl.load(weights + first + i)
+    total = total.to(dtype)
+    if SHARED:
+        added = tl.load(shared + row * shared_stride + column, mask=exists, other=0.0)
+        if GATE:
+            share = sigmoid(tl.load(gate + row).to(tl.float32))
+            added = (share.to(dtype).to(tl.float32) * added.to(tl.float32)).to(dtype)
+        total = (total.to(tl.float32) + added.to(tl.float32)).to(dtype)
+    tl.store(out + row * SIZE + column, total, mask=exists)
 
 
 def moe(
@@ -115,54 +145,89 @@ def moe(
     experts: ExpertWeights,
     spec: MoeSpec,
     transform_activated: TransformActivated | None = None,
+    shared: SharedExpert | Tensor | None = None,
+    shared_gate: Tensor | None = None,
 ) -> Tensor:
-    """`Kernels.moe`."""
-    gate_up, down, top_k = experts.gate_up, experts.down, spec.top_k
+    """`Kernels.moe`, and the output of an expert that all rows share, times the sigmoid of
+    `shared_gate` [rows, 1] if there is one. It is given as [rows, hidden], or by its weights, which
+    must be as the others' then (`shared_experts.joins`).
+    """
+    gate_up, down = experts.gate_up, experts.down
     source = as_rows(x)
     rows = source.shape[0]
     num_experts, hidden, _ = down.shape
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
-    expert_ids, weights = route(router_logits, spec, experts.choice_bias)
+    joined = shared if isinstance(shared, SharedExpert) else None
+    is_joined = joined is not None
+    expert_ids, weights = route(router_logits, spec, experts.choice_bias, is_joined)
     if _is_streamed(gate_up) and _is_streamed(down):
-        width = streamed_experts.tile_width(rows * top_k, num_experts)
+        width = streamed_experts.tile_width(len(expert_ids), num_experts)
     else:
-        width = tile_width(rows * top_k, num_experts, x.dtype)
-    tiles = group_pairs(expert_ids, num_experts, rows, width)
-    activated = _expert_product(source, gate_up, experts.gate_up_bias, tiles, spec, is_gated=True)
+        width = tile_width(len(expert_ids), num_experts, x.dtype)
+    tiles = group_pairs(expert_ids, num_experts + is_joined, rows, width)
+    activated = _expert_product(
+        source,
+        gate_up,
+        experts.gate_up_bias,
+        tiles,
+        len(expert_ids) // rows,
+        spec.activation,
+        joined and joined.up.tensor,
+    )
     if transform_activated is not None:
         activated = transform_activated(activated)
-    products = _expert_product(activated, down, experts.down_bias, tiles, spec, is_gated=False)
+    products = _expert_product(
+        activated, down, experts.down_bias, tiles, 1, None, joined and joined.down.tensor
+    )
+    added = products
+    if joined is not None:
+        added = products.view(rows, -1, hidden)[:, -1]
+    elif isinstance(shared, Tensor):
+        added = as_rows(shared)
     block = min(_COMBINE_BLOCK, next_power_of_2(hidden))
     _combine_kernel[(rows, cdiv(hidden, block))](
         products=products,
         weights=weights,
+        shared=added,
+        gate=weights if shared_gate is None else shared_gate,
         out=out,
+        shared_stride=added.stride(0),
         SIZE=hidden,
-        TOP_K=top_k,
+        TOP_K=spec.top_k,
+        PAIRS=len(expert_ids) // rows,
+        SHARED=shared is not None,
+        GATE=shared_gate is not None,
         BLOCK=block,
         PDL=USE_PDL,
         num_warps=4,
+        **ROUND_ALWAYS,  # as where rows have adapters (`TritonKernels.moe`)
         **LAUNCH,
     )
     return out
 
 
 def route(
-    router_logits: Tensor, spec: MoeSpec, choice_bias: Tensor | None = None
+    router_logits: Tensor,
+    spec: MoeSpec,
+    choice_bias: Tensor | None = None,
+    has_shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """int32 [rows * top_k] experts, in ascending order in each row, and float32 weights beside
-    them.
+    them. With a shared expert [rows * (top_k + 1)], the last of each row, whose weight means
+    nothing.
     """
     if spec.num_groups > 1:  # no kernel of its own; sorted as the kernel leaves them
+        assert not has_shared
         by_score, chosen = reference_route(router_logits, spec, choice_bias)
         ascending = chosen.sort(dim=-1)
         return ascending.values.flatten().int(), by_score.gather(1, ascending.indices).flatten()
     logits = as_rows(router_logits)
     (rows, num_experts), top_k = logits.shape, spec.top_k
-    expert_ids = torch.empty(rows * top_k, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(rows * top_k, dtype=torch.float32, device=logits.device)
+    pairs = rows * (top_k + has_shared)
+    expert_ids = torch.empty(pairs, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(pairs, dtype=torch.float32, device=logits.device)
     block = next_power_of_2(num_experts)
     _route_kernel[(rows,)](
         router_logits=logits,
@@ -177,6 +242,7 @@ def route(
         NORMALIZE=spec.normalize_weights,
         SIGMOID=spec.sigmoid_scores,
         BIAS=choice_bias is not None,
+        SHARED=has_shared,
         PDL=USE_PDL,
         num_warps=1,
         **LAUNCH,
@@ -200,19 +266,27 @@ def _is_streamed(weight: Weight) -> bool:
 
 
 def _expert_product(
-    x: Tensor, weight: Weight, bias: Tensor | None, tiles: Tiles, spec: MoeSpec, is_gated: bool
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    tiles: Tiles,
+    top_k: int,
+    activation: Activation | None,
+    shared: Tensor | None,
 ) -> Tensor:
-    activation = spec.activation if is_gated else None
+    """`top_k`: how many pairs have the same row of x, where there is an activation."""
     if _is_streamed(weight):
-        return streamed_experts.expert_product(x, weight, bias, tiles, spec.top_k, activation)
+        return streamed_experts.expert_product(x, weight, bias, tiles, top_k, activation)
     # The inner block of 128 is the group size of FP8 weights with groups. Bits of plain weights
     # don't depend on it.
     format = weight.parts[0].format
     is_fp8 = format.codes == torch.float8_e4m3fn
     block, stages, warps = (FP8_TILES if is_fp8 else TILES)[tiles.width]
     inner, stages = (32, 2) if x.dtype == torch.float32 else (128, stages)
-    tile = Tile(tiles.width, block // 2 if is_gated else block, inner, stages, warps)
+    tile = Tile(tiles.width, block // 2 if activation else block, inner, stages, warps)
     rows, scales = x, None
     if format.codes is not None and not format.has_zeros:
         rows, scales = quantize_rows(x, format.codes, format.group)
-    return tile_product(rows, weight, bias, tiles, tile, x.dtype, spec.top_k, activation, scales)
+    return tile_product(
+        rows, weight, bias, tiles, tile, x.dtype, top_k, activation, scales, shared=shared
+    )

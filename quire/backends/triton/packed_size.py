@@ -11,7 +11,6 @@ from functools import cache
 
 import torch
 
-from quire.backends.triton import untried
 from quire.backends.triton.expert_layouts import can_pack, coding_of, packed_shape
 from quire.kernels.formats import Format
 
@@ -56,8 +55,7 @@ def packed_size(
         rows = -(-out // _TILE_OUTPUTS) * _TILE_OUTPUTS
         return rows * (inner // 2 + inner // group * 4)
     coding = coding_of(format, inner)
-    is_on = format.name == "MXFP4" or untried.is_on("experts")
-    if stack and is_on and capability[0] == 9 and dtype == torch.bfloat16:  # noqa: SIM102
+    if stack and capability[0] == 9 and dtype == torch.bfloat16:  # noqa: SIM102
         if coding is not None and can_pack(coding, out, inner):
             return math.prod(packed_shape(coding, stack[0], out, inner)) * 4
     rows = numbers // inner

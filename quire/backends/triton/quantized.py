@@ -14,7 +14,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quire.backends.triton import untried
 from quire.backends.triton.expert_layouts import can_pack as can_stream
 from quire.backends.triton.expert_layouts import coding_of, pack_experts
 from quire.backends.triton.grouping import rows_in_order
@@ -115,8 +114,6 @@ def _streams_experts(weight: Weight, dtype: torch.dtype) -> bool:
     if not HAS_GLUON or torch.cuda.get_device_capability()[0] != 9:
         return False
     format = weight.parts[0].format
-    if format.name != "MXFP4" and not untried.is_on("experts"):
-        return False
     return weight.device.type != "cuda" or experts_are_exact(
         weight.device, format, weight.shape[-1]
     )

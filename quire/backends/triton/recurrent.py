@@ -32,10 +32,10 @@ from quire.errors import DeviceError
 from quire.kernels.ops import PagedBatch
 from quire.kernels.recurrent import RecurrentCache, RecurrentSpec, RecurrentWeights
 
-_STAGES = 8
-"""Of 16 rows of the state, or tokens, that are asked for ahead."""
-_REGISTERS = 168
-"""Of a thread, so that three programs run on a multiprocessor: each waits most of its time."""
+FORMS = {16: (8, 168), 32: (8, 168), 64: (4, 128)}
+"""By columns: stages (of 16 rows of the state, or tokens, that are asked for ahead) and registers of
+a thread. With 128 four programs run on a multiprocessor, each of which waits much of its time.
+"""
 _FEW_PROGRAMS = 264
 """Up to so many programs there are twice as many, of half as many columns."""
 _FEW_ROWS = 512
@@ -367,6 +367,7 @@ def recur_(
     columns = min(64, max(16, next_power_of_2(spec.value_dim)))
     if columns == 64 and count * value_heads * cdiv(spec.value_dim, 64) <= _FEW_PROGRAMS:
         columns = 32
+    stages, registers = FORMS[columns]
     # Pipelined loops would read a tile's records before the tile before it has written them.
     _recur_kernel[(count, value_heads * cdiv(spec.value_dim, columns))](
         skip=weights.time_bias if weights.skip is None else weights.skip,
@@ -385,10 +386,10 @@ def recur_(
             cache.changes.data_ptr(),
         ),
         COLUMNS=columns,
-        STAGES=_STAGES,
+        STAGES=stages,
         INTERPRETED=INTERPRETED,
         num_stages=1,
-        maxnreg=_REGISTERS,
+        maxnreg=registers,
         **shared,
     )
     return out

@@ -168,6 +168,12 @@ NUMBERS = {
 
 
 @triton.jit
+def sigmoid(x):
+    """In float32; for other kernels' use too."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
 def silu(x):
     """x * sigmoid(x) in float32; for other kernels' use too."""
     return x / (1.0 + tl.exp(-x))
@@ -261,7 +267,7 @@ def _sigmoid_mul_kernel(
         found = tl.load(gate + row * gate_stride + column, mask=exists, other=0.0)
     else:
         found = tl.load(gate + row * gate_stride)
-    share = 1.0 / (1.0 + tl.exp(-found.to(tl.float32)))
+    share = sigmoid(found.to(tl.float32))
     result = (share.to(dtype).to(tl.float32) * value.to(tl.float32)).to(dtype)
     if ADDED:
         first = tl.load(other + row * other_stride + column, mask=exists, other=0.0)
@@ -353,6 +359,27 @@ def soft_cap_(x: Tensor, cap: float) -> None:
         raise ValueError(f"Rows must lie in one piece: {x.stride()}.")
     _launch_by_blocks(
         _soft_cap_kernel, rows, size, x=x, stride=x.stride(0), cap=cap, **ROUND_ALWAYS
+    )
+
+
+@triton.jit
+def _clamp_kernel(x, stride, limit, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    begin(PDL)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = x + tl.program_id(0).to(tl.int64) * stride + column
+    value = tl.load(place, mask=column < SIZE, other=0.0).to(tl.float32)
+    value = tl.where(value > limit, limit, value)  # NaN is neither above nor below
+    value = tl.where(value < -limit, -limit, value)
+    tl.store(place, value.to(x.dtype.element_ty), mask=column < SIZE)
+
+
+def clamp_(x: Tensor, limit: float) -> None:
+    """`Kernels.clamp_`."""
+    rows, size = x.shape
+    if x.stride(1) != 1:
+        raise ValueError(f"Rows must lie in one piece: {x.stride()}.")
+    _launch_by_blocks(
+        _clamp_kernel, rows, size, x=x, stride=x.stride(0), limit=limit, **ROUND_ALWAYS
     )
 
 

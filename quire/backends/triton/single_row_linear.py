@@ -97,6 +97,7 @@ def _single_row_kernel(
     OUT: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
+    SHARES_INPUT: gl.constexpr,
     PDL: gl.constexpr,
 ):
     """Computes OUT outputs; with SILU_MUL OUT / 2 of silu(output[i]) * output[i + N]."""
@@ -110,7 +111,7 @@ def _single_row_kernel(
     )
     as_row: gl.constexpr = gl.DotOperandLayout(0, accumulator, 4 if IS_FP8 else 2)
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([OUT, TILE], number)
-    if PDL:
+    if PDL and not SHARES_INPUT:
         cuda.gdc_launch_dependents()
     first = gl.program_id(0) * HALF
     staged = gl.allocate_shared_memory(number, [STAGES, OUT, TILE], shared)
@@ -120,6 +121,8 @@ def _single_row_kernel(
         )
     if PDL:
         cuda.gdc_wait()
+        if SHARES_INPUT:
+            cuda.gdc_launch_dependents()
     row = gl.allocate_shared_memory(
         number, [TILES, 1, TILE], gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
     )
@@ -201,10 +204,11 @@ def single_row_linear(
     out: Tensor | None,
     silu_mul: bool,
     scales: Tensor | None = None,
+    shares_input: bool = False,
 ) -> Tensor:
     """x [1, in] times weight [out, in] transposed, into `out` if given; with `silu_mul`, silu(first
     half of the outputs) * (second half). For weights where `takes` says yes; FP8 ones have scales
-    [out].
+    [out]. `shares_input` as in `linear`.
     """
     size, inner = weight.shape
     if out is None:
@@ -223,6 +227,7 @@ def single_row_linear(
         OUT=each,
         TILE=tile,
         STAGES=stages,
+        SHARES_INPUT=shares_input,
         PDL=USE_PDL,
         num_warps=4,
         **ROUND_ALWAYS,

@@ -22,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from quire.backends.triton import untried
 from quire.backends.triton.grouping import GROUPED, IN_ORDER, Tiles
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin, num_multiprocessors
 from quire.backends.triton.linear import Tile
@@ -296,11 +295,23 @@ def expand_codes(weight: Weight, dtype: torch.dtype) -> Tensor:
     return numbers
 
 
+@triton.jit
+def _matrices_of(expert, weight, shared, EXPERTS: tl.constexpr, SHARED: tl.constexpr):
+    """A pointer to some matrices, and which of them is the expert's: the shared one, which has the
+    number after the others, lies elsewhere.
+    """
+    if SHARED:
+        is_shared = expert == EXPERTS
+        return tl.where(is_shared, shared, weight), tl.where(is_shared, 0, expert)
+    return weight, expert
+
+
 @triton.jit(do_not_specialize=["num_rows", "bound"])
 def _product_kernel(
     x,
     x_scales,
     weight,
+    shared,
     scales,
     others,
     bias,
@@ -326,7 +337,7 @@ def _product_kernel(
     FP4: tl.constexpr,
     OTHER: tl.constexpr,
     LOOPED: tl.constexpr,
-    AHEAD: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -339,8 +350,9 @@ def _product_kernel(
     GATED: the weight has 2 * OUTER rows, gate and up, and a program takes BLOCK / 2 of each; x has
     one row for TOP_K pairs. Otherwise x has a row for each pair. LISTED says where a tile's pairs
     are found (`Tiles`). LOOPED: there may be more tiles than programs, which go on to further ones.
-    AHEAD: scales of groups are loaded one group before they are needed (the compiler does so with
+    Scales of groups are loaded one group before they are needed (the compiler does so with
     what a product reads, not with these; it stops to do so where they come from further back).
+    SHARED: expert EXPERTS has the plain matrix `shared`.
     """
     HALF: tl.constexpr = BLOCK // 2 if GATED else BLOCK
     ROWS: tl.constexpr = 2 * OUTER if GATED else OUTER
@@ -361,9 +373,10 @@ def _product_kernel(
             # So the list may be read before the wait, not through the L1 cache; it is only a hint
             # for prefetching.
             likely = tl.load(tile_experts + first_tile, volatile=True)
+            matrices, likely = _matrices_of(likely, weight, shared, EXPERTS, SHARED)
             valid = (likely >= 0) & (likely < EXPERTS)
             rows = tl.where(valid, likely, 0).to(tl.int64) * ROWS + weight_row
-            _prefetch(weight, rows, exists & valid, SIZE, LINES)
+            _prefetch(matrices, rows, exists & valid, SIZE, LINES)
             cuda.gdc_wait()
 
     slot = tl.arange(0, TILE)
@@ -376,12 +389,14 @@ def _product_kernel(
     for turn in range(turns):
         tile = first_tile + turn * tl.num_programs(1)
         expert = tl.zeros((), tl.int64)
+        matrices = weight
         # rows after the last one are computed as copies of it and not stored
         if LISTED == IN_ORDER:
             pair = tl.minimum(tile * TILE + slot, num_rows - 1)
             occupied = tile * TILE + slot < num_rows
         else:
             expert = tl.load(tile_experts + tile).to(tl.int64)
+            matrices, expert = _matrices_of(expert, weight, shared, EXPERTS, SHARED)
             if LISTED == GROUPED:
                 occupied = slot < tl.load(tile_counts + tile)
                 pair = tl.load(order + tile * TILE + slot, mask=occupied, other=0)
@@ -426,12 +441,12 @@ def _product_kernel(
                     )
         else:
             inner = tl.arange(0, BLOCK_K)[None, :]
-            weights = weight + row_of_weights[:, None] * INNER + inner
+            weights = matrices + row_of_weights[:, None] * INNER + inner
             inputs = x + x_row[:, None] * x_stride + inner
             LAST: tl.constexpr = INNER // BLOCK_K - 1
             row_scales = scales + row_of_weights * (LAST + 1)
             input_scales = x_scales + x_row * (LAST + 1)
-            if KIND == _IN_GROUPS and AHEAD:
+            if KIND == _IN_GROUPS:
                 scale = tl.load(row_scales, mask=exists, other=0.0)
                 x_scale = tl.load(input_scales)
             for k in range(0, INNER, BLOCK_K):
@@ -449,19 +464,14 @@ def _product_kernel(
                     input_tile = tl.load(inputs, mask=occupied[:, None] & within, other=0.0)
                 if KIND == _IN_GROUPS:
                     group = k // BLOCK_K
-                    if AHEAD:
-                        later = tl.minimum(group + 1, LAST)
-                        next_scale = tl.load(row_scales + later, mask=exists, other=0.0)
-                        next_x_scale = tl.load(input_scales + later)
-                    else:
-                        scale = tl.load(row_scales + group, mask=exists, other=0.0)
-                        x_scale = tl.load(input_scales + group)
+                    later = tl.minimum(group + 1, LAST)
+                    next_scale = tl.load(row_scales + later, mask=exists, other=0.0)
+                    next_x_scale = tl.load(input_scales + later)
                     product = tl.dot(weight_tile, tl.trans(input_tile), out_dtype=number).to(
                         tl.float32
                     )
                     total += product * (scale[:, None] * x_scale[None, :])
-                    if AHEAD:
-                        scale, x_scale = next_scale, next_x_scale
+                    scale, x_scale = next_scale, next_x_scale
                 else:
                     total = tl.dot(
                         weight_tile,
@@ -498,10 +508,12 @@ def tile_product(
     activation: Activation | None = None,
     x_scales: Tensor | None = None,
     out: Tensor | None = None,
+    shared: Tensor | None = None,
 ) -> Tensor:
     """[pairs, outputs]: the rows of x of each tile times the weight of its expert, plus bias. With
     an activation: activation(first half of the outputs) * second half, and x has one row for
-    `top_k` pairs. With 8-bit weights, x and x_scales are what `quantize_rows` returns.
+    `top_k` pairs. With 8-bit weights, x and x_scales are what `quantize_rows` returns. `shared`
+    is the matrix of the expert after the last one, where weights are plain.
     """
     (part,) = weight.parts
     *stack, size, inner = weight.shape
@@ -530,6 +542,7 @@ def tile_product(
         x=x,
         x_scales=x if x_scales is None else x_scales,
         weight=first,
+        shared=first if shared is None else shared,
         scales=others[0] if others else first,
         others=others[-1] if others else first,
         bias=first if bias is None else bias,
@@ -555,7 +568,7 @@ def tile_product(
         FP4=coding.fp4,
         OTHER=coding.other,
         LOOPED=is_looped,
-        AHEAD=untried.is_on("experts"),
+        SHARED=shared is not None,
         BLOCK=2 * tile.outputs if activation else tile.outputs,
         TILE=tiles.width,
         BLOCK_K=tile.inner,

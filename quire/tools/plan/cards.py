@@ -10,6 +10,7 @@ from quire.backends.triton.attention_work import SPLIT
 from quire.backends.triton.packed_size import packed_bytes
 from quire.kernels.formats import Format, gpu_computes
 from quire.kernels.latent import LatentSpec
+from quire.kernels.ops import AttentionSpec
 from quire.kernels.recurrent import RecurrentSpec
 from quire.kernels.reference import ReferenceKernels
 
@@ -30,9 +31,9 @@ class CardKernels(ReferenceKernels):
         return self._dtype != torch.float32 and gpu_computes(format, self.capability)
 
     def has_kernels_for(self, mixer: object) -> bool:
-        if isinstance(mixer, RecurrentSpec):
-            return not mixer.gate_rank
-        return not isinstance(mixer, LatentSpec)
+        is_in_chunks = isinstance(mixer, AttentionSpec) and mixer.chunk is not None
+        has_channels = isinstance(mixer, RecurrentSpec) and mixer.gate_rank > 0
+        return not (is_in_chunks or has_channels or isinstance(mixer, LatentSpec))
 
     def packed_bytes(self, parts: Sequence[tuple[Format, tuple[int, ...]]]) -> int:
         return packed_bytes(parts, self._dtype, self.capability)

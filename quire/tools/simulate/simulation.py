@@ -14,6 +14,7 @@ an answer was computed by is kept beside it, and what each version makes of it a
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import random
 import sys
@@ -441,15 +442,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--timed", action="store_true", help="token times and shares, on a device that takes time"
     )
+    parser.add_argument(
+        "--paused",
+        action="store_true",
+        help="only seeds whose engine is paused at any moment, gets other weights and sleeps",
+    )
     options = parser.parse_args(arguments)
+    if options.paused and (options.timed or options.seed is not None):
+        parser.error("--paused chooses seeds of the engine: not with --timed or --seed")
     play: Callable[[int], int] = run_timed_seed if options.timed else run_seed
     if options.seed is not None:
         return _play([options.seed], play if options.timed else partial(run_seed, verbose=True))
+    seeds = (
+        seed
+        for seed in itertools.count(options.start)
+        if not options.paused or make_scenario(seed).pause_chance
+    )
     logger = logging.getLogger("quire")
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # thousands of failures are meant to happen
     try:
-        return _play(range(options.start, options.start + options.seeds), play)
+        return _play(list(itertools.islice(seeds, options.seeds)), play)
     finally:
         logger.setLevel(level)
 

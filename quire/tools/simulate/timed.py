@@ -150,10 +150,10 @@ class TimedSimulation:
             self._require(number < 20 * NUM_STEPS, "somebody waits for ever")
             if number < NUM_STEPS:
                 self._send(number)
-            prompts = _unfinished_prompts(scheduler)
+            prompts, standings = _unfinished_prompts(scheduler), self._standings()
             step = scheduler.schedule(self.now)
             if step.scheduled:
-                self._check_prompts(number, prompts, step)
+                self._check_prompts(number, prompts, standings, step)
                 self._check_shares(number, step)
                 self._check_rows()
             if not step.is_empty:
@@ -286,17 +286,40 @@ class TimedSimulation:
                 f"tenant {tenant} had no row for {steps} steps; {most:.0f} are allowed",
             )
 
-    def _check_prompts(self, number: int, prompts: Sequence[tuple[str, int]], step: Step) -> None:
-        """The first prompt gets half of what a step may compute, at least 8 tokens, and the
-        shortest of the others gets what it needs of the rest.
+    def _standings(self) -> dict[str, float]:
+        """What tenants with requests have had, as the scheduler compares it."""
+        shares = self.scheduler.table.shares
+        assert shares is not None
+        return {tenant: shares.standing(tenant) for tenant in shares.num_live}
+
+    def _check_prompts(
+        self,
+        number: int,
+        prompts: Sequence[tuple[str, int]],
+        standings: dict[str, float],
+        step: Step,
+    ) -> None:
+        """The first prompt of the tenant that has had least gets half of what a step may compute,
+        at least 8 tokens; the shortest of its others gets what it needs of the rest; prompts of
+        tenants that have had more are computed only when it is done.
         """
         promise = step.promise
-        computed = {one.request_id: one for one in step.scheduled[step.num_decodes :]}
-        preempted = {notice.request_id for notice in step.preempted}
-        chunks = [one for one in prompts if one[0] not in preempted]
-        if promise is None or not chunks:
+        if promise is None or not prompts or step.preempted:
             return
-        (first, left), others = chunks[0], chunks[1:]
+        shares, requests = self.scheduler.table.shares, self.scheduler.table.requests
+        assert shares is not None
+        for entry in step.scheduled[: step.num_decodes]:  # which are charged first
+            if entry.start >= requests[entry.request_id].computed_before:
+                tenant = self.tenants[entry.request_id]
+                standings[tenant] += 1 / shares.weight(tenant)
+        had = {name: round(standings[self.tenants[name]], 6) for name, _ in prompts}
+        computed = {one.request_id: one for one in step.scheduled[step.num_decodes :]}
+        first, left = min(prompts, key=lambda one: had[one[0]])
+        others = [one for one in prompts if one[0] != first]
+        if any(
+            had[one] == had[first] and self.tenants[one] != self.tenants[first] for one, _ in others
+        ):
+            return  # either tenant may be first
         least = min(LEAST_PROMPT_TOKENS, self.scenario.config.max_batched_tokens - step.num_decodes)
         half = (promise.prompt_tokens + 1) // 2
         self._require(promise.prompt_tokens >= least, f"step {number} promises {promise}")
@@ -305,19 +328,31 @@ class TimedSimulation:
             got >= min(left, half), f"step {number}: {first} got {got} of {left}, {promise}"
         )
         table = self.scheduler.table
+        now = self._standings()
+        behind = {
+            self.tenants[one.request_id] for one in table.waiting if now[one.tenant] < had[first]
+        }
         self._require(
-            got <= half or not (table.free_rows and table.waiting),
-            f"step {number}: {first} got {got} of {left}, though others wait behind it, {promise}",
+            got <= half or not (table.free_rows and behind),
+            f"step {number}: {first} got {got} of {left}, though {behind} wait behind it, {promise}",
         )
-        if others:
-            name, left = min(others, key=lambda one: one[1])
-            got = computed[name].num_tokens if name in computed else 0
-            rest = promise.prompt_tokens - half
+        known = {name for name, _ in prompts}
+        admitted = sum(one.num_tokens for name, one in computed.items() if name not in known)
+        same = [one for one in others if had[one[0]] == had[first]]
+        if same:
+            name, least_left = min(same, key=lambda one: one[1])
+            found = computed[name].num_tokens if name in computed else 0
+            rest = promise.prompt_tokens - half - admitted
             self._require(
-                got >= min(left, rest),
-                f"step {number}: {name} got {got} of {left} behind {first}, {promise}",
+                found >= min(least_left, rest),
+                f"step {number}: {name} got {found} of {least_left} behind {first}, {promise}",
             )
-            self.num_passed += got > 0 and first in computed and not computed[first].samples
+            self.num_passed += found > 0 and first in computed and not computed[first].samples
+        for name, _ in others:
+            self._require(
+                had[name] == had[first] or name not in computed or got == left,
+                f"step {number}: {name} was computed before {first}, whose tenant has had less, {promise}",
+            )
 
     def _require(self, condition: bool, message: str) -> None:
         if not condition:

@@ -20,7 +20,7 @@ def adapter_kernels() -> dict[str, dict[str, int]]:
     for tile in (16, 64) if IS_LONG else ():
         constants = {"NUM_SLOTS": 32, "IS_SINGLE": False, "TILE": tile, "STRIDE": 1024, "PDL": True}
         more = {"K": 4096, "RANKS": 64, "BLOCK_K": 128, "SEGMENT": 1024}
-        more["SEGMENTS"] = 1 if tile == 16 else 4
+        more |= {"SEGMENTS": 1 if tile == 16 else 4, "IS_BESIDE": tile == 16}
         found[f"shrink {tile}"] = compiled(
             _shrink_kernel, constants | more, 4, _TYPES, num_stages=4
         )

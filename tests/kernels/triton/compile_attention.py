@@ -52,7 +52,7 @@ def attention_kernels() -> dict[str, tuple[int, int]]:
         *((*case, "*i16") for case in fp8),
     ]:
         keys, rows = fitting_tiles(2 * head_dim, LIMITS[capability])
-        flags = dict.fromkeys(("WINDOW", "CAP", "SINKS", "SCALED", "WIDE"), True)
+        flags = dict.fromkeys(("WINDOW", "CAP", "SLOPES", "SINKS", "SCALED", "WIDE"), True)
         constants = {
             "GROUP": 4,
             "D": head_dim,

@@ -10,7 +10,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quire.backends.triton.latent import _heads_kernel, _latent_cache_kernel
+from quire.backends.triton.latent import (
+    _heads_kernel,
+    _latent_cache_kernel,
+    _latent_query_kernel,
+)
 from quire.backends.triton.latent_attention import _latent_kernel
 from tests.kernels.triton.compile_small_batches import stack_size
 from tests.long_runs import IS_LONG
@@ -76,4 +80,9 @@ def latent_kernels() -> dict[str, dict[str, int]]:
         types |= {"positions": "*i64", "slots": "*i64", "cos_sin": "*fp32", "keys": cache}
         types |= {"eps": "fp32", "key_scale": "fp32"}
         found[f"to cache {cache}"] = compiled(_latent_cache_kernel, constants, 4, types)
+        types |= {"plain": "*bf16", "weight": "*bf16"}
+        constants |= {"NOPE": 192, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64}
+        found[f"queries {cache}"] = compiled(
+            _latent_query_kernel, constants, 4, types, num_stages=4
+        )
     return found

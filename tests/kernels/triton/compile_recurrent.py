@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 
 from quire.backends.triton.convolution import _convolve_kernel
 from quire.backends.triton.gated_norm import _gated_norm_kernel
-from quire.backends.triton.recurrent import _REGISTERS, _recur_kernel
+from quire.backends.triton.recurrent import FORMS, _recur_kernel
 from quire.backends.triton.recurrent_scores import scores_kernel
 from tests.kernels.triton.compile_small_batches import stack_size
 from tests.long_runs import IS_LONG
@@ -31,11 +31,17 @@ _MAMBA = {"KEY_HEADS": 1, "VALUE_HEADS": 48, "KEY_DIM": 128, "VALUE_DIM": 64, "D
 """Granite 4's."""
 
 
-def compiled(kernel: Any, constants: dict[str, Any], num_warps: int = 4, **options: Any) -> Any:
+def compiled(
+    kernel: Any,
+    constants: dict[str, Any],
+    num_warps: int = 4,
+    types: dict[str, str] = _TYPES,
+    **options: Any,
+) -> Any:
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {
-        name: "constexpr" if name in constants else _TYPES.get(name, "i32") for name in names
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
     }
     aligned = [
         i
@@ -49,10 +55,13 @@ def compiled(kernel: Any, constants: dict[str, Any], num_warps: int = 4, **optio
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )
     options = {"num_warps": num_warps, "enable_fp_fusion": False, "launch_pdl": True, **options}
-    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def _resources(done: Any) -> dict[str, int]:
     # All products are of one instruction, whose tiles are narrow enough for it.
     assert "versionMajor = 3" not in done.asm["ttgir"]
-    return done
+    return {"shared": done.metadata.shared, "stack": stack_size(done.asm["cubin"])}
 
 
 def recurrent_kernels() -> dict[str, dict[str, int]]:
@@ -64,7 +73,6 @@ def recurrent_kernels() -> dict[str, dict[str, int]]:
         "PDL": True,
         "INTERPRETED": False,
         "ALIGNMENT": 16,
-        "STAGES": 8,
     }
     for name, shape in {"delta": _DELTA, **({"mamba": _MAMBA} if IS_LONG else {})}.items():
         channels = (
@@ -79,20 +87,19 @@ def recurrent_kernels() -> dict[str, dict[str, int]]:
         }
         for columns in (32, 64) if IS_LONG else (64,):
             for single in (True, False) if IS_LONG else (True,):
-                more = {"COLUMNS": columns, "SINGLE": single}
+                more = {"COLUMNS": columns, "SINGLE": single, "STAGES": FORMS[columns][0]}
                 cases[f"recurrence {columns} {single}"] = _recur_kernel, more
         if IS_LONG:
             cases["scores of prompts"] = scores_kernel, {"ROWS": 16}
             cases["convolution of prompts"] = _convolve_kernel, {"ROWS": 8}
         for case, (kernel, more) in cases.items():
-            options = {"num_stages": 1, "maxnreg": _REGISTERS} if kernel is _recur_kernel else {}
+            options = {}
+            if kernel is _recur_kernel:
+                options = {"num_stages": 1, "maxnreg": FORMS[more["COLUMNS"]][1]}
             done = compiled(kernel, shared | more, **options)
-            found[f"{name} {case}"] = {
-                "shared": done.metadata.shared,
-                "stack": stack_size(done.asm["cubin"]),
-            }
+            found[f"{name} {case}"] = _resources(done)
     norm = {"SIZE": 4096, "GROUP": 128, "WEIGHT_SIZE": 128, "GROUPS": 8, "BLOCK": 128}
     norm |= {"NORM": True, "GATE_FIRST": False, "PDL": True}
     done = compiled(_gated_norm_kernel, norm)
-    found["norm"] = {"shared": done.metadata.shared, "stack": stack_size(done.asm["cubin"])}
+    found["norm"] = _resources(done)
     return found

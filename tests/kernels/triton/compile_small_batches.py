@@ -120,7 +120,7 @@ def small_batch_kernels() -> dict[str, dict[str, int]]:
             "OUT": 32,
             "STAGES": 8 if silu_mul else 6,
         }
-        constants |= {"TILE": 512 if number != "bf16" else 256, "PDL": True}
+        constants |= {"TILE": 512 if number != "bf16" else 256, "SHARES_INPUT": False, "PDL": True}
         types = PRODUCT_TYPES | {"weight": f"*{number}", "scales": "*fp32"}
         found[f"product {inner}"] = resources(_single_row_kernel, types, constants, 4)
     low, high = (expanding_asm(torch.bfloat16, shift, has_minimum=True) for shift in (0, 4))

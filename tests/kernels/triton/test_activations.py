@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 # isort: skip  (after the check for Triton)
-from quire.backends.triton.rowwise import activate, gate, sigmoid_mul, sigmoid_mul_add, soft_cap_
+from quire.backends.triton.rowwise import (
+    activate,
+    clamp_,
+    gate,
+    sigmoid_mul,
+    sigmoid_mul_add,
+    soft_cap_,
+)
 from quire.kernels.ops import Activation
 from tests.kernels.triton.support import (
     DEVICE,
@@ -61,6 +68,12 @@ def test_gates_are_those_of_float64(dtype: torch.dtype, rows: int, size: int) ->
     assert_close(
         capped[:, 1:], 5 * (wide.double()[:, 1:] / 5).tanh(), roundings=2, size=torch.tensor(5.0)
     )
+    clamped = wide.clone()
+    clamped[0, 1] = float("nan")
+    clamp_(clamped[:, 1:], 0.5)
+    expected = wide.clamp(-0.5, 0.5)
+    expected[0, 1], expected[:, :1] = float("nan"), wide[:, :1]
+    torch.testing.assert_close(clamped, expected, rtol=0, atol=0, equal_nan=True)
     share = random(rows, 1, dtype=dtype, seed=5)
     assert_close(sigmoid_mul(share, up.to(dtype)), share.double().sigmoid() * up, roundings=2)
     left, right = gate_up.chunk(2, -1)  # neither begins where a row does, nor are rows together

@@ -95,6 +95,7 @@ def truth_of(
     window: int | None,
     cap: float = 0.0,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(query, dtype=torch.float64)
     starts, lengths = batch.query_start.tolist(), batch.context_lens.tolist()
@@ -117,6 +118,8 @@ def truth_of(
         scores = cap * (scores / cap).tanh() if cap else scores
         here = torch.arange(length - (starts[i + 1] - starts[i]), length, device=DEVICE)[:, None]
         key = torch.arange(length, device=DEVICE)
+        if slopes is not None:
+            scores = scores + slopes.double()[:, None, None] * (key - here)
         visible = (key <= here) & (key > here - (window or length + 1))
         scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is not None:
@@ -134,16 +137,18 @@ def attend(
     window: int | None = None,
     cap: float = 0.0,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
-    if not cap and sinks is None:
+    if not cap and sinks is None and slopes is None:
         return decoding.attend(KERNELS, query, cache, batch, query.shape[2] ** -0.5, window)
     heads = HeadShape(query.shape[1], cache.keys.shape[1], query.shape[2])
-    return KERNELS.attention(
-        query, cache, batch, AttentionSpec(heads, heads.head_dim**-0.5, window, cap), sinks
-    )
+    spec = AttentionSpec(heads, heads.head_dim**-0.5, window, cap)
+    if slopes is not None:
+        spec = replace(spec, slopes=tuple(slopes.tolist()))
+    return KERNELS.attention(query, cache, batch, spec, sinks, slopes)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("cap", "window"), [(0.0, None), (0.0, 50), (1.5, None), (1.5, 50)])
 def test_caps_sinks_and_scales_are_those_of_float64(
@@ -159,6 +164,31 @@ def test_caps_sinks_and_scales_are_those_of_float64(
         got = attend(query * 2, scaled, batch, window, cap, some).double()
         error = (got - truth_of(query * 2, scaled, batch, window, cap, some)).abs().max().item()
         assert error <= {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("cap", "window"), [(0.0, None), (1.5, 50)])
+def test_slopes_are_those_of_float64_and_of_any_chunk(
+    dtype: torch.dtype, cap: float, window: int | None
+) -> None:
+    queries, lengths = [1, 20, 40], [600, 70, 40]
+    query, cache, batch = make(lengths, queries, HeadShape(4, 2, 64), dtype)
+    slopes = torch.tensor([0.5, 0.0625, 0.3, 0.0], device=DEVICE)
+    got = attend(query * 2, cache, batch, window, cap, None, slopes)
+    error = got.double() - truth_of(query * 2, cache, batch, window, cap, None, slopes)
+    limit = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    assert error.abs().max().item() <= limit
+    # in the interpreter products of float32 are numpy's, as below
+    is_exact = ON_GPU or dtype != torch.float32
+    same = torch.equal if is_exact else partial(torch.allclose, atol=1e-5)
+    positions = torch.tensor([0, 19, 39])  # of the last sequence, which is all new
+    alone = one_each(query, batch, positions, 1)
+    alone = replace(alone, table_rows=batch.table_rows[2:].expand(3).contiguous())
+    assert same(
+        attend((query * 2)[21:][positions.to(DEVICE)], cache, alone, window, cap, None, slopes),
+        got[21:][positions.to(DEVICE)],
+    )
 
 
 @pytest.mark.few(1)

@@ -53,6 +53,7 @@ def on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         one.cache_clear()
 
 
+@pytest.mark.few(2)
 @pytest.mark.skipif(ON_GPU or COMPILER is None, reason="needs a C compiler, and no GPU")
 @pytest.mark.parametrize(("outputs", "inner"), [(16, 24), (12, 16), (16, 10), (7, 16), (9, 5)])
 @pytest.mark.usefixtures("on_the_cpu")

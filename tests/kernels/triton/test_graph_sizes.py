@@ -100,7 +100,7 @@ def decoder_of(spec: ModelSpec, format: str) -> Decoder:
     return Decoder(spec, TritonKernels(), loaded, torch.bfloat16, MAX_MODEL_LEN)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "llama-3.2-1b"])
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from quire.kernels.reference import ReferenceKernels  # isort: skip
 from quire.kernels.ops import HeadNorms, HeadShape, LayerCache
 
 from quire.backends.triton.heads import qkv_to_cache_  # isort: skip
+from quire.backends.triton.shapes import is_wide  # isort: skip
 
 pytestmark = MARKS
 EPS, BLOCK_SIZE, MAX_POSITION = 1e-6, 16, 300
@@ -238,3 +239,14 @@ def test_heads_have_the_same_bits_however_many_there_are() -> None:
         found.append([torch.cat(side, 1) for side in zip(*outputs, strict=True)])
     for whole, *divided in zip(*found, strict=True):
         assert all(torch.equal(whole, parts) for parts in divided)
+
+
+def test_places_of_blocks_that_lie_far_apart_need_64_bits() -> None:
+    """In caches of layers of several kinds a layer's blocks are as far apart as the largest."""
+    blocks = torch.empty(2**33, dtype=torch.bfloat16, device="meta").as_strided(
+        (3000, 16, 2, 128), (2**20, 256, 128, 1)
+    )
+    assert blocks.numel() < 2**31
+    assert is_wide(blocks)
+    assert is_wide(blocks[:2048])
+    assert not is_wide(blocks[:2047])

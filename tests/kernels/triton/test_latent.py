@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -315,6 +317,44 @@ def test_a_latent_is_normed_rotated_and_stored_once(
         assert torch.equal(alone[0], query[row])
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("is_fp8", [False, True] if ON_GPU else [False])
+@pytest.mark.parametrize("rows", [1, 3, 17, 256, 257] if ON_GPU else [1, 17])
+@pytest.mark.parametrize("name", TRUE if ON_GPU else ("two tiles",))
+def test_queries_in_one_launch_have_the_bits_of_two(name: str, rows: int, is_fp8: bool) -> None:
+    spec = replace(SPECS["small"], heads=latent_heads(4, 48, 8), nope_dim=16)
+    spec, dtype = SPECS.get(name, spec), DTYPES[-1]
+    heads, rank, rope = spec.heads.num_heads, spec.rank, spec.rope_dim
+    packed = random(rows, heads, spec.query_dim, dtype=dtype, seed=1)
+    plain, rotated = packed.split_with_sizes((spec.nope_dim, rope), 2)
+    key_up = Weight.dense(random(heads, rank, spec.nope_dim, dtype=dtype, seed=2))
+    latent = random(rows, rank + rope + 8, dtype=dtype, seed=3)[:, : rank + rope]
+    norm = LatentNorm(random(rank, dtype=dtype, seed=4), 1e-6)
+    angles = random(300, rope // 2, dtype=torch.float32, seed=5)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+    positions = torch.arange(rows, device=DEVICE)
+    slots = torch.arange(rows, device=DEVICE) + 16
+    slots[-1] = -1
+    kind = torch.float8_e4m3fn if is_fp8 else dtype
+    found, expected = (
+        torch.full((rows // 16 + 2, 1, 16, rank + rope), 7.0, device=DEVICE).to(kind)
+        for _ in range(2)
+    )
+    scales = (FP8_SCALE,) * 2 if is_fp8 else (1.0, 1.0)
+
+    def queries(function: Callable[..., Tensor], keys: Tensor) -> Tensor:
+        cache = LayerCache(keys, keys[..., :rank], None, None, scales)
+        arguments = plain, rotated, key_up, latent, norm, positions, cos_sin, cache, slots
+        return function(*arguments)
+
+    def by_two(*arguments: Any) -> Tensor:
+        return ReferenceKernels.latent_queries_(KERNELS, *arguments)
+
+    assert torch.equal(queries(KERNELS.latent_queries_, found), queries(by_two, expected))
+    assert torch.equal(found.float(), expected.float())
+    assert (found.float()[0] == torch.tensor(7.0).to(kind).float().item()).all()
+
+
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 @pytest.mark.parametrize("name", TRUE)
 @pytest.mark.parametrize("is_fp8", [False, True])
@@ -339,12 +379,11 @@ def test_prompts_have_the_bits_of_single_queries(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_latent.py has this")
-def test_a_model_has_the_references_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_has_the_references_logits() -> None:
     from tests.decoding import all_logits, make_caches, run_tokens
     from tests.random_models import SPECS as MODELS
     from tests.random_models import random_decoder
 
-    monkeypatch.setenv("QUIRE_UNTRIED_KERNELS", "latent")
     spec, tokens = MODELS["deepseek_v3"], list(range(20))
     expected = all_logits(random_decoder(spec, ReferenceKernels(), torch.float32), tokens)
     decoder = random_decoder(spec, TritonKernels(torch.float32), torch.float32)
@@ -353,12 +392,3 @@ def test_a_model_has_the_references_logits(monkeypatch: pytest.MonkeyPatch) -> N
     caches = make_caches(decoder, 4)
     run_tokens(decoder, caches, tokens[:-1], 0)
     assert torch.equal(run_tokens(decoder, caches, tokens, 19)[0], found[-1])
-
-
-def test_models_are_refused_unless_the_variable_names_their_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("QUIRE_UNTRIED_KERNELS", raising=False)
-    assert not TritonKernels().has_kernels_for(SPECS["glm"])
-    monkeypatch.setenv("QUIRE_UNTRIED_KERNELS", "recurrent, latent")
-    assert TritonKernels().has_kernels_for(SPECS["glm"])

@@ -174,3 +174,63 @@ def test_results_go_where_they_are_wanted(rows: int) -> None:
     out = torch.empty(rows, 70, dtype=torch.float16, device=DEVICE)
     assert kernels.linear(x, weight, out=out) is out
     assert torch.equal(out, kernels.linear(x, weight))
+
+
+@drawn
+@given(
+    st.sampled_from([1, 5, 16, 17]),
+    st.sampled_from([1, 60, 64, 160]),
+    st.sampled_from([16, 100, 576, 2048]),
+    st.booleans(),
+)
+def test_routers_in_float32_have_the_bits_of_each_row_alone(
+    rows: int, size: int, inner: int, has_bias: bool
+) -> None:
+    """Of a model in half precision, where each sum is one reduction."""
+    x, weight = (
+        random(rows, inner, dtype=torch.float32),
+        random(size, inner, dtype=torch.float32, seed=1),
+    )
+    bias = random(size, dtype=torch.float32, seed=2) if has_bias else None
+    truth = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    kernels, packed = TritonKernels(torch.float16), Weight.dense(weight)
+    found = kernels.linear(x, packed, bias)
+    assert_close(found, truth, size=x.double().abs() @ weight.double().abs().T + 1)
+    if ON_GPU:  # many rows are divided among programs otherwise
+        many = x.repeat(500, 1)
+        assert torch.equal(kernels.linear(many, packed, bias), found.repeat(500, 1))
+    for i in range(rows):
+        assert torch.equal(kernels.linear(x[i : i + 1], packed, bias)[0], found[i])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second", "inner"),
+    [(768, 576, 2048), (256, 1, 2048), (1536, 576, 7168)]
+    if ON_GPU
+    else [(20, 17, 300), (5, 1, 64)],
+)
+def test_two_products_in_one_launch_have_the_bits_of_two(
+    first: int, second: int, inner: int
+) -> None:
+    kernels, dtype = TritonKernels(DTYPES[-1]), DTYPES[-1]
+    weights = [
+        Weight.dense(random(size, inner, dtype=dtype, seed=size) * inner**-0.5)
+        for size in (first, second)
+    ]
+    bias = random(first, dtype=dtype, seed=5)
+    for rows in (1, 2, 16, 17, 32, 33, 100) if ON_GPU else (1, 3, 17):
+        wide = random(rows, inner + 8, dtype=dtype, seed=rows)
+        for x in (wide[:, :inner], wide[:, :inner].contiguous()):
+            for added in (None, bias):
+                found = kernels.linear_pair(x, weights[0], added, weights[1], None)
+                expected = kernels.linear(x, weights[0], added), kernels.linear(x, weights[1])
+                assert all(map(torch.equal, found, expected))
+                assert found[0].is_contiguous()
+    poisoned = wide.clone()
+    poisoned[:-1] = float("nan")
+    again = kernels.linear_pair(poisoned[:, :inner], weights[0], None, weights[1], None)
+    plain = kernels.linear_pair(wide[:, :inner], weights[0], None, weights[1], None)
+    assert all(torch.equal(one[-1], other[-1]) for one, other in zip(again, plain, strict=True))
+    narrow = kernels.linear_pair(wide[:, :inner], weights[0], None, weights[1], bias[:second])
+    assert torch.equal(narrow[1], kernels.linear(wide[:, :inner], weights[1], bias[:second]))

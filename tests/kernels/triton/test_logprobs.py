@@ -15,6 +15,7 @@ from quire.backends.triton.logprobs import likeliest, gather_logprobs  # isort: 
 pytestmark = MARKS
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("vocab_size", "num_top"),
     list(itertools.product([1, 7, 4096, 8193, 49152, 151936], [0, 1, 20]))

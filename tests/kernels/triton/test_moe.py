@@ -31,6 +31,8 @@ from tests.kernels.triton.support import (
 )
 
 from quire.backends.triton.grouping import group_pairs  # isort: skip  (after the check for Triton)
+from quire.backends.triton.kernels import TritonKernels  # isort: skip
+from quire.kernels.reference import ReferenceKernels  # isort: skip
 from quire.backends.triton.moe import moe, route, tile_width  # isort: skip
 
 pytestmark = MARKS
@@ -120,6 +122,25 @@ def test_outputs_are_those_of_float64(
 
 
 @pytest.mark.slow
+@drawn
+@given(
+    st.sampled_from(DTYPES),
+    st.integers(1, 40 if ON_GPU else 3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_experts_one_by_one_give_the_bits_of_one_launch(
+    dtype: torch.dtype, rows: int, biases: bool, sigmoid: bool
+) -> None:
+    """So they are computed where a row of the step has an adapter for experts. (Of up to 128 inputs
+    the compiler starts a sum in one launch at the bias.)
+    """
+    spec = MoeSpec(8, 3, 144, True, sigmoid_scores=sigmoid, weight_scale=1.7)
+    kernels, layer = TritonKernels(dtype), make_layer(rows, 8, 160, 144, dtype, biases)
+    assert torch.equal(ReferenceKernels.moe(kernels, *layer, spec), kernels.moe(*layer, spec))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "biases"),
     list(itertools.product(DTYPES, [False, True]))
@@ -139,7 +160,7 @@ def test_a_row_is_alone(dtype: torch.dtype, biases: bool) -> None:
     assert_rows_alone(lambda x, logits: moe(x, logits, weights, spec), [x, router_logits], counts)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(("experts", "top_k"), [(128, 8), (60, 4), (8, 2), (5, 5), (1, 1)])
 def test_routing_is_that_of_the_reference(experts: int, top_k: int, normalize: bool) -> None:

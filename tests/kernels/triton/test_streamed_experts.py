@@ -24,7 +24,6 @@ from quire.backends.triton.expert_layouts import (  # isort: skip
     packed_shape,
 )
 from quire.backends.triton.moe import moe  # isort: skip
-from quire.backends.triton.untried import VARIABLE  # isort: skip
 from quire.backends.triton.quantized import pack  # isort: skip
 from quire.kernels.weights import Weight  # isort: skip
 
@@ -259,10 +258,9 @@ def test_experts_have_the_bits_of_expanded_ones(
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("shape", [(16, 4, 2048, 768), (8, 2, 512, 1280)])
 def test_experts_in_integers_have_the_bits_of_expanded_ones(
-    name: str, shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+    name: str, shape: tuple[int, int, int, int]
 ) -> None:
     """With tiles of every width, in a graph too, and every row alone."""
-    monkeypatch.setenv(VARIABLE, "experts")
     experts, top_k, hidden, intermediate = shape
     packed, plain = [], []
     for seed, own in enumerate(

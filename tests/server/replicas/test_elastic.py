@@ -127,6 +127,7 @@ def test_more_while_the_queue_is_long_and_fewer_when_it_is_short(
     run(engines, rule, script, monkeypatch)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("drain_seconds", [30.0, 0.001])
 def test_new_options_without_a_lost_stream(
     engines: LocalEngines, monkeypatch: pytest.MonkeyPatch, drain_seconds: float

@@ -147,6 +147,7 @@ def test_all_answers_are_the_same(engines: LocalEngines, replicas: int) -> None:
     run(engines, script, replicas)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["sampled", "schema", "several"])
 def test_wherever_it_dies(engines: LocalEngines, name: str) -> None:
     """One request alone: after each of its first tokens, and with one lost engine after the other."""

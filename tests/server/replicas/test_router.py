@@ -32,6 +32,7 @@ from quire.server.link.replicas.router import (
 )
 from quire.tools.bench.server_costs.router_chat import chat_runs
 from quire.tools.simulate.fake_runner import FakeRunner
+from tests.long_runs import examples
 
 ALL = (0, 1, 2)
 
@@ -98,7 +99,7 @@ class TestBlockTable:
         assert depths_of(found, sorted(members)) == {one: depths[one] for one in members}
         assert not any(bits & ~bits_of(members) for bits, _ in found)
 
-    @settings(max_examples=60)
+    @settings(max_examples=examples(60))
     @given(
         st.lists(st.integers(0, 7), min_size=1, max_size=40),
         st.lists(st.integers(0, 3), min_size=40, max_size=40),

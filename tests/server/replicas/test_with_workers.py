@@ -52,6 +52,7 @@ async def open_worker(
     )
 
 
+@pytest.mark.slow
 def test_engines_die_behind_workers(small_model: str) -> None:
     """Answers are those of the server's own process, undisturbed; nothing is left of requests, also
     of those whose worker is gone.

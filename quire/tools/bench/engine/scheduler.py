@@ -3,7 +3,7 @@
     python -m quire.tools.bench.engine.scheduler  # 256 running decodes
     python -m quire.tools.bench.engine.scheduler --requests 1024 --host-blocks 4096
     python -m quire.tools.bench.engine.scheduler --steps 4000 --usual-collector  # without ours
-    python -m quire.tools.bench.engine.scheduler --targets  # with a target of token times and without, in turn
+    python -m quire.tools.bench.engine.scheduler --targets  # with targets and shares and without, in turn
 
 Prints the median and the 99th percentile in milliseconds, over steps in which every request
 decodes, and the pauses that garbage collection made.
@@ -98,30 +98,40 @@ def measure(
     return times
 
 
-class DecodingScheduler:
-    """All rows decode and one more request waits, so that each step is promised where there is a
-    target; steps take 10 ms and a little by a clock of their own.
+TENANTS = "abcd"
+
+
+class DrivenScheduler:
+    """All rows decode and one more request waits; with a `chunk`, the last row is at a prompt of
+    which each step computes so many tokens. Steps take 10 ms and a little by a clock of their own.
     """
 
-    def __init__(self, num_requests: int, prompt_len: int, target: float | None) -> None:
-        max_len = 16 * (prompt_len + 2000)
+    def __init__(
+        self, num_requests: int, prompt_len: int, num_steps: int, chunk: int, **settings: Any
+    ) -> None:
+        max_len = 2 * (prompt_len + 2 * num_steps + chunk * (2 * num_steps + 10))
         config = SchedulerConfig(
             num_blocks=num_requests * max_len // 16,
             max_num_seqs=num_requests,
-            max_batched_tokens=max(8192, num_requests),
+            max_batched_tokens=num_requests - 1 + chunk if chunk else 8192,
             max_model_len=max_len,
-            target_token_time=target,
+            **settings,
         )
         self._scheduler = Scheduler(config)
+        self._num_decodes = num_requests - bool(chunk)
         self._now = 0.0
-        params = SamplingParams(max_tokens=None, ignore_eos=True)
         for i in range(num_requests + 1):
-            prompt = [(i * 31 + position) % 50_000 for position in range(prompt_len + i % 16)]
+            tenant = TENANTS[i % len(TENANTS)] if config.policy == "fair" else ""
+            params = SamplingParams(max_tokens=None, ignore_eos=True, tenant=tenant)
+            length = prompt_len + i % 16
+            if chunk and i == num_requests - 1:
+                length = max_len // 2
+            prompt = [(i * 31 + position) % 50_000 for position in range(length)]
             for request in make_requests(f"request-{i}", prompt, params, seed=i):
                 self._scheduler.add(request, 0.0)
 
     def step(self) -> tuple[float, bool]:
-        """Seconds of Python, and whether all rows decoded."""
+        """Seconds of Python, and whether all rows were in the step."""
         began = time.perf_counter()
         step = self._scheduler.schedule(self._now)
         scheduled = time.perf_counter()
@@ -130,25 +140,43 @@ class DecodingScheduler:
         before_commit = time.perf_counter()
         self._scheduler.commit(step, result, self._now)
         seconds = scheduled - began + time.perf_counter() - before_commit
-        return seconds, step.num_decodes == self._scheduler.config.max_num_seqs
+        rows = self._scheduler.config.max_num_seqs
+        return seconds, step.num_decodes == self._num_decodes and len(step.scheduled) == rows
 
 
-def compare_targets(num_requests: int, prompt_len: int, num_steps: int) -> tuple[float, float]:
-    """Median seconds of a step without a target, and that of a step with one by the step without
-    beside it: the two take turns, so that whatever else the machine does hits both.
+def compare(
+    num_requests: int, prompt_len: int, num_steps: int, chunk: int, **settings: Any
+) -> tuple[float, float]:
+    """Median seconds of a step, and that of a step with these settings by the one without beside
+    it: the two take turns, so that whatever else the machine does hits both.
     """
-    plain = DecodingScheduler(num_requests, prompt_len, None)
-    promised = DecodingScheduler(num_requests, prompt_len, 0.02)
+    plain = DrivenScheduler(num_requests, prompt_len, num_steps, chunk)
+    other = DrivenScheduler(num_requests, prompt_len, num_steps, chunk, **settings)
     without: list[float] = []
     ratios: list[float] = []
-    while len(ratios) < num_steps:
-        first, second = (plain, promised) if len(ratios) % 2 else (promised, plain)
-        (one, one_decodes), (other, other_decodes) = first.step(), second.step()
-        if one_decodes and other_decodes:
-            own, beside = (other, one) if first is plain else (one, other)
+    for number in range(2 * num_steps):
+        first, second = (plain, other) if number % 2 else (other, plain)
+        (one, one_full), (two, two_full) = first.step(), second.step()
+        if one_full and two_full:
+            own, beside = (two, one) if first is plain else (one, two)
             without.append(beside)
             ratios.append(own / beside)
+    if len(ratios) < num_steps:
+        raise RuntimeError(f"only {len(ratios)} of {2 * num_steps} steps had all rows")
     return statistics.median(without), statistics.median(ratios)
+
+
+def print_comparisons(num_requests: int, prompt_len: int, num_steps: int) -> None:
+    target = {"target_token_time": 1.0}  # which is kept, so both compute the same
+    print(f"{num_requests} rows, {num_steps} steps or more each, in turn; medians")
+    for chunk, what in ((0, "all decode, one waits"), (64, "one is at a prompt, 64 tokens a step")):
+        for name, settings in (
+            ("a target", target),
+            ("shares", {"policy": "fair"}),
+            ("both", {**target, "policy": "fair"}),
+        ):
+            plain, ratio = compare(num_requests, prompt_len, num_steps, chunk, **settings)
+            print(f"{what}: {1e3 * plain:.3f} ms a step, with {name} {ratio:.3f} of it", flush=True)
 
 
 def main() -> None:
@@ -161,16 +189,14 @@ def main() -> None:
         "--usual-collector", action="store_true", help="put no full collections off"
     )
     parser.add_argument(
-        "--targets", action="store_true", help="what a target of token times adds to a step"
+        "--targets",
+        action="store_true",
+        help="what targets of token times and shares add to a step",
     )
     options = parser.parse_args()
     if options.targets:
         with full_collections_put_off():
-            plain, ratio = compare_targets(options.requests, options.prompt, options.steps)
-        print(
-            f"{options.requests} running decodes and one that waits, {options.steps} steps each, in turn"
-        )
-        print(f"without a target {1e3 * plain:.3f} ms a step; with one {ratio:.3f} of it (medians)")
+            print_comparisons(options.requests, options.prompt, options.steps)
         print(f"load at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         return
     print(f"{options.requests} running decodes, {options.steps} steps, milliseconds per step")

@@ -1,8 +1,8 @@
 """One layer of experts in several formats: microseconds for routing, both products and the sum, and
 how near they come to what their bytes take.
 
-    QUIRE_UNTRIED_KERNELS=experts python -m quire.tools.bench.gpu.experts --formats INT4_G128,FP8_G128
-    QUIRE_UNTRIED_KERNELS=experts python -m quire.tools.bench.gpu.experts --formats INT4_G128 --search
+    python -m quire.tools.bench.gpu.experts --formats INT4_G128,FP8_G128
+    python -m quire.tools.bench.gpu.experts --formats INT4_G128 --search
     python -m quire.tools.bench.gpu.experts --shape gpt-oss-20b --formats BF16,MXFP4
 
 Inside a CUDA graph, in which each of 8 calls chooses other experts. With `--search` also for other
@@ -16,6 +16,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class Layer:
             (mlp.num_experts, 2 * mlp.intermediate_size, spec.hidden_size),
             (mlp.num_experts, spec.hidden_size, mlp.intermediate_size),
         )
-        self.weights = ExpertWeights(*(_random(format, shape) for shape in shapes))
+        gate_up, down = (_random(format, shape) for shape in shapes)
+        self.weights = ExpertWeights(gate_up, down)
         self.nbytes_each = sum(shape[1] * shape[2] for shape in shapes) * itemsize_of(format)
 
     @property
@@ -67,14 +69,15 @@ class Layer:
     def calls(self, rows: int) -> tuple[list[Callable[[], Tensor]], float]:
         """Calls that choose other experts each, and how many experts they read on average."""
         generator = torch.Generator(DEVICE).manual_seed(rows)
-        found, used = [], 0
+        found: list[Callable[[], Tensor]] = []
+        used = 0
         for _ in range(CALLS):
             x = torch.randn(rows, self.hidden, device=DEVICE, generator=generator).to(DTYPE)
             logits = torch.randn(
                 rows, self.spec.num_experts, device=DEVICE, generator=generator
             ).to(DTYPE)
             used += len(torch.unique(experts.route(logits, self.spec)[0]))
-            found.append(lambda x=x, logits=logits: experts.moe(x, logits, self.weights, self.spec))
+            found.append(partial(experts.moe, x, logits, self.weights, self.spec))
         return found, used / CALLS
 
 
