@@ -65,6 +65,7 @@ _CAPPED = replace(
 )
 
 _DELTA = RecurrentSpec(2, 4, 8, 12, taps=4, norm=GatedNormSpec(12), beta_scale=2.0)
+_CHANNELS = RecurrentSpec(4, 4, 12, 8, taps=4, norm=GatedNormSpec(8, sigmoid=True), gate_rank=6)
 _STATE_SPACE = RecurrentSpec(
     1, 4, 8, 32, taps=4, conv_bias=True, is_delta=False, norm=GatedNormSpec(64, gate_first=True)
 )
@@ -79,6 +80,14 @@ _LATENT = LatentSpec(
 WITH_STATES: dict[str, ModelSpec] = {
     "delta rule": replace(
         _PLAIN, family="qwen3_5_text", layers=(replace(_LAYER, mixer=_DELTA), _GATED)
+    ),
+    "decays of channels": replace(
+        _PLAIN,
+        family="kimi_linear",
+        layers=(
+            replace(_LAYER, mixer=_CHANNELS),
+            replace(_LAYER, mixer=_LATENT, rope=None),
+        ),
     ),
     "state space": replace(
         _PLAIN, family="granitemoehybrid", layers=(replace(_LAYER, mixer=_STATE_SPACE), _LAYER)

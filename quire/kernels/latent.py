@@ -29,7 +29,9 @@ class LatentSpec(AttentionSpec):
     nope_dim: int
     """Numbers of a query head that are not rotated, before they are absorbed."""
     rope_dim: int
-    """Numbers of a head that are rotated, its last ones."""
+    """Numbers of a head that rope rotates, its last ones: a key has them for all heads together, also
+    in layers without rope.
+    """
     value_dim: int
     """Numbers of a head in what the output's product takes."""
     query_rank: int = 0
@@ -135,7 +137,7 @@ def latent_queries_(
     latent: Tensor,
     norm: LatentNorm,
     positions: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     cache: LayerCache,
     slot_mapping: Tensor,
 ) -> Tensor:
@@ -160,14 +162,17 @@ def latent_to_cache_(
     latent: Tensor,
     norm: LatentNorm,
     positions: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     cache: LayerCache,
     slot_mapping: Tensor,
 ) -> Tensor:
     """See `Kernels.latent_to_cache_`."""
     rank = absorbed.shape[2]
     normed = self.rms_norm(latent[:, :rank].contiguous(), norm.weight, norm.eps).unsqueeze(1)
-    key = torch.cat((normed, self.rope(latent[:, None, rank:], positions, cos_sin)), 2)
+    shared = latent[:, None, rank:]
+    if cos_sin is not None:
+        shared, rotated = (self.rope(one, positions, cos_sin) for one in (shared, rotated))
+    key = torch.cat((normed, shared), 2)
     # the values are a part of what is written
     self.write_kv_(key, key, replace(cache, values=cache.keys), slot_mapping)
-    return torch.cat((absorbed, self.rope(rotated, positions, cos_sin)), 2)
+    return torch.cat((absorbed, rotated), 2)

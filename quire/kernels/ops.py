@@ -735,12 +735,12 @@ class Kernels(Protocol):
         latent: Tensor,
         norm: LatentNorm,
         positions: Tensor,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,
         cache: LayerCache,
         slot_mapping: Tensor,
     ) -> Tensor:
         """Norms the first numbers of latents [rows, rank + rope], rotates the others by
-        `cos_sin[positions]` [max_position, rope] and stores both into their slots as keys. Returns
+        `cos_sin[positions]` [max_position, rope], if it is given, and stores both into their slots as keys. Returns
         queries [rows, heads, rank + rope]: absorbed [rows, heads, rank] beside what becomes of
         `rotated` [rows, heads, rope].
         """
@@ -753,7 +753,7 @@ class Kernels(Protocol):
         latent: Tensor,
         norm: LatentNorm,
         positions: Tensor,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,
         cache: LayerCache,
         slot_mapping: Tensor,
     ) -> Tensor:
@@ -781,17 +781,22 @@ class Kernels(Protocol):
         spec: RecurrentSpec,
         cache: RecurrentCache,
         batch: PagedBatch,
+        decay_gates: Tensor | None = None,
     ) -> Tensor:
         """The recurrence of `recurrent.py` over mixed [rows, query heads | key heads | value heads]
         (query and key groups are shared by value heads): [rows, value heads * value_dim]. `gates`
         are the rows' numbers for each value head from which decays (and the delta rule's betas,
-        behind them) are made. Records and the states of chunks that end in the step are kept.
+        behind them) are made; with `decay_gates` [rows, value heads * key_dim], from which each
+        channel's decays are made, they are those of betas only. Records and the states of chunks
+        that end in the step are kept.
         """
 
     def gated_norm(
         self, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, spec: GatedNormSpec
     ) -> Tensor:
-        """RMSNorm of x [rows, size] in groups, times weight, with silu(gate) [rows, size]."""
+        """RMSNorm of x [rows, size] in groups, times weight, with the SiLU or sigmoid of gate [rows,
+        size].
+        """
 
     def moe(
         self,

@@ -13,7 +13,14 @@ With S the state at the chunk's begin, G the sum of log-decays since then, for t
     S_next   = e^{G_C} S + sum_j e^{G_C-G_j} k_j change_jᵀ
 
 That is the gated delta rule. State spaces (Mamba-2) lack what is subtracted from v: a change is
-beta_i v_i.
+beta_i v_i. In Kimi Delta Attention each channel of a key has a decay of its own: then decays are
+vectors, and stand inside the sums over channels,
+
+    change_i = beta_i (v_i - Sᵀ (e^{G_i} k_i) - sum_{j<i} (sum_c k_ic k_jc e^{G_ic-G_jc}) change_j)
+
+No factor e^{-G_j} is ever made, which would overflow: G_i - G_j is summed for each pair from the
+log-decays between them, the later ones first. So near tokens are told apart exactly, however much
+has faded before them.
 """
 
 from __future__ import annotations
@@ -93,6 +100,8 @@ class GatedNormSpec:
     """Whether the gate is applied before the norm."""
     eps: float | None = None
     """None: that of the model's other norms."""
+    sigmoid: bool = False
+    """Whether the gate goes through a sigmoid instead of SiLU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +128,21 @@ class RecurrentSpec:
     """The delta rule: betas are sigmoids times this."""
     input_scales: tuple[float, ...] = ()
     """Factors of queries, keys, values, gates and time steps in a packed row; (): none."""
+    gate_rank: int = 0
+    """Kimi Delta Attention: each channel of a key has a decay of its own, and a row's gates of decays
+    and of the output are products of so many numbers each; 0: a value head has one decay, and its
+    gates are in the packed row.
+    """
+
+    @property
+    def decay_shape(self) -> tuple[int, ...]:
+        """Of a token's decays in one value head."""
+        return (self.key_dim,) if self.gate_rank else ()
+
+    @property
+    def decay_size(self) -> int:
+        """Decays of a token."""
+        return self.num_value_heads * math.prod(self.decay_shape)
 
     @property
     def query_size(self) -> int:
@@ -142,7 +166,7 @@ class RecurrentSpec:
             StoredPart(1, (channels,), model_dtype),
             StoredPart(self.num_key_heads, (self.key_dim,), torch.float32),
             StoredPart(self.num_value_heads, (self.value_dim,), torch.float32),
-            StoredPart(self.num_value_heads, (), torch.float32),
+            StoredPart(self.num_value_heads, self.decay_shape, torch.float32),
         )
         carried = (
             StoredPart(self.num_value_heads, (self.key_dim, self.value_dim), torch.float32),
@@ -183,6 +207,10 @@ class RecurrentSpec:
             "convolution": (query, query, value),
             **per_head,
         }
+        if self.gate_rank:  # every rank makes what its gates are made from
+            whole, channels = slice(0, self.gate_rank), times(value_heads, self.key_dim)
+            rows["input"] = (query, query, value, whole, whole, value_heads)
+            rows |= {"decay": (channels,), "gate": (value,), "time_bias": (channels,)}
         # A norm over more than a rank's values is computed of everybody's, with their gates
         # (`ParallelKernels.gated_norm`). The delta rule's is the same for every head.
         is_own = own.value_size % max(self.norm.group_size, 1) == 0
@@ -192,13 +220,23 @@ class RecurrentSpec:
 
     @property
     def num_gates(self) -> int:
-        """Numbers of a row from which decays, and betas, are made."""
-        return self.num_value_heads * (2 if self.is_delta else 1)
+        """Numbers of a row from which decays, and betas, are made, behind what `gate_rank` is of."""
+        return self.num_value_heads * (2 if self.is_delta and not self.gate_rank else 1)
+
+    @property
+    def packed_sizes(self) -> tuple[int, ...]:
+        """Of the parts of a packed row: queries, keys, values, the output's gate (or what it is made
+        from, behind what decays are made from), and gates of each head.
+        """
+        gates = (self.gate_rank,) * 2 if self.gate_rank else (self.value_size,)
+        heads = (self.num_value_heads,) * (self.num_gates // self.num_value_heads)
+        return (self.query_size, self.query_size, self.value_size, *gates, *heads)
 
     @property
     def input_size(self) -> int:
-        """Of a packed row: queries, keys, values, the output's gate, and gates of decay."""
-        return self.convolution.channels + self.value_size + self.num_gates
+        """Of the products of the layer's input, and of those of what gates are made from."""
+        gates = self.decay_size + self.value_size if self.gate_rank else 0
+        return sum(self.packed_sizes) + gates
 
     @property
     def output_size(self) -> int:
@@ -206,7 +244,7 @@ class RecurrentSpec:
 
     def bytes_read(self, context: int, itemsize: float) -> float:
         """The state, and the records of half a chunk, which are there on average."""
-        records = self.query_size + self.value_size + self.num_value_heads
+        records = self.query_size + self.value_size + self.decay_size
         return 4.0 * (self.value_size * self.key_dim + min(context, CHUNK / 2) * records)
 
     def flops(self, context: int) -> float:
@@ -228,6 +266,7 @@ class RecurrentWeights(NamedTuple):
     log_rate: Tensor
     """A log-decay is minus e to this, times the time step softplus(gate + time_bias)."""
     time_bias: Tensor
+    """For each channel of a key, where those have decays of their own."""
     skip: Tensor | None = None
     """State spaces: how much of a value goes into its own output."""
 
@@ -257,7 +296,9 @@ class RecurrentCache:
     keys: Tensor
     changes: Tensor
     decays: Tensor
-    """The sum of log-decays from the chunk's begin to the token, its own included."""
+    """The sum of log-decays from the chunk's begin to the token, its own included; where each channel
+    has its own, the token's.
+    """
     state: CarriedPart
     """[value heads, key_dim, value_dim] at a chunk's begin."""
     group: int

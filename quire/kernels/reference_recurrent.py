@@ -131,10 +131,15 @@ def _carry_inputs(sequence: _Sequence, cache: ConvolutionCache, count: int, inpu
 
 
 def decays_and_betas(
-    gates: Tensor, weights: RecurrentWeights, spec: RecurrentSpec
+    gates: Tensor, weights: RecurrentWeights, spec: RecurrentSpec, decay_gates: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """float32 [rows, value heads] both."""
+    """float32 [rows, value heads] both; decays [rows, value heads, key_dim], if channels have their
+    own.
+    """
     heads, rate = spec.num_value_heads, -weights.log_rate.float().exp()
+    if decay_gates is not None:
+        steps = softplus(decay_gates + weights.time_bias).view(len(gates), heads, -1)
+        return rate.unsqueeze(1) * steps, sigmoid(gates) * spec.beta_scale
     steps = softplus(gates[:, :heads] + weights.time_bias)
     if spec.is_delta:
         return rate * steps, sigmoid(gates[:, heads:]) * spec.beta_scale
@@ -146,7 +151,7 @@ def gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, spec: GatedNormSpec
 ) -> Tensor:
     """See `Kernels.gated_norm`."""
-    x32, gates = x.float(), silu(gate)
+    x32, gates = x.float(), sigmoid(gate) if spec.sigmoid else silu(gate)
     if spec.gate_first:
         x32 = x32 * gates
     if spec.group_size:
@@ -166,9 +171,10 @@ def recur(
     spec: RecurrentSpec,
     cache: RecurrentCache,
     batch: PagedBatch,
+    decay_gates: Tensor | None = None,
 ) -> Tensor:
     """See `Kernels.recur_`."""
-    decay, beta = decays_and_betas(gates, weights, spec)
+    decay, beta = decays_and_betas(gates, weights, spec, decay_gates)
     sizes = (spec.query_size, spec.query_size, spec.value_size)
     query, key, value = mixed.float().split_with_sizes(sizes, 1)
     query, key = (x.reshape(len(x), -1, spec.key_dim) for x in (query, key))
@@ -185,7 +191,8 @@ def recur(
             )
             if carried is None and begin:
                 carried = cache.state.read(sequence.state_blocks(begin))
-            chunk = _Chunk(sequence, begin, first, end, cache, carried, spec, mixed.device)
+            kind = _ChannelChunk if spec.gate_rank else _Chunk
+            chunk = kind(sequence, begin, first, end, cache, carried, spec, mixed.device)
             output[rows] = chunk.compute(
                 query[rows], key[rows], value[rows], decay[rows], beta[rows]
             )
@@ -200,6 +207,19 @@ def recur(
 
 def _normed(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _EPSILON)
+
+
+class _Faded(NamedTuple):
+    """Of a chunk's tokens, in each value head."""
+
+    overlaps: Tensor
+    """[heads, tokens, tokens]: products of keys with keys up to them, faded since then."""
+    scores: Tensor
+    """The same of queries with keys."""
+    said: Tensor
+    """[heads, tokens, value_dim]: what the state, faded since the chunk's begin, says of keys."""
+    asked: Tensor
+    """And of queries."""
 
 
 class _Chunk:
@@ -222,7 +242,7 @@ class _Chunk:
         self.spec = spec
         self.keys = torch.zeros(spec.num_key_heads, CHUNK, spec.key_dim, device=device)
         self.changes = torch.zeros(spec.num_value_heads, CHUNK, spec.value_dim, device=device)
-        self.decays = torch.zeros(spec.num_value_heads, CHUNK, device=device)
+        self.decays = torch.zeros(spec.num_value_heads, CHUNK, *spec.decay_shape, device=device)
         if self.known:
             for target, side in (
                 (self.keys, cache.keys),
@@ -241,28 +261,47 @@ class _Chunk:
         self.keys[:, new] = key.transpose(0, 1)
         queries = torch.zeros_like(self.keys)
         queries[:, new] = query.transpose(0, 1)
+        self.set_decays(decay)
+        shared = self.spec.num_value_heads // self.spec.num_key_heads
+        keys, queries = (x.repeat_interleave(shared, 0) for x in (self.keys, queries))
+        faded = self.faded(keys, queries)
+        order = torch.arange(CHUNK, device=keys.device)
+        values = value.transpose(0, 1)
+        if self.spec.is_delta:
+            overlaps = faded.overlaps.where(order.unsqueeze(1) > order, 0.0)
+            for row in range(new.start, new.stop):
+                earlier = (overlaps[:, row : row + 1] @ self.changes)[:, 0]
+                change = values[:, row - self.known] - faded.said[:, row] - earlier
+                self.changes[:, row] = beta[row - self.known].unsqueeze(1) * change
+        else:
+            self.changes[:, new] = values * beta.transpose(0, 1).unsqueeze(2)
+        output = faded.asked + faded.scores @ self.changes
+        return output[:, new].transpose(0, 1)
+
+    def set_decays(self, decay: Tensor) -> None:
+        """Those of the new tokens, as they are recorded."""
         total = self.decays[:, self.known - 1] if self.known else torch.zeros_like(decay[0])
         for row in range(len(decay)):  # one after the other: a step has the same sums
             total = total + decay[row]
             self.decays[:, self.known + row] = total
-        shared = self.spec.num_value_heads // self.spec.num_key_heads
-        keys, queries = (x.repeat_interleave(shared, 0) for x in (self.keys, queries))
+
+    def faded(self, keys: Tensor, queries: Tensor) -> _Faded:
+        """What keys and queries have in common with earlier keys and with the state."""
         order = torch.arange(CHUNK, device=keys.device)
         fading = (self.decays.unsqueeze(2) - self.decays.unsqueeze(1)).exp()
         fading = fading.where(order.unsqueeze(1) >= order, 0.0)
         from_begin = self.decays.exp().unsqueeze(2)
-        values = value.transpose(0, 1)
-        if self.spec.is_delta:
-            overlaps = (keys @ keys.mT * fading).where(order.unsqueeze(1) > order, 0.0)
-            said = keys @ self.state * from_begin
-            for row in range(new.start, new.stop):
-                earlier = (overlaps[:, row : row + 1] @ self.changes)[:, 0]
-                change = values[:, row - self.known] - said[:, row] - earlier
-                self.changes[:, row] = beta[row - self.known].unsqueeze(1) * change
-        else:
-            self.changes[:, new] = values * beta.transpose(0, 1).unsqueeze(2)
-        output = queries @ self.state * from_begin + (queries @ keys.mT * fading) @ self.changes
-        return output[:, new].transpose(0, 1)
+        return _Faded(
+            keys @ keys.mT * fading,
+            queries @ keys.mT * fading,
+            keys @ self.state * from_begin,
+            queries @ self.state * from_begin,
+        )
+
+    def to_end(self) -> tuple[Tensor, Tensor]:
+        """How much of each token's key, and of the state, is left at the chunk's end."""
+        last = self.decays[:, -1:]
+        return (last - self.decays).exp().unsqueeze(2), last.exp().unsqueeze(2)
 
     def store(self, cache: RecurrentCache, slots: Tensor) -> None:
         """Writes the new tokens' records."""
@@ -278,6 +317,35 @@ class _Chunk:
         """The next chunk's state; this one is whole."""
         shared = self.spec.num_value_heads // self.spec.num_key_heads
         keys = self.keys.repeat_interleave(shared, 0)
-        last = self.decays[:, -1:]
-        fading = (last - self.decays).exp().unsqueeze(2)
-        return self.state * last.exp().unsqueeze(2) + (keys * fading).mT @ self.changes
+        fading, left = self.to_end()
+        return self.state * left + (keys * fading).mT @ self.changes
+
+
+class _ChannelChunk(_Chunk):
+    """The same where each channel of a key has a decay of its own. Records have a token's own decays,
+    and what lies between two tokens is summed from the later one backwards.
+    """
+
+    def set_decays(self, decay: Tensor) -> None:
+        self.decays[:, self.known : self.count] = decay.transpose(0, 1)
+
+    def faded(self, keys: Tensor, queries: Tensor) -> _Faded:
+        overlaps, scores = torch.zeros(2, *keys.shape[:2], CHUNK, device=keys.device)
+        from_begin = torch.zeros_like(self.decays)
+        for row in range(self.known, self.count):
+            apart = _apart(self.decays[:, : row + 1])
+            both = torch.stack((keys[:, row], queries[:, row]), 2)
+            products = keys[:, : row + 1] * apart.exp() @ both
+            overlaps[:, row, : row + 1], scores[:, row, : row + 1] = products.unbind(2)
+            from_begin[:, row] = (apart[:, 0] + self.decays[:, 0]).exp()
+        said, asked = (x * from_begin @ self.state for x in (keys, queries))
+        return _Faded(overlaps, scores, said, asked)
+
+    def to_end(self) -> tuple[Tensor, Tensor]:
+        apart = _apart(self.decays)
+        return apart.exp(), (apart[:, 0] + self.decays[:, 0]).exp().unsqueeze(2)
+
+
+def _apart(decays: Tensor) -> Tensor:
+    """The sums of what comes behind each of [heads, tokens, channels], the last ones first."""
+    return F.pad(decays[:, 1:].flip(1).cumsum(1).flip(1), (0, 0, 0, 1))

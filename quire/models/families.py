@@ -38,6 +38,7 @@ from quire.models.gguf_states import (
     STATE_SPACE_GGUF_NAMES,
     STATE_SPACE_KEYS,
 )
+from quire.models.kimi_family import KIMI
 from quire.models.latent_families import LATENT
 from quire.models.llama4_family import LLAMA4
 from quire.models.quirks import (
@@ -424,6 +425,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     GEMMA4,
     LLAMA4,
+    KIMI,
     *FURTHER,
     *LATENT,
     *CLASSIC,

@@ -50,6 +50,8 @@ class Family:
     """Names of a layer's tensors that are not the usual ones (see `names.py`), "" where there is no
     such tensor.
     """
+    other_names: Mapping[str, str] = field(default_factory=dict)
+    """Names of a layer's tensors that count where the files have them."""
     parallel_names: Mapping[str, str] = field(default_factory=dict)
     """Names in layers whose attention and MLP norm the same input each by itself."""
     gguf_names: Mapping[str, str] = field(default_factory=dict)

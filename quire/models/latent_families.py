@@ -29,12 +29,12 @@ WITH_INDEXER = (
 """Architectures that choose by a sparse indexer which tokens a query sees: refused by that name."""
 
 
-def _settings(config: Fields) -> Fields:
+def rotated_head(config: Fields) -> Fields:
     """Rope is read for the numbers of a head that it rotates."""
     return config.with_values({"head_dim": config.integer("qk_rope_head_dim")})
 
 
-def _with_latents(config: Fields, spec: ModelSpec, query_rank: int, interleaved: bool) -> ModelSpec:
+def with_latents(config: Fields, spec: ModelSpec, query_rank: int, interleaved: bool) -> ModelSpec:
     """Gives latent attention to all layers."""
     first = spec.layers[0]
     rope, num_heads = first.rope, spec.head_shapes[0].num_heads
@@ -67,7 +67,7 @@ def _query_rank(config: Fields, default: int) -> int:
     return config.integer("q_lora_rank", default)
 
 
-def _check_experts(config: Fields, spec: ModelSpec) -> None:
+def check_experts(config: Fields, spec: ModelSpec) -> None:
     """A token's experts must find room in its groups."""
     for moe in {layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)}:
         room = moe.num_experts // moe.num_groups * moe.top_groups
@@ -81,9 +81,9 @@ def _deepseek_v3(config: Fields, spec: ModelSpec, first: int | None = None) -> M
     refuse(config, "topk_method", "noaux_tc")
     refuse(config, "moe_layer_freq", 1)
     spec = with_deepseek_experts(config, spec, first)
-    _check_experts(config, spec)
+    check_experts(config, spec)
     interleaved = config.boolean("rope_interleave", True)
-    return _with_latents(config, spec, _query_rank(config, 1536), interleaved)
+    return with_latents(config, spec, _query_rank(config, 1536), interleaved)
 
 
 def _deepseek_v2(config: Fields, spec: ModelSpec) -> ModelSpec:
@@ -107,8 +107,8 @@ def _deepseek_v2(config: Fields, spec: ModelSpec) -> ModelSpec:
         for layer in spec.layers
     )
     spec = replace(spec, layers=layers)
-    _check_experts(config, spec)
-    return _with_latents(config, spec, _query_rank(config, 1536), interleaved=True)
+    check_experts(config, spec)
+    return with_latents(config, spec, _query_rank(config, 1536), interleaved=True)
 
 
 def _softmax_experts(moe: MoeSpec) -> MoeSpec:
@@ -136,7 +136,7 @@ def _glm4_moe_lite(config: Fields, spec: ModelSpec) -> ModelSpec:
 
 def _mistral4_settings(config: Fields) -> Fields:
     """Rope's share of a head is said twice: once as a number of dimensions, which counts."""
-    config = _settings(config)
+    config = rotated_head(config)
     rotated = config.integer("qk_rope_head_dim")
     share = rotated / (rotated + config.integer("qk_nope_head_dim"))
     key, changed = "partial_rotary_factor", dict[str, object]()
@@ -164,13 +164,13 @@ def _mistral4(config: Fields, spec: ModelSpec) -> ModelSpec:
         for layer in spec.layers
     )
     spec = replace(spec, layers=layers)
-    _check_experts(config, spec)
+    check_experts(config, spec)
     interleaved = config.boolean("rope_interleave", True)
-    spec = _with_latents(config, spec, _query_rank(config, 1024), interleaved)
+    spec = with_latents(config, spec, _query_rank(config, 1024), interleaved)
     return spec.with_layers(query_scale=query_scale(config))
 
 
-_NAMES = {
+LATENT_NAMES = {
     "query": "self_attn.q_proj",
     "query_down": "self_attn.q_a_proj",
     "query_norm": "self_attn.q_a_layernorm",
@@ -217,20 +217,20 @@ def _has_sigmoids(checkpoint: Checkpoint) -> bool:
 LATENT: tuple[Family, ...] = (
     Family(
         "deepseek_v2", "DeepSeek-V2, V2-Lite", ("DeepseekV2ForCausalLM",), _deepseek_v2, "deepseek2",
-        names=_NAMES, settings=_settings, gguf_names=_GGUF_NAMES, gguf_needs=_GGUF_NEEDS,
+        names=LATENT_NAMES, settings=rotated_head, gguf_names=_GGUF_NAMES, gguf_needs=_GGUF_NEEDS,
         gguf_fits=lambda checkpoint: not _has_sigmoids(checkpoint),
     ),
     Family(
         "deepseek_v3", "DeepSeek-V3, R1, Kimi K2", ("DeepseekV3ForCausalLM",), _deepseek_v3, "deepseek2",
-        names=_NAMES, settings=_settings, has_drafting_layers=True, gguf_names=_GGUF_NAMES,
+        names=LATENT_NAMES, settings=rotated_head, has_drafting_layers=True, gguf_names=_GGUF_NAMES,
         gguf_needs=_GGUF_NEEDS,  # those of GLM-4.7-Flash, too
     ),
     Family(
         "mistral4", "Mistral 4 (text)", ("Mistral4ForCausalLM", "Mistral3ForConditionalGeneration"), _mistral4,
-        names=_NAMES, settings=_mistral4_settings, prefixes=SEEING_PREFIXES, unused=TOWERS,
+        names=LATENT_NAMES, settings=_mistral4_settings, prefixes=SEEING_PREFIXES, unused=TOWERS,
     ),
     Family(
-        "glm4_moe_lite", "GLM-4.7-Flash", ("Glm4MoeLiteForCausalLM",), _glm4_moe_lite, "deepseek2", names=_NAMES,
-        settings=_settings, has_drafting_layers=True,
+        "glm4_moe_lite", "GLM-4.7-Flash", ("Glm4MoeLiteForCausalLM",), _glm4_moe_lite, "deepseek2", names=LATENT_NAMES,
+        settings=rotated_head, has_drafting_layers=True,
     ),
 )  # fmt: skip

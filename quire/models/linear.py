@@ -228,7 +228,7 @@ class HeadLinear:
         latent: Tensor,
         norm: LatentNorm,
         positions: Tensor,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,
         cache: LayerCache,
         slot_mapping: Tensor,
     ) -> Tensor:

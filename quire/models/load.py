@@ -116,12 +116,14 @@ def has_own_head(spec: ModelSpec, checkpoint: Checkpoint) -> bool:
 
 
 def as_stored(piece: Piece, checkpoint: Checkpoint) -> Piece:
-    """Blocks of a quantised format lie with outputs before inputs in all files; a choice bias may be
-    a matrix of one row.
+    """Blocks of a quantised format lie with outputs before inputs in all files; vectors of choice
+    biases and rates may have further dimensions of one.
     """
     info = checkpoint.tensors.get(piece.name)
-    if piece.parameter.endswith(".choice_bias") and info is not None:
-        return replace(piece, has_first=len(info.shape) == 2)
+    if piece.parameter.endswith((".choice_bias", ".log_rate")) and info is not None:
+        sizes = [size for size in info.shape if size != 1]
+        is_padded = len(info.shape) > 1 and len(sizes) < 2
+        return replace(piece, stored_shape=info.shape if is_padded else None)
     if not piece.is_turned or info is None or info.format.dtype is not None:
         return piece
     return replace(piece, is_turned=False)
@@ -234,15 +236,13 @@ def read_piece(
     """Fills the tensors of a weight's part from one tensor of the checkpoint, with rows in the
     decoder's order.
     """
-    if not piece.has_first and targets[0].dim() > len(
-        checkpoint.tensors[piece.name].shape
-    ):  # biases of experts
+    if targets[0].dim() > len(checkpoint.tensors[piece.name].shape):  # biases of experts
         targets = tuple(target.squeeze(-1) for target in targets)
     order = piece.order
     if piece.has_middle:
         targets = tuple(target.unsqueeze(1) for target in targets)
-    if piece.has_first:
-        targets = tuple(target.unsqueeze(0) for target in targets)
+    if piece.stored_shape is not None:
+        targets = tuple(target.view(piece.stored_shape) for target in targets)
     if piece.stack:
         targets = tuple(target.view(piece.stack, -1, target.shape[1]) for target in targets)
     if piece.is_turned:

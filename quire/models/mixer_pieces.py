@@ -51,6 +51,8 @@ def recurrent_pieces(
             yield Piece(f"{tensor}.{kind}", path, part, order=RowRuns(runs, total))
     elif own == "input":
         yield Piece(f"{names['mixer_input']}.{kind}", path)
+    elif own in ("decay", "gate"):
+        yield Piece(f"{names[f'mixer_{own}']}.{kind}", path)
     else:
         tensor = names[f"mixer_{kind}"]
         yield Piece(f"{tensor}.weight" if kind == "norm" else tensor, path)
@@ -77,8 +79,8 @@ def _convolution_pieces(
 def input_rows(
     mixer: RecurrentSpec, names: Mapping[str, str]
 ) -> Iterator[tuple[str, tuple[tuple[int, int], ...], int]]:
-    """Where queries, keys, values, the output's gate, decays and betas come from: a tensor, runs of
-    its rows, and how many it has.
+    """Where queries, keys, values, the output's gate, decays and betas come from (or what gate and
+    decays are made from): a tensor, runs of its rows, and how many it has.
     """
     rows, values, heads = mixer.query_size, mixer.value_size, mixer.num_value_heads
     if not mixer.is_delta:  # one tensor: gate, values, keys, queries, decays
@@ -104,6 +106,11 @@ def input_rows(
                 yield names["mixer_qkv"], ((first, size),), total
             else:
                 yield names[f"mixer_{side}"], ((0, size),), size
+        if mixer.gate_rank:
+            for gate in ("decay", "gate"):
+                yield names[f"mixer_{gate}_down"], ((0, mixer.gate_rank),), mixer.gate_rank
+            yield names["mixer_beta"], ((0, heads),), heads
+            return
         yield names["mixer_gate"], ((0, values),), values
         if "mixer_gates" in names:
             yield from _gate_rows(mixer, names)

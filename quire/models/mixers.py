@@ -150,7 +150,6 @@ class LatentAttention:
         mixer: LatentSpec,
         cos_sin: Tensor | None,
     ) -> None:
-        assert cos_sin is not None
         heads = mixer.heads.num_heads
         self.spec = mixer
         self.cos_sin = cos_sin
@@ -194,7 +193,9 @@ class LatentAttention:
 
 
 class Recurrent:
-    """Packed projections, a convolution over time, a recurrence with a state, a norm with a gate."""
+    """Packed projections, a convolution over time, a recurrence with a state, a norm with a gate.
+    Gates may be made by products of their own.
+    """
 
     def __init__(
         self, parameters: Parameters, name: str, spec: ModelSpec, mixer: RecurrentSpec
@@ -202,6 +203,9 @@ class Recurrent:
         self.spec = mixer
         self.eps = spec.rms_norm_eps if mixer.norm.eps is None else mixer.norm.eps
         self.input = parameters.linear(f"{name}.input")
+        if mixer.gate_rank:
+            self.decay = parameters.linear(f"{name}.decay")
+            self.gate = parameters.linear(f"{name}.gate")
         self.taps = parameters.vector(f"{name}.convolution.weight")
         self.taps_bias = parameters.optional_vector(f"{name}.convolution.bias")
         self.weights = RecurrentWeights(
@@ -215,24 +219,29 @@ class Recurrent:
     def __call__(self, batch: Batch, x: Tensor, cache: MixerCache) -> Tensor:
         assert isinstance(cache, RecurrentCache)
         kernels, paged, spec = batch.kernels, batch.paged[cache.group], self.spec
-        convolution = spec.convolution
-        sizes = (convolution.channels, spec.value_size, spec.num_gates)
+        convolution, rank = spec.convolution, spec.gate_rank
         packed = self.input(batch, x)
         if spec.input_scales:
             packed = _scaled(kernels, packed, spec)
-        mixed, gate, gates = packed.split_with_sizes(sizes, 1)
+        decay_gates: Tensor | None = None
+        if rank:
+            made_from = (convolution.channels, rank, rank, spec.num_gates)
+            mixed, decay, gate, gates = packed.split_with_sizes(made_from, 1)
+            decay_gates, gate = self.decay(batch, decay), self.gate(batch, gate)
+        else:
+            sizes = (convolution.channels, spec.value_size, spec.num_gates)
+            mixed, gate, gates = packed.split_with_sizes(sizes, 1)
         mixed = kernels.convolve_(
             mixed, self.taps, self.taps_bias, convolution, cache.convolution, paged
         )
-        output = kernels.recur_(mixed, gates, self.weights, spec, cache, paged)
+        output = kernels.recur_(mixed, gates, self.weights, spec, cache, paged, decay_gates)
         output = kernels.gated_norm(output, gate, self.norm, self.eps, spec.norm)
         return self.output(batch, output)
 
 
 def _scaled(kernels: Kernels, packed: Tensor, spec: RecurrentSpec) -> Tensor:
     """A packed row whose parts have factors of their own."""
-    sizes = (spec.query_size, spec.query_size, spec.value_size, spec.value_size, spec.num_gates)
-    parts = zip(packed.split_with_sizes(sizes, 1), spec.input_scales, strict=True)
+    parts = zip(packed.split_with_sizes(spec.packed_sizes, 1), spec.input_scales, strict=True)
     return torch.cat([kernels.scale_add(part.contiguous(), scale) for part, scale in parts], 1)
 
 

@@ -281,10 +281,18 @@ def _pieces(
         used = {**names, **stacked} if is_stacked else names
         if layer.parallel_norms:
             used = {**used, **family_named(spec.family).parallel_names}
-        own = {
-            part: f"{layers}.{mlp if _is_of_mlp(part) else mixer}.{name}"
-            for part, name in used.items()
-            if name
+        own, others = (
+            {
+                part: f"{layers}.{mlp if _is_of_mlp(part) else mixer}.{name}"
+                for part, name in known.items()
+                if name
+            }
+            for known in (used, family_named(spec.family).other_names)
+        )
+        own |= {
+            part: name
+            for part, name in others.items()
+            if name in present or f"{name}.weight" in present
         }
         found.append(_Layer(spec, layer, own, interleaved, present, by_key_head))
     for path, parameter in spec.parameters().items():

@@ -88,8 +88,8 @@ class Piece:
     """Whether in the checkpoint there is a dimension of one between rows and columns (of
     convolutions).
     """
-    has_first: bool = False
-    """Whether in the checkpoint there is a dimension of one before all others."""
+    stored_shape: tuple[int, ...] | None = None
+    """Its shape in the checkpoint, if that has further dimensions of one; None: as the others say."""
     is_turned: bool = False
     """Whether in the checkpoint columns come before rows."""
     stack: int = 0
@@ -110,6 +110,8 @@ class Piece:
 
     def shape(self, parameter: Parameter) -> tuple[int, ...]:
         """The shape that it must have in the checkpoint."""
+        if self.stored_shape is not None:
+            return self.stored_shape
         shape = list(parameter.shape)
         if self.part is not None:
             shape[-2 if len(shape) > 1 else -1] = parameter.rows[self.part]
@@ -118,8 +120,6 @@ class Piece:
         if self.has_middle:
             shape.insert(1, 1)
             return tuple(shape)
-        if self.has_first:
-            shape.insert(0, 1)
         if parameter.is_vector:
             shape.pop()
         if self.stack:

@@ -394,12 +394,14 @@ class ModelSpec:
 
     def _recurrent_parameters(self, mixer: RecurrentSpec) -> Iterator[tuple[str, Parameter]]:
         hidden, heads = self.hidden_size, mixer.num_value_heads
-        sizes = (mixer.query_size, mixer.query_size, mixer.value_size, mixer.value_size)
-        gates = (heads,) * (mixer.num_gates // heads)
-        yield from _linear("input", hidden, (*sizes, *gates), mixer.projection_bias)
-        yield from _convolution(mixer.convolution, sizes[:3])
+        yield from _linear("input", hidden, mixer.packed_sizes, mixer.projection_bias)
+        if mixer.gate_rank:
+            yield from _linear("decay", mixer.gate_rank, (mixer.decay_size,))
+            yield from _linear("gate", mixer.gate_rank, (mixer.value_size,))
+        yield from _convolution(mixer.convolution, mixer.packed_sizes[:3])
         for name in ("log_rate", "time_bias", *(() if mixer.is_delta else ("skip",))):
-            yield name, Parameter((heads,), keep_float32=True)
+            size = mixer.decay_size if name == "time_bias" else heads
+            yield name, Parameter((size,), keep_float32=True)
         if mixer.norm.group_size:
             size = mixer.value_dim if mixer.is_delta else mixer.value_size
             yield "norm", Parameter((size,))

@@ -21,6 +21,7 @@ from quire.errors import (
 from quire.kernels.formats import FORMATS, PLAIN, Format
 from quire.kernels.ops import AttentionSpec, Kernels
 from quire.kernels.quantize import FP8, INT8, Q4_0
+from quire.kernels.recurrent import RecurrentSpec
 from quire.kernels.weights import Part, Weight
 from quire.models.names import ignored_names
 from quire.models.pieces import Piece
@@ -222,6 +223,8 @@ def _check_can_compute(spec: ModelSpec, kernels: Kernels) -> None:
             what = "attention with slopes (ALiBi)"
             if isinstance(mixer, AttentionSpec) and mixer.chunk is not None:
                 what = f"attention in chunks (attention_chunk_size {mixer.chunk})"
+            if isinstance(mixer, RecurrentSpec):
+                what = "Kimi Delta Attention"
             raise UnsupportedModelError(
                 f"{spec.family} has {what}, which does not run on GPUs yet: the {kernels.name} kernels lack it. "
                 'Use device="cpu".'

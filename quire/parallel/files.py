@@ -54,6 +54,9 @@ def _own_pieces(
     piece: Piece, info: TensorInfo, parameter: Parameter, division: Division
 ) -> Iterator[tuple[Piece, TensorInfo]]:
     """What a rank reads of one tensor of the checkpoint."""
+    if piece.stored_shape is not None:
+        piece = replace(piece, stored_shape=None)
+        info = replace(info, shape=piece.shape(parameter))
     runs = division.segments(piece.parameter, parameter)
     total = parameter.shape[-2] if len(parameter.shape) > 1 else parameter.shape[0]
     if sum(run.stop - run.start for run in runs) == total:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from quire.kernels.low_rank import ExpertAdapters
 from quire.kernels.ops import (
@@ -179,14 +180,17 @@ class Definition(ReferenceKernels):
         spec: RecurrentSpec,
         cache: RecurrentCache,
         batch: PagedBatch,
+        decay_gates: Tensor | None = None,
     ) -> Tensor:
         heads = spec.num_value_heads
-        steps = F.softplus(gates[:, :heads] + weights.time_bias)
+        told = gates[:, :heads] if decay_gates is None else decay_gates
+        steps = F.softplus(told + weights.time_bias)
         if spec.is_delta:
-            betas = torch.sigmoid(gates[:, heads:]) * spec.beta_scale
+            betas = torch.sigmoid(gates[:, -heads:]) * spec.beta_scale
         else:
             betas = steps = steps.clamp(*spec.time_limits)
-        decays = -weights.log_rate.exp() * steps
+        # of one channel, which stands for all, or of each
+        decays = -weights.log_rate.exp().unsqueeze(1) * steps.view(len(steps), heads, -1)
         query, key, value = mixed.split_with_sizes(
             (spec.query_size, spec.query_size, spec.value_size), 1
         )
@@ -196,12 +200,22 @@ class Definition(ReferenceKernels):
         shared = heads // spec.num_key_heads
         query, key = (one.repeat_interleave(shared, 1).transpose(0, 1) for one in (query, key))
         value = value.reshape(len(value), -1, spec.value_dim)
-        sides = query, key, value.transpose(0, 1), decays.T, betas.T
+        sides = query, key, value.transpose(0, 1), decays.transpose(0, 1), betas.T
         outputs = []
         for own in zip(*(self._split(side, 1) for side in sides), strict=True):
             state = value.new_zeros(heads, spec.key_dim, spec.value_dim)
             for tokens in zip(*(side.split(CHUNK, 1) for side in own), strict=True):
-                output, state = _chunk(_Tokens(*tokens), state, spec.is_delta)
+                if spec.gate_rank:  # computed again for its gradients: its numbers are many
+                    output, state = checkpoint(
+                        _chunk,
+                        _Tokens(*tokens),
+                        state,
+                        True,
+                        use_reentrant=False,
+                        preserve_rng_state=False,
+                    )
+                else:
+                    output, state = _chunk(_Tokens(*tokens), state, spec.is_delta)
                 outputs.append(output.transpose(0, 1))
         output = torch.cat(outputs)
         if weights.skip is not None:
@@ -211,7 +225,7 @@ class Definition(ReferenceKernels):
     def gated_norm(
         self, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, spec: GatedNormSpec
     ) -> Tensor:
-        gates = F.silu(gate)
+        gates = torch.sigmoid(gate) if spec.sigmoid else F.silu(gate)
         if spec.gate_first:
             x = x * gates
         if spec.group_size:
@@ -266,21 +280,32 @@ def _chunk(tokens: _Tokens, state: Tensor, is_delta: bool) -> tuple[Tensor, Tens
     query, key, value, decay, beta = tokens
     total = decay.cumsum(1)
     order = torch.arange(decay.shape[1], device=decay.device)
-    apart = total.unsqueeze(2) - total.unsqueeze(1)
-    fading = apart.masked_fill(order.unsqueeze(1) < order, -torch.inf).exp()
-    from_begin, beta = total.exp().unsqueeze(2), beta.unsqueeze(2)
+    from_begin, beta = total.exp(), beta.unsqueeze(2)
     if is_delta:
-        overlaps = (key @ key.mT * fading).tril(-1)
+        overlaps = _faded_products(key, key, total).tril(-1)
         # each change is what is left behind those before it: a triangular system
         changes = torch.linalg.solve_triangular(
             torch.eye(len(order), dtype=key.dtype, device=key.device) + beta * overlaps,
-            beta * (value - key @ state * from_begin),
+            beta * (value - key * from_begin @ state),
             upper=False,
             unitriangular=True,
         )
     else:
         changes = beta * value
-    output = query @ state * from_begin + (query @ key.mT * fading) @ changes
-    to_end = (total[:, -1:] - total).exp().unsqueeze(2)
-    after = state * total[:, -1:].exp().unsqueeze(2) + (key * to_end).mT @ changes
+    output = query * from_begin @ state + _faded_products(query, key, total) @ changes
+    to_end = (total[:, -1:] - total).exp()
+    after = state * total[:, -1].exp().unsqueeze(2) + (key * to_end).mT @ changes
     return output, after
+
+
+def _faded_products(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+    """[heads, tokens, tokens]: products of each token's numbers with those of the tokens up to it,
+    which have faded since then; `total` are sums of log-decays, of a channel or of all together.
+    """
+    order = torch.arange(total.shape[1], device=total.device)
+    apart = total.unsqueeze(2) - total.unsqueeze(1)
+    later = (order.unsqueeze(1) < order).unsqueeze(2)
+    fading = apart.masked_fill(later, -torch.inf).exp()
+    if total.shape[2] == 1:
+        return left @ right.mT * fading.squeeze(3)
+    return torch.einsum("hic,hjc,hijc->hij", left, right, fading)

@@ -50,14 +50,19 @@ static void print(const char* name, const std::vector<T>& v) {
 
 // One sequence of 150 tokens in steps that end in the middle of chunks, through a convolution and a recurrence.
 static void recurrences() {
-  for (int64_t is_delta : {1, 0})
+  const char* names[] = {"delta rule", "state space", "delta rule with decays of channels"};
+  for (int kind = 0; kind < 3; ++kind)
     for (int64_t key_dim : {32, 20}) {
+      const int64_t is_delta = kind != 1, has_channels = kind == 2;
       const int64_t key_heads = 2, value_heads = 4, value_dim = key_dim + 16, taps = 4, length = 150, blocks = 10;
       const int64_t query = key_heads * key_dim, value = value_heads * value_dim, channels = 2 * query + value;
       const std::vector<float> x = numbers(size_t(length * channels)), gates = numbers(size_t(length * 2 * value_heads));
-      const std::vector<float> taps_weight = numbers(size_t(channels * taps)), rates = numbers(3 * size_t(value_heads));
+      const std::vector<float> taps_weight = numbers(size_t(channels * taps));
+      const int64_t num_decays = value_heads * (has_channels ? key_dim : 1);
+      const std::vector<float> rates = numbers(size_t(2 * value_heads + num_decays));
+      const std::vector<float> decay_gates = numbers(size_t(has_channels ? length * num_decays : 0));
       std::vector<float> inputs(size_t(blocks * 16 * channels)), keys(size_t(blocks * 16 * query));
-      std::vector<float> changes(size_t(blocks * 16 * value)), decays(size_t(blocks * 16 * value_heads));
+      std::vector<float> changes(size_t(blocks * 16 * value)), decays(size_t(blocks * 16 * num_decays));
       std::vector<float> states(size_t(2 * value * key_dim)), tails(size_t(2 * 3 * channels)), all;
       std::vector<int64_t> state_places, tail_places, slots;
       auto place = [](std::vector<int64_t>& places, std::vector<float>& memory, int64_t heads, int64_t size) {
@@ -92,6 +97,8 @@ static void recurrences() {
           int64_t mixed_stride;
           const void* gates;
           int64_t gates_stride;
+          const void* decay_gates;
+          int64_t decay_gates_stride;
           const void *log_rate, *time_bias, *skip;
           void *out, *keys, *changes, *decays;
           const void *places, *query_start, *context_lens, *block_tables, *table_rows, *slots, *state_tables;
@@ -99,17 +106,18 @@ static void recurrences() {
           int64_t block_size, key_stride, change_stride, decay_stride, is_delta;
           float least, largest, beta_scale;
           int threads;
-        } recur{mixed.data(), channels, gates.data() + first * 2 * value_heads, 2 * value_heads, rates.data(),
+        } recur{mixed.data(), channels, gates.data() + first * 2 * value_heads, 2 * value_heads,
+                has_channels ? decay_gates.data() + first * num_decays : nullptr, num_decays, rates.data(),
                 rates.data() + value_heads, is_delta ? nullptr : rates.data() + 2 * value_heads, out.data(), keys.data(),
                 changes.data(), decays.data(), state_places.data(), starts.data(), lengths.data(), table.data(),
                 zero.data(), slots.data() + first, state_table.data(), rows, 1, blocks, 1, 1, key_heads, value_heads,
-                key_dim, value_dim, 16, 16 * query, 16 * value, 16 * value_heads, is_delta, 0.001f, 4.0f, 1.5f, 1};
+                key_dim, value_dim, 16, 16 * query, 16 * value, 16 * num_decays, is_delta, 0.001f, 4.0f, 1.5f, 1};
         quire_recur_float32(&recur);
         all.insert(all.end(), mixed.begin(), mixed.end());
         all.insert(all.end(), out.begin(), out.end());
       }
       all.insert(all.end(), states.begin(), states.end());
-      print(is_delta ? "delta rule" : "state space", all);
+      print(names[kind], all);
     }
 }
 
@@ -254,7 +262,7 @@ int main() {
   } sigmoid_mul{dense.data(), depth, 70, x.data(), depth, out.data(), rows, 70, 1};
   quire_sigmoid_mul_float32(&sigmoid_mul);
   print("sigmoid_mul", out);
-  for (int64_t gate_first : {0, 1}) {
+  for (int64_t gate_first : {0, 1, 2}) {  // 2: without SiLU
     struct {
       const void* x;
       int64_t x_stride;
@@ -263,10 +271,10 @@ int main() {
       const void* weight;
       int64_t weight_size;
       void* out;
-      int64_t rows, size, group_size, has_norm, gate_first;
+      int64_t rows, size, group_size, has_norm, gate_first, sigmoid_only;
       float eps;
       int threads;
-    } gated_norm{x.data(), depth, dense.data(), depth, scales.data(), 20, out.data(), rows, 60, 20, 1, gate_first, 1e-5f, 1};
+    } gated_norm{x.data(), depth, dense.data(), depth, scales.data(), 20, out.data(), rows, 60, 20, 1, gate_first == 1, gate_first == 2, 1e-5f, 1};
     quire_gated_norm_float32(&gated_norm);
     print("gated_norm", out);
   }

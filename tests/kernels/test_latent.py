@@ -192,8 +192,9 @@ def test_each_head_is_multiplied_with_its_own_matrix_as_linear_does_it(
 
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_rope", [True, False])
 def test_a_latent_is_normed_rotated_and_stored_once(
-    dtype: torch.dtype, stored: str, kernels: Kernels
+    has_rope: bool, dtype: torch.dtype, stored: str, kernels: Kernels
 ) -> None:
     rank, rope_dim, heads = 24, 8, 3
     spec = LatentSpec(latent_heads(heads, rank, rope_dim), 1.0, nope_dim=4, rope_dim=8, value_dim=4)
@@ -209,15 +210,18 @@ def test_a_latent_is_normed_rotated_and_stored_once(
     cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
     positions, slots = torch.tensor([3, 49, 0, 7]), torch.tensor([17, 2, -1, 33])
     query = kernels.latent_to_cache_(
-        absorbed, rotated, latent, norm, positions, cos_sin, cache, slots
+        absorbed, rotated, latent, norm, positions, cos_sin if has_rope else None, cache, slots
     )
     assert torch.equal(query[..., :rank], absorbed)
 
     def turned(x: Tensor) -> Tensor:
+        if not has_rope:
+            return x.double()
         low, high = x.double().chunk(2, -1)
         cos, sin = cos_sin.double()[positions].unsqueeze(1).chunk(2, -1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
 
+    assert has_rope or torch.equal(query[..., rank:], rotated)
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(
         query[..., rank:].double(), turned(rotated), atol=tolerance, rtol=tolerance

@@ -33,10 +33,19 @@ from tests.long_runs import short_or_long
 BLOCK = 16
 DELTA = RecurrentSpec(2, 4, 8, 6, taps=4)
 SSD = RecurrentSpec(1, 3, 5, 8, taps=4, conv_bias=True, is_delta=False, time_limits=(0.001, 4.0))
-SPECS = {"delta": DELTA, "delta, betas up to 2": replace(DELTA, beta_scale=2.0), "state space": SSD}
+CHANNELS = RecurrentSpec(3, 3, 10, 6, taps=4, gate_rank=5)
+"""Each channel of a key has a decay of its own."""
+SPECS = {
+    "delta": DELTA,
+    "delta, betas up to 2": replace(DELTA, beta_scale=2.0),
+    "state space": SSD,
+    "decays of channels": CHANNELS,
+    "decays of channels, shared keys": replace(CHANNELS, num_key_heads=1, value_dim=9),
+}
 WIDE = {
     "delta": RecurrentSpec(2, 4, 128, 128, taps=4),
     "state space": replace(SSD, num_key_heads=1, num_value_heads=6, key_dim=128, value_dim=64),
+    "decays of channels": RecurrentSpec(2, 2, 128, 128, taps=4, gate_rank=128),
 }
 """As large as heads of true models are: whole vectors, and work for several threads."""
 
@@ -85,18 +94,20 @@ class Layer:
         self.conv_bias = random(channels, seed=self.seed + 2) if spec.conv_bias else None
         self.weights = RecurrentWeights(
             random(heads, seed=self.seed + 3),
-            random(heads, seed=self.seed + 4),
+            random(spec.decay_size, seed=self.seed + 4),
             None if spec.is_delta else random(heads, seed=self.seed + 5),
         )
         self.inputs = [
             random(n, channels, seed=self.seed + 10 + i).to(self.dtype)
             for i, n in enumerate(self.lengths)
         ]
-        per_head = 2 if spec.is_delta else 1
-        self.gates = [
-            random(n, heads * per_head, seed=self.seed + 30 + i).to(self.dtype)
-            for i, n in enumerate(self.lengths)
-        ]
+        self.gates, self.decay_gates = (
+            [
+                random(n, size, seed=self.seed + first + i, scale=scale).to(self.dtype)
+                for i, n in enumerate(self.lengths)
+            ]
+            for size, first, scale in ((spec.num_gates, 30, 1.0), (spec.decay_size, 60, 3.0))
+        )
         per_sequence = -(-max(self.lengths) // BLOCK)
         num_blocks = 1 + len(self.lengths) * per_sequence
         order = 1 + torch.randperm(
@@ -144,7 +155,7 @@ class Layer:
             ConvolutionCache(side(1, spec.convolution.channels, dtype=self.dtype), tail, 0),
             side(spec.num_key_heads, spec.key_dim),
             side(spec.num_value_heads, spec.value_dim),
-            side(spec.num_value_heads),
+            side(spec.num_value_heads, *spec.decay_shape),
             state,
             0,
         )
@@ -169,7 +180,10 @@ class Layer:
             state_tables=self.states,
         )
         x = torch.cat([self.inputs[i][first:end] for i, first, end in parts])
-        gates = torch.cat([self.gates[i][first:end] for i, first, end in parts])
+        gates, decay_gates = (
+            torch.cat([one[i][first:end] for i, first, end in parts])
+            for one in (self.gates, self.decay_gates)
+        )
         mixed = self.kernels.convolve_(
             x,
             self.conv_weight,
@@ -178,7 +192,15 @@ class Layer:
             self.cache.convolution,
             batch,
         )
-        output = self.kernels.recur_(mixed, gates, self.weights, self.spec, self.cache, batch)
+        output = self.kernels.recur_(
+            mixed,
+            gates,
+            self.weights,
+            self.spec,
+            self.cache,
+            batch,
+            *([decay_gates] if self.spec.gate_rank else ()),
+        )
         return list(output.split(counts))
 
     def by_definition(self, index: int) -> Tensor:
@@ -202,22 +224,24 @@ class Layer:
         )
         value = value.unflatten(1, (-1, spec.value_dim))
         heads = spec.num_value_heads
-        steps = torch.nn.functional.softplus(gates[:, :heads] + self.weights.time_bias.double())
+        betas = gates if spec.gate_rank else gates[:, heads:]
+        told = self.decay_gates[index].double() if spec.gate_rank else gates[:, :heads]
+        steps = torch.nn.functional.softplus(told + self.weights.time_bias.double())
+        steps = steps.unflatten(1, (heads, -1))
         if spec.is_delta:
             query, key = (
                 side / (side.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for side in (query, key)
             )
             query = query / spec.key_dim**0.5
-            beta = gates[:, heads:].sigmoid() * spec.beta_scale
+            beta = betas.sigmoid() * spec.beta_scale
         else:
             steps = steps.clamp(*spec.time_limits)
-            beta = steps
+            beta = steps.squeeze(2)
+        rates = self.weights.log_rate.double().exp().unsqueeze(1)
         state = torch.zeros(heads, spec.key_dim, spec.value_dim, dtype=torch.float64)
         outputs = []
-        for q, k, v, decay, b in zip(
-            query, key, value, -steps * self.weights.log_rate.double().exp(), beta, strict=True
-        ):
-            state = state * decay.exp().view(-1, 1, 1)
+        for q, k, v, decay, b in zip(query, key, value, -steps * rates, beta, strict=True):
+            state = state * decay.exp().unsqueeze(2)
             said = (state * k.unsqueeze(2)).sum(1) if spec.is_delta else 0
             state = state + k.unsqueeze(2) * ((v - said) * b.unsqueeze(1)).unsqueeze(1)
             output = (state * q.unsqueeze(2)).sum(1)
@@ -236,6 +260,22 @@ def test_chunks_give_what_the_recurrence_gives(
     layer = Layer(kernels, spec, [length], seed=length)
     (found,) = layer.step([(0, 0, length)])
     torch.testing.assert_close(found.double(), layer.by_definition(0), atol=2e-5, rtol=2e-5)
+
+
+def test_what_fades_at_once_does_not_blur_what_is_near(kernels: Kernels) -> None:
+    """Channels forget all at some tokens: e to the decays since a chunk's begin is no number then,
+    and differences of their sums have no digits left.
+    """
+    layer = Layer(kernels, CHANNELS, [150])
+    gates = layer.decay_gates[0]
+    gates[:] = -4.0
+    chosen = torch.rand(gates.shape, generator=torch.Generator().manual_seed(1), device="cpu")
+    gates[chosen < 0.1] = 30_000.0
+    gates[20] = 1e30
+    (found,) = layer.step([(0, 0, 150)])
+    expected = layer.by_definition(0)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("spec", WIDE.values(), ids=WIDE)
@@ -367,6 +407,9 @@ def test_norms_with_gates(kernels: Kernels) -> None:
     first = kernels.gated_norm(x, gate, weight, 1e-5, GatedNormSpec(4))
     expected = normed(x.double(), 4) * weight.double().repeat(3) * silu
     torch.testing.assert_close(first.double(), expected, atol=1e-5, rtol=1e-5)
+    plain = kernels.gated_norm(x, gate, weight, 1e-5, GatedNormSpec(4, sigmoid=True))
+    expected = normed(x.double(), 4) * weight.double().repeat(3) * gate.double().sigmoid()
+    torch.testing.assert_close(plain.double(), expected, atol=1e-5, rtol=1e-5)
     gated = kernels.gated_norm(x, gate, weight.repeat(3), 1e-5, GatedNormSpec(6, gate_first=True))
     expected = normed(x.double() * silu, 6) * weight.double().repeat(3)
     torch.testing.assert_close(gated.double(), expected, atol=1e-5, rtol=1e-5)
@@ -380,22 +423,29 @@ def test_a_neighbour_that_is_not_a_number_changes_nothing(kernels: Kernels) -> N
     assert torch.equal(hurt.step([(1, 0, 70), (0, 0, 30)])[1], expected)
 
 
-def test_value_heads_divided_among_devices_have_the_same_bits(kernels: Kernels) -> None:
-    layer = Layer(kernels, DELTA, [100])
+@pytest.mark.parametrize(
+    "spec", [DELTA, replace(DELTA, gate_rank=5)], ids=["delta", "decays of channels"]
+)
+def test_value_heads_divided_among_devices_have_the_same_bits(
+    kernels: Kernels, spec: RecurrentSpec
+) -> None:
+    layer = Layer(kernels, spec, [100])
     (expected,) = layer.step([(0, 0, 100)])
-    query, value = DELTA.query_size, DELTA.value_size
+    query, value = spec.query_size, spec.value_size
     for rank in range(2):
-        half = replace(DELTA, num_key_heads=1, num_value_heads=2)
+        half = replace(spec, num_key_heads=1, num_value_heads=2)
         own = Layer(kernels, half, [100])
         heads = slice(2 * rank, 2 * rank + 2)
-        rows = torch.arange(DELTA.convolution.channels)
+        rows = torch.arange(spec.convolution.channels)
         sides = rows.split((query, query, value))
         mine = torch.cat([side.view(2, -1)[rank] for side in sides])
         own.conv_weight = layer.conv_weight[mine]
         own.inputs = [layer.inputs[0][:, mine]]
         own.weights = RecurrentWeights(
-            layer.weights.log_rate[heads], layer.weights.time_bias[heads]
+            layer.weights.log_rate[heads],
+            layer.weights.time_bias.unflatten(0, (4, -1))[heads].flatten(),
         )
-        own.gates = [layer.gates[0].unflatten(1, (2, 4))[:, :, heads].flatten(1)]
+        own.gates = [layer.gates[0].unflatten(1, (-1, 4))[:, :, heads].flatten(1)]
+        own.decay_gates = [layer.decay_gates[0].unflatten(1, (4, -1))[:, heads].flatten(1)]
         (found,) = own.step([(0, 0, 100)])
         assert torch.equal(found, expected.view(100, 2, -1)[:, rank])

@@ -43,6 +43,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {"num_key_value_heads": 4},
     "glm4_moe_lite": {"num_key_value_heads": 4},
+    "kimi_linear": {"num_key_value_heads": 4},
     "mistral4": {"num_key_value_heads": 4},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }

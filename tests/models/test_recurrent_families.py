@@ -24,6 +24,7 @@ from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.ops import Kernels
 from quire.kernels.recurrent import RecurrentSpec
 from quire.kernels.reference import ReferenceKernels
+from quire.models.decoder import Decoder
 from quire.models.load import open_model
 from quire.models.model_config import read_config
 from quire.models.names import huggingface_pieces, ignored_names, names_not_for_text
@@ -42,6 +43,7 @@ RECURRENT = (
     "falcon_h1",
     "nemotron_h",
     "olmo_hybrid",
+    "kimi_linear",
 )
 """Of `FAMILIES`, those that only this file tries; Granite 4 with and without such layers is tried
 in both."""
@@ -114,6 +116,8 @@ def settings_of(draw: st.DrawFn, family: str) -> Any:
             linear_allow_neg_eigval=draw(st.booleans()),
             attention_bias=draw(st.booleans()),
         )
+    if family == "kimi_linear":
+        return kimi_settings(draw, {**base, "tie_word_embeddings": False}, kinds)
     if family == "granitemoehybrid":
         heads, groups = draw(st.sampled_from([(4, 1), (4, 2), (6, 3)]))
         return transformers.GraniteMoeHybridConfig(
@@ -155,6 +159,35 @@ def settings_of(draw: st.DrawFn, family: str) -> Any:
         return transformers.Qwen3_5MoeTextConfig(**base, **linear, **experts)
     return transformers.Qwen3NextConfig(
         **base, **linear, **experts, norm_topk_prob=draw(st.booleans())
+    )
+
+
+def kimi_settings(draw: st.DrawFn, base: dict[str, Any], kinds: Callable[[str], list[str]]) -> Any:
+    groups = draw(st.sampled_from([1, 2]))
+    return transformers.KimiLinearConfig(
+        **{**base, "num_key_value_heads": base["num_attention_heads"]},
+        layer_types=kinds("linear_attention"),
+        mlp_layer_types=[
+            draw(st.sampled_from(["dense", "sparse"])) for _ in range(base["num_hidden_layers"])
+        ],
+        linear_head_dim=draw(st.sampled_from([4, 8, 10])),
+        linear_num_heads=draw(st.integers(1, 4)),
+        linear_conv_kernel_dim=draw(st.integers(2, 5)),
+        kv_lora_rank=draw(st.sampled_from([8, 24])),
+        q_lora_rank=draw(st.sampled_from([None, 12])),
+        qk_nope_head_dim=draw(st.sampled_from([4, 10])),
+        qk_rope_head_dim=draw(st.sampled_from([4, 8])),
+        v_head_dim=draw(st.sampled_from([6, 8])),
+        attention_bias=draw(st.booleans()),
+        num_local_experts=8,
+        num_experts_per_tok=draw(st.integers(1, 4)),
+        moe_intermediate_size=8,
+        n_shared_experts=draw(st.integers(1, 2)),
+        n_group=groups,
+        topk_group=draw(st.integers(1, groups)),
+        norm_topk_prob=draw(st.booleans()),
+        routed_scaling_factor=draw(st.sampled_from([1.0, 2.4])),
+        rms_norm_eps=draw(st.sampled_from([1e-5, 1e-3])),
     )
 
 
@@ -225,11 +258,12 @@ def nemotron_settings(draw: st.DrawFn, base: dict[str, Any]) -> Any:
     )
 
 
-def save(model: Any, folder: str) -> None:
-    """As the family's files are. transformers divides OLMo Hybrid's convolution otherwise than its
-    published files do, and names norms of attention otherwise.
+def save(model: Any, folder: str, is_original: bool) -> None:
+    """As the family's files are (transformers divides OLMo Hybrid's convolution otherwise than its
+    published files do, and names norms of attention otherwise), or with the names that transformers
+    computes with.
     """
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=is_original)
     if model.config.model_type != "olmo_hybrid":
         return
     config, tensors = model.config, {}
@@ -290,14 +324,19 @@ def check(family: str, kernels: Kernels, data: st.DataObject, config: Any = None
         3, text.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)
     ).tolist()
     with TemporaryDirectory() as folder:
-        save(model, folder)
+        save(model, folder, data.draw(st.booleans()) or family != "kimi_linear")
         files = open_model(Path(folder))
         decoder = load_decoder(files, kernels, torch.float32, torch.device("cpu"))
     stored = model.state_dict().keys()
     tensors = [*model.named_parameters(), *model.named_buffers()]
     counted = [one.numel() for name, one in tensors if name in stored and "visual" not in name]
     assert files.spec.num_parameters == sum(counted)
-    chunk = data.draw(st.sampled_from([17, 64, 512]))
+    assert_matches(model, decoder, prompt, data.draw(st.sampled_from([17, 64, 512])))
+
+
+def assert_matches(model: Any, decoder: Decoder, prompt: list[int], chunk: int) -> None:
+    """The engine, which computes the prompt in chunks, against transformers' model."""
+    length = len(prompt)
     bench = Bench(decoder, max_batched_tokens=chunk, max_num_seqs=2)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     found = bench.run([prompt], [params])

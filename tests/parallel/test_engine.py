@@ -178,8 +178,14 @@ def test_answers_do_not_depend_on_the_number_of_ranks(
     assert torch.get_num_threads() == threads
 
 
-def test_a_model_with_states_answers_the_same_on_two_processes(model_with_states: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["model_with_states", pytest.param("kimi_model", marks=pytest.mark.slow)]
+)
+def test_a_model_with_states_answers_the_same_on_two_processes(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     """Prompts over several chunks, sampled and greedy, the second time from the cache."""
+    model: Path = request.getfixturevalue(name)
     options = SMALL | {"kv_cache_memory": "8MiB"}
     params = [
         SamplingParams(max_tokens=8, temperature=i % 2, seed=i, logprobs=2, ignore_eos=True)
@@ -187,7 +193,7 @@ def test_a_model_with_states_answers_the_same_on_two_processes(model_with_states
     ]
     found = []
     for size in (1, 2):
-        with LLM(model_with_states, tensor_parallel_size=size, **options) as llm:
+        with LLM(model, tensor_parallel_size=size, **options) as llm:
             outputs = [output for _ in range(2) for output in llm.generate(PROMPTS, params)]
         assert [output.error for output in outputs] == [None] * len(outputs)
         found.append([(one.token_ids, one.logprobs) for o in outputs for one in o.completions])

@@ -110,6 +110,7 @@ def test_a_rank_reads_its_rows_in_every_layout(family: str, tmp_path: Path) -> N
         ("delta rule", "olmo_hybrid"),
         ("side by side", "falcon_h1"),
         ("blocks", "nemotron_h"),
+        ("decays of channels", "kimi_linear"),
     ],
 )
 def test_a_rank_reads_its_rows_of_layers_with_states(

@@ -187,8 +187,8 @@ def rope(
 
 def latent_heads(
     *, absorbed: Tensor, rotated: Tensor, rotated_stride: int, rotated_head_stride: int, latent: Tensor,
-    latent_stride: int, weight: Tensor, positions: Tensor, cos_sin: Tensor, query: Tensor, key: Tensor, rows: int,
-    heads: int, rank: int, rope_dim: int, eps: float, num_threads: int,
+    latent_stride: int, weight: Tensor, positions: Tensor, cos_sin: Tensor | None, query: Tensor, key: Tensor,
+    rows: int, heads: int, rank: int, rope_dim: int, eps: float, num_threads: int,
 ) -> None: ...  # fmt: skip
 
 
@@ -239,19 +239,20 @@ def convolve(
 
 
 def recur(
-    *, mixed: Tensor, mixed_stride: int, gates: Tensor, gates_stride: int, log_rate: Tensor, time_bias: Tensor,
-    skip: Tensor | None, out: Tensor, keys: Tensor, changes: Tensor, decays: Tensor, state_places: Tensor,
-    query_start: Tensor, context_lens: Tensor, block_tables: Tensor, table_rows: Tensor, slots: Tensor,
-    state_tables: Tensor | None, rows: int, num_sequences: int, max_blocks: int, num_tables: int, state_blocks: int,
-    num_key_heads: int, num_value_heads: int, key_dim: int, value_dim: int, block_size: int, key_stride: int,
-    change_stride: int, decay_stride: int, is_delta: bool, least_step: float, largest_step: float, beta_scale: float,
-    num_threads: int,
+    *, mixed: Tensor, mixed_stride: int, gates: Tensor, gates_stride: int, decay_gates: Tensor | None,
+    decay_gates_stride: int, log_rate: Tensor, time_bias: Tensor, skip: Tensor | None, out: Tensor, keys: Tensor,
+    changes: Tensor, decays: Tensor, state_places: Tensor, query_start: Tensor, context_lens: Tensor,
+    block_tables: Tensor, table_rows: Tensor, slots: Tensor, state_tables: Tensor | None, rows: int,
+    num_sequences: int, max_blocks: int, num_tables: int, state_blocks: int, num_key_heads: int,
+    num_value_heads: int, key_dim: int, value_dim: int, block_size: int, key_stride: int, change_stride: int,
+    decay_stride: int, is_delta: bool, least_step: float, largest_step: float, beta_scale: float, num_threads: int,
 ) -> None: ...  # fmt: skip
 
 
 def gated_norm(
     *, x: Tensor, x_stride: int, gate: Tensor, gate_stride: int, weight: Tensor | None, weight_size: int, out: Tensor,
-    rows: int, size: int, group_size: int, has_norm: bool, gate_first: bool, eps: float, num_threads: int,
+    rows: int, size: int, group_size: int, has_norm: bool, gate_first: bool, sigmoid_only: bool, eps: float,
+    num_threads: int,
 ) -> None: ...  # fmt: skip
 
 

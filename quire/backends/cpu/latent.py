@@ -64,7 +64,7 @@ class LatentKernels(RecurrentKernels):
         latent: Tensor,
         norm: LatentNorm,
         positions: Tensor,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,
         cache: LayerCache,
         slot_mapping: Tensor,
     ) -> Tensor:

@@ -253,6 +253,8 @@ struct Recur {
   int64_t mixed_stride;
   const T* gates;
   int64_t gates_stride;
+  const T* decay_gates;  // of each channel of a key, or null: each value head has one decay
+  int64_t decay_gates_stride;
   const float *log_rate, *time_bias, *skip;
   T* out;
   float *keys, *changes, *decays;
@@ -264,11 +266,11 @@ struct Recur {
   int64_t block_size, key_stride, change_stride, decay_stride, is_delta;
   float least_step, largest_step, beta_scale;
   int num_threads;
-  QUIRE_ARGUMENTS(mixed, mixed_stride, gates, gates_stride, log_rate, time_bias, skip, out, keys, changes, decays,
-                  state_places, query_start, context_lens, block_tables, table_rows, slots, state_tables, rows,
-                  num_sequences, max_blocks, num_tables, state_blocks, num_key_heads, num_value_heads, key_dim,
-                  value_dim, block_size, key_stride, change_stride, decay_stride, is_delta, least_step, largest_step,
-                  beta_scale, num_threads)
+  QUIRE_ARGUMENTS(mixed, mixed_stride, gates, gates_stride, decay_gates, decay_gates_stride, log_rate, time_bias, skip,
+                  out, keys, changes, decays, state_places, query_start, context_lens, block_tables, table_rows, slots,
+                  state_tables, rows, num_sequences, max_blocks, num_tables, state_blocks, num_key_heads,
+                  num_value_heads, key_dim, value_dim, block_size, key_stride, change_stride, decay_stride, is_delta,
+                  least_step, largest_step, beta_scale, num_threads)
 
   void run() const;
 };
@@ -281,8 +283,9 @@ class Walk {
       : call_(call), run_(run), key_head_(key_head), key_size_(padded_size(call.key_dim)),
         value_size_(padded_size(call.value_dim)) {
     thread_local Scratch scratch;
+    const int64_t channels = call.decay_gates ? key_size_ : 0;
     float* memory = scratch.get<float>(size_t(CHUNK * (4 * key_size_ + 3 * value_size_ + 2 * CHUNK) +
-                                              (call.key_dim + 8) * value_size_ + 2 * CHUNK));
+                                              (call.key_dim + 8) * value_size_ + 2 * CHUNK + (3 * CHUNK + 1) * channels));
     auto take = [&](int64_t count) { return std::exchange(memory, memory + count); };
     new_rows_ = take(2 * CHUNK * key_size_);
     old_keys_ = take(CHUNK * key_size_);
@@ -293,6 +296,9 @@ class Walk {
     state_copy_ = take(call.key_dim * value_size_);
     sums_ = take(8 * value_size_);
     factors_ = take(2 * CHUNK);
+    faded_rows_ = take(2 * CHUNK * channels);
+    own_decays_ = take(CHUNK * channels);
+    apart_ = take(channels);
   }
 
   // Those of value heads [begin, end). Whoever has the key head's first one keeps its keys.
@@ -307,7 +313,7 @@ class Walk {
       for (int64_t i = 0; i < count_; ++i)
         slots_[i] = i < known_ ? slot_at(call_, run_, begin_ + i) : slot_of_row(call_, row_ + i - known_);
       find_keys(keeps_keys);
-      find_overlaps();
+      if (!call_.decay_gates) find_overlaps();
       for (int64_t head = begin; head < end; ++head) one_head(head);
     }
   }
@@ -396,8 +402,63 @@ class Walk {
     for (int64_t i = 0; i < CHUNK; i += LANES) store(from_begin_ + i, exp(load(decays_ + i)));
   }
 
+  // The same where each channel has its own decay. `one_row` finds overlaps, keys and queries that have faded already.
+  void find_channel_decays(int64_t head) {
+    const int64_t size = call_.key_dim;
+    const float rate = -exp(splat(call_.log_rate[head]))[0], *bias = call_.time_bias + head * size;
+    float gate[CHUNK] = {};
+    for (int64_t i = 0; i < CHUNK; ++i) decays_[i] = 0.0f, from_begin_[i] = 1.0f;
+    for (int64_t i = 0; i < count_; ++i) {
+      float *own = own_decays_ + i * key_size_, *kept = nullptr;
+      if (slots_[i].block >= 0) kept = call_.decays + record(call_, slots_[i], call_.decay_stride, head, size);
+      token_decays_[i] = own;
+      if (i < known_) {
+        token_decays_[i] = padded(kept, size, key_size_, own);
+        continue;
+      }
+      gate[i] = read(call_.gates + (row_ + i - known_) * call_.gates_stride + head, 1)[0];
+      const T* gates = call_.decay_gates + (row_ + i - known_) * call_.decay_gates_stride + head * size;
+      for_vectors(size, [&](int64_t c, int count) {
+        store(own + c, rate * softplus(read(gates + c, count) + read(bias + c, count)));
+      });
+      std::fill(own + size, own + key_size_, 0.0f);
+      if (kept) copy(own, size, kept);
+    }
+    for (int64_t i = 0; i < CHUNK; i += LANES) store(betas_ + i, sigmoid(load(gate + i)) * splat(call_.beta_scale));
+  }
+
+  // What lies between a new token and those before it is summed from the later one backwards, channel by channel.
+  void find_channel_overlaps() {
+    for (int64_t i = known_; i < count_; ++i) {
+      const float *key = new_key(i), *query = new_query(i);
+      float *overlaps = overlaps_ + 2 * i * CHUNK, *faded = faded_rows_ + 2 * (i - known_) * key_size_;
+      std::fill(apart_, apart_ + key_size_, 0.0f);
+      for (int64_t j = i; j >= 0; --j) {
+        Vec of_key[PER_SUM] = {}, of_query[PER_SUM] = {};
+        for (int64_t c = 0; c < key_size_; c += SUM_LANES)
+          for (int v = 0; v < PER_SUM; ++v) {
+            const int64_t at = c + v * LANES;
+            const Vec apart = load(apart_ + at), other = load(keys_[j] + at) * exp(apart);
+            of_key[v] = fma(load(key + at), other, of_key[v]);
+            of_query[v] = fma(load(query + at), other, of_query[v]);
+            store(apart_ + at, apart + load(token_decays_[j] + at));
+          }
+        overlaps[j] = sum_lanes(fold_vectors(of_key));
+        overlaps[CHUNK + j] = sum_lanes(fold_vectors(of_query));
+      }
+      for (int64_t c = 0; c < key_size_; c += LANES) {
+        const Vec fading = exp(load(apart_ + c));
+        store(faded + c, load(key + c) * fading);
+        store(faded + key_size_ + c, load(query + c) * fading);
+      }
+    }
+  }
+
   void one_head(int64_t head) {
-    find_decays(head);
+    if (call_.decay_gates)
+      find_channel_decays(head), find_channel_overlaps();
+    else
+      find_decays(head);
     const int64_t size = call_.value_dim;
     for (int64_t i = 0; i < count_; ++i) changes_[i] = own_changes_ + i * value_size_;
     for (int64_t i = 0; i < known_; ++i) {
@@ -408,7 +469,8 @@ class Walk {
     // What the state says of keys and of queries, [i][0] and [i][1]; without the delta rule of queries only.
     auto state_row = [&](int64_t k) { return state_ + k * value_size_; };
     const int64_t each = call_.is_delta ? 2 : 1;
-    const Factors rows{new_rows_ + (2 - each) * key_size_, 2 / each * key_size_, 1};
+    const float* new_rows = call_.decay_gates ? faded_rows_ : new_rows_;
+    const Factors rows{new_rows + (2 - each) * key_size_, 2 / each * key_size_, 1};
     if (state_) multiply(rows, each * (count_ - known_), call_.key_dim, state_row, value_size_, said_);
     for (int64_t i = known_; i < count_; ++i)
       one_row(head, i, said_ + each * (i - known_) * value_size_, each);
@@ -459,13 +521,33 @@ class Walk {
       copy(change, size, call_.changes + record(call_, slots_[i], call_.change_stride, head, size));
   }
 
-  void next_state(int64_t head) {
-    const float whole = from_begin_[CHUNK - 1], last = decays_[CHUNK - 1];
+  void fade_keys() {
+    const float last = decays_[CHUNK - 1];
     float fading[CHUNK];
     for (int64_t j = 0; j < CHUNK; j += LANES) store(fading + j, exp(last - load(decays_ + j)));
     for (int64_t j = 0; j < CHUNK; ++j)
       for (int64_t k = 0; k < key_size_; k += LANES)
         store(faded_keys_ + j * key_size_ + k, load(keys_[j] + k) * fading[j]);
+  }
+
+  // apart_ becomes what is left of the state.
+  void fade_channels() {
+    std::fill(apart_, apart_ + key_size_, 0.0f);
+    for (int64_t j = CHUNK - 1; j >= 0; --j)
+      for (int64_t k = 0; k < key_size_; k += LANES) {
+        const Vec apart = load(apart_ + k);
+        store(faded_keys_ + j * key_size_ + k, load(keys_[j] + k) * exp(apart));
+        store(apart_ + k, apart + load(token_decays_[j] + k));
+      }
+    for (int64_t k = 0; k < key_size_; k += LANES) store(apart_ + k, exp(load(apart_ + k)));
+  }
+
+  void next_state(int64_t head) {
+    if (call_.decay_gates)
+      fade_channels();
+    else
+      fade_keys();
+    auto left = [&](int64_t k) { return splat(call_.decay_gates ? apart_[k] : from_begin_[CHUNK - 1]); };
     float* target = in_state<float>(call_, call_.state_places, head, run_, begin_ + CHUNK);
     constexpr int64_t ROWS = 8;
     for (int64_t k = 0; k < call_.key_dim; k += ROWS) {
@@ -474,7 +556,7 @@ class Walk {
       for (int64_t r = 0; r < rows; ++r)
         for_vectors(call_.value_dim, [&](int64_t c, int count) {
           Vec next = load(sums_ + r * value_size_ + c);
-          if (state_) next = fma(load(state_ + (k + r) * value_size_ + c), splat(whole), next);
+          if (state_) next = fma(load(state_ + (k + r) * value_size_ + c), left(k + r), next);
           write(target + (k + r) * call_.value_dim + c, next, count);
         });
     }
@@ -485,7 +567,8 @@ class Walk {
   int64_t key_head_, key_size_, value_size_;
   int64_t begin_ = 0, known_ = 0, count_ = 0, row_ = 0;  // of the chunk: tokens before known_ have records
   float *new_rows_, *old_keys_, *faded_keys_, *said_, *own_changes_, *overlaps_, *state_copy_, *sums_, *factors_;
-  const float *keys_[CHUNK], *changes_[CHUNK], *state_ = nullptr;
+  float *faded_rows_, *own_decays_, *apart_;  // of channels with decays of their own
+  const float *keys_[CHUNK], *changes_[CHUNK], *token_decays_[CHUNK], *state_ = nullptr;
   float decays_[CHUNK], betas_[CHUNK], from_begin_[CHUNK];
   Slot slots_[CHUNK];
 };
@@ -506,7 +589,7 @@ void Recur<T>::run() const {
   });
 }
 
-// Rows in groups: RMSNorm, times the weight, with silu(gate). A weight is as long as a row, or as some whole groups.
+// Rows in groups: RMSNorm, times the weight, with silu(gate), or the gate's sigmoid. A weight is as long as a row, or as some whole groups.
 template <class T>
 struct GatedNorm {
   const T* x;
@@ -516,11 +599,11 @@ struct GatedNorm {
   const T* weight;
   int64_t weight_size;
   T* out;
-  int64_t rows, size, group_size, has_norm, gate_first;
+  int64_t rows, size, group_size, has_norm, gate_first, sigmoid_only;
   float eps;
   int num_threads;
   QUIRE_ARGUMENTS(x, x_stride, gate, gate_stride, weight, weight_size, out, rows, size, group_size, has_norm,
-                  gate_first, eps, num_threads)
+                  gate_first, sigmoid_only, eps, num_threads)
 
   void run() const {
     constexpr int64_t PRODUCTS = 32;  // as much work as an exponential
@@ -533,7 +616,7 @@ struct GatedNorm {
       const T* factors = weight ? weight + begin % weight_size : nullptr;
       for_vectors(group_size, [&](int64_t i, int count) {
         const Vec v = read(source + i, count);
-        store(gated + i, gate_first ? v * silu(gates, i, count) : v);
+        store(gated + i, gate_first ? v * factor(gates, i, count) : v);
       });
       float inverse = 1.0f;
       if (has_norm) {
@@ -544,14 +627,14 @@ struct GatedNorm {
         Vec v = load(gated + i);
         if (has_norm) v = round_to<T>(v * inverse);
         if (factors) v *= read(factors + i, count);
-        write(out + row * size + begin + i, gate_first ? v : v * silu(gates, i, count), count);
+        write(out + row * size + begin + i, gate_first ? v : v * factor(gates, i, count), count);
       });
     });
   }
 
-  static Vec silu(const T* gates, int64_t i, int count) {
+  Vec factor(const T* gates, int64_t i, int count) const {
     const Vec v = read(gates + i, count);
-    return v * sigmoid(v);
+    return sigmoid_only ? sigmoid(v) : v * sigmoid(v);
   }
 };
 

@@ -124,12 +124,19 @@ class RecurrentKernels(ReferenceKernels):
         spec: RecurrentSpec,
         cache: RecurrentCache,
         batch: PagedBatch,
+        decay_gates: Tensor | None = None,
     ) -> Tensor:
         _check_float32(log_rate=weights.log_rate, time_bias=weights.time_bias, skip=weights.skip)
         mixed, gates = with_whole_rows(mixed), with_whole_rows(gates)
         if gates.dtype != mixed.dtype:
             raise TypeError(f"gates are {gates.dtype}, values {mixed.dtype}")
         rows = mixed.shape[0]
+        if decay_gates is not None:
+            decay_gates = with_whole_rows(decay_gates)
+        given = (mixed.dtype, rows, spec.decay_size) if spec.gate_rank else None
+        found = None if decay_gates is None else (decay_gates.dtype, *decay_gates.shape)
+        if found != given:
+            raise ValueError(f"gates of decays are {found}, not {given}")
         least, largest = spec.time_limits
         out = self._empty(rows, spec.value_size, dtype=mixed.dtype)
         self._recur[mixed.dtype](
@@ -137,6 +144,8 @@ class RecurrentKernels(ReferenceKernels):
             mixed_stride=mixed.stride(0),
             gates=gates,
             gates_stride=gates.stride(0),
+            decay_gates=decay_gates,
+            decay_gates_stride=0 if decay_gates is None else decay_gates.stride(0),
             log_rate=weights.log_rate,
             time_bias=weights.time_bias,
             skip=weights.skip,
@@ -186,6 +195,7 @@ class RecurrentKernels(ReferenceKernels):
             group_size=group,
             has_norm=spec.group_size > 0,
             gate_first=spec.gate_first,
+            sigmoid_only=spec.sigmoid,
             eps=eps,
             num_threads=_threads(),
         )

@@ -272,15 +272,21 @@ struct LatentHeads {
     const int64_t size = rank + rope_dim;
     parallel_shares(num_threads, rows, heads * size, [&](int64_t row) {
       const T* source = latent + row * latent_stride;
-      const float* cosines = cos_sin + positions[row] * rope_dim;
       norm_row(source, weight, key + row * size, rank, eps, 0.0f);
-      turn(source + rank, cosines, key + row * size + rank, rope_dim);
+      place(row, source + rank, key + row * size + rank);
       for (int64_t head = 0; head < heads; ++head) {
         T* target = query + (row * heads + head) * size;
         std::memcpy(static_cast<void*>(target), absorbed + (row * heads + head) * rank, size_t(rank) * sizeof(T));
-        turn(rotated + row * rotated_stride + head * rotated_head_stride, cosines, target + rank, rope_dim);
+        place(row, rotated + row * rotated_stride + head * rotated_head_stride, target + rank);
       }
     });
+  }
+
+  void place(int64_t row, const T* numbers, T* target) const {
+    if (cos_sin)
+      turn(numbers, cos_sin + positions[row] * rope_dim, target, rope_dim);
+    else
+      std::memcpy(static_cast<void*>(target), numbers, size_t(rope_dim) * sizeof(T));
   }
 };
 

@@ -385,13 +385,21 @@ def _latent_query_kernel(
         )
 
 
+def _angles(positions: Tensor, cos_sin: Tensor | None, rope: int) -> tuple[Tensor, Tensor]:
+    """Which row of a table each token is rotated by; without one, by the one that turns nothing."""
+    if cos_sin is not None:
+        return positions, cos_sin
+    half = torch.ones(1, rope // 2, device=positions.device)
+    return torch.zeros_like(positions), torch.cat((half, torch.zeros_like(half)), 1)
+
+
 def latent_to_cache_(
     absorbed: Tensor,
     rotated: Tensor,
     latent: Tensor,
     norm: LatentNorm,
     positions: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     cache: LayerCache,
     slot_mapping: Tensor,
 ) -> Tensor:
@@ -401,6 +409,7 @@ def latent_to_cache_(
     absorbed, latent = absorbed.contiguous(), as_rows(latent)
     rotated = rotated if rotated.stride(2) == 1 else rotated.contiguous()
     query = absorbed.new_empty(rows, heads, rank + rope)
+    positions, cos_sin = _angles(positions, cos_sin, rope)
     if rows:
         _latent_cache_kernel[(rows, 1 + cdiv(heads, _HEADS))](
             absorbed=absorbed,
@@ -441,7 +450,7 @@ def latent_queries_(
     latent: Tensor,
     norm: LatentNorm,
     positions: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     cache: LayerCache,
     slot_mapping: Tensor,
 ) -> Tensor:
@@ -457,6 +466,7 @@ def latent_queries_(
         raise ValueError(f"the weight {key_up.shape} was not packed for x {tuple(plain.shape)}")
     plain, latent = _aligned(plain), as_rows(latent)
     rotated = rotated if rotated.stride(2) == 1 else rotated.contiguous()
+    positions, cos_sin = _angles(positions, cos_sin, rope)
     query = plain.new_empty(rows, heads, rank + rope)
     tile = heads_tile(rows, plain.dtype)
     products = cdiv(rank, tile.outputs) * heads * cdiv(rows, tile.rows)

@@ -295,8 +295,10 @@ def recur_(
     spec: RecurrentSpec,
     cache: RecurrentCache,
     batch: PagedBatch,
+    decay_gates: Tensor | None = None,
 ) -> Tensor:
     """`Kernels.recur_`; it keeps the last inputs of the convolution, too."""
+    assert decay_gates is None, "see `TritonKernels.has_kernels_for`"
     source, gates = as_rows(mixed), as_rows(gates)
     rows = source.shape[0]
     out = torch.empty(rows, spec.value_size, dtype=mixed.dtype, device=mixed.device)

@@ -10,6 +10,7 @@ from quire.backends.triton.attention_work import SPLIT
 from quire.backends.triton.packed_size import packed_bytes
 from quire.kernels.formats import Format, gpu_computes
 from quire.kernels.ops import AttentionSpec
+from quire.kernels.recurrent import RecurrentSpec
 from quire.kernels.reference import ReferenceKernels
 
 
@@ -29,6 +30,8 @@ class CardKernels(ReferenceKernels):
         return self._dtype != torch.float32 and gpu_computes(format, self.capability)
 
     def has_kernels_for(self, mixer: object) -> bool:
+        if isinstance(mixer, RecurrentSpec):
+            return not (mixer.gate_rank or mixer.norm.sigmoid)
         return not isinstance(mixer, AttentionSpec) or (mixer.chunk is None and not mixer.slopes)
 
     def packed_bytes(self, parts: Sequence[tuple[Format, tuple[int, ...]]]) -> int:

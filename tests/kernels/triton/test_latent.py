@@ -277,8 +277,9 @@ def test_each_head_is_multiplied_with_its_own_matrix_as_linear_does_it(
 @pytest.mark.parametrize("is_fp8", [False, True] if ON_GPU else [False])
 @pytest.mark.parametrize("dtype", DTYPES[-1:] if not ON_GPU else DTYPES)
 @pytest.mark.parametrize("name", ["small", pytest.param("glm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("has_rope", [True, False])
 def test_a_latent_is_normed_rotated_and_stored_once(
-    name: str, dtype: torch.dtype, is_fp8: bool
+    has_rope: bool, name: str, dtype: torch.dtype, is_fp8: bool
 ) -> None:
     spec, rows = SPECS[name], 4
     heads, rank, rope = spec.heads.num_heads, spec.rank, spec.rope_dim
@@ -294,7 +295,8 @@ def test_a_latent_is_normed_rotated_and_stored_once(
     cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
     positions = torch.tensor([3, 49, 0, 7], device=DEVICE)
     slots = torch.tensor([17, 2, -1, 33], device=DEVICE)
-    arguments = absorbed, rotated, latent, norm, positions, cos_sin
+    table = cos_sin if has_rope else None
+    arguments = absorbed, rotated, latent, norm, positions, table
     query = KERNELS.latent_to_cache_(*arguments, cache, slots)
     expected_keys = keys.clone().to(torch.float32).to(kind)
     expected_cache = replace(cache, keys=expected_keys, values=expected_keys[..., :rank])
@@ -310,7 +312,7 @@ def test_a_latent_is_normed_rotated_and_stored_once(
     for row in range(rows):
         one = [part[row : row + 1] for part in (absorbed, rotated, latent)]
         alone = KERNELS.latent_to_cache_(
-            *one, norm, positions[row : row + 1], cos_sin, cache, slots[row : row + 1]
+            *one, norm, positions[row : row + 1], table, cache, slots[row : row + 1]
         )
         assert torch.equal(alone[0], query[row])
 
