@@ -299,6 +299,7 @@ def test_nothing_below_the_table_of_families_asks_for_a_familys_name() -> None:
         "further_families",
         "classic_families",
         "gemma4_family",
+        "kimi_family",
         "latent_families",
         "llama4_family",
         "defaults",
