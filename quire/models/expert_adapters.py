@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from quire.checkpoints.adapter_files import AdapterSettings
+from quire.models.families import family_named
 from quire.models.names import huggingface_pieces, stacked_expert_names
 from quire.models.pieces import Piece
 from quire.models.spec import ModelSpec
@@ -31,6 +32,8 @@ class Stack(NamedTuple):
     num_experts: int
     outputs: int
     inputs: int
+    turned_for_peft: bool
+    """See `Family`."""
 
 
 class StackFit(NamedTuple):
@@ -53,7 +56,8 @@ def stacks_of(spec: ModelSpec, embeddings: Sequence[str]) -> dict[str, list[Stac
                 shape = parameters[piece.parameter].shape
                 if piece.name not in names or len(shape) != 3 or piece.expert is not None:
                     continue
-                stack = Stack(piece.name, piece, *shape)
+                turned = family_named(spec.family).turned_for_peft
+                stack = Stack(piece.name, piece, *shape, turned)
                 own = found.setdefault(piece.name.rpartition(".")[0], [])
                 if stack not in own:
                     own.append(stack)
@@ -81,8 +85,9 @@ def fitting(
         if not stack.piece.is_turned and version is not None:
             is_new = version >= _SWAPPED_SINCE
             is_direct, is_swapped = is_direct and is_new, is_swapped and not is_new
-        elif stack.piece.is_turned:
-            is_swapped = is_swapped and not is_direct
+        elif stack.piece.is_turned and is_direct and is_swapped:
+            is_direct = stack.turned_for_peft or version is None or version < _SWAPPED_SINCE
+            is_swapped = not is_direct
         found += [StackFit(stack, False)] * is_direct + [StackFit(stack, True)] * is_swapped
     return found
 

@@ -421,6 +421,7 @@ FAMILIES: tuple[Family, ...] = (
         "gpt_oss", "gpt-oss", ("GptOssForCausalLM",), _gpt_oss, "gpt-oss",
         names={"router": "mlp.router", "expert_gate": ""}, alternating_gate_up=True,
         turned_experts=True,
+        turned_for_peft=True,
         gguf_names={"mlp_norm": "post_attention_norm"}, gguf_settings={"rope_parameters": {"truncate": False}},
     ),
     GEMMA4,

@@ -69,6 +69,10 @@ class Family:
     """
     turned_experts: bool = False
     """Stacked experts that are not quantised lie with inputs before outputs."""
+    turned_for_peft: bool = False
+    """transformers says of turned experts that they are (`is_transposed`), so that PEFT since 0.19
+    takes their inputs for A's columns.
+    """
     alternating_gate_up: bool = False
     """Gate and up rows of stacked experts alternate (row 0 gate, row 1 up, ...)."""
     turned_products: bool = False

@@ -41,7 +41,7 @@ FAMILY_NAMES = [family.name for family in FAMILIES if family.name not in RECURRE
 SEEDS = 3
 OF_EXPERTS = {
     *("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"),
-    *("input_linear", "output_linear", "layer"),
+    *("input_linear", "output_linear", "layer", "router"),
 }
 PRODUCTS = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
 
@@ -53,6 +53,15 @@ def _is_stack(name: str, parameter: torch.Tensor) -> bool:
 
 def _name_of(model: Any, module: torch.nn.Module) -> str:
     return next(name for name, one in model.named_modules() if one is module)
+
+
+def _has_plain_head(model: Any) -> bool:
+    """Not with a bias, which PEFT leaves out; nor in a model whose settings tie it and whose file has
+    one of its own: PEFT goes by the settings, Quire by the file.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    is_untied = head.weight is not embedding.weight
+    return head.bias is None and not (is_untied and model.config.tie_word_embeddings)
 
 
 def with_adapter(model: Any, rng: Random, folder: Path, **further: Any) -> Any:
@@ -81,7 +90,7 @@ def with_adapter(model: Any, rng: Random, folder: Path, **further: Any) -> Any:
         targets.discard(head)
     if way == "copies":
         further["modules_to_save"] = rng.choice([[head], [embedding], [head, embedding]])
-    elif way == "tokens" and model.get_output_embeddings().bias is None:
+    elif way == "tokens" and _has_plain_head(model):
         further["trainable_token_indices"] = rng.sample(range(3, 20), 9)
     elif way == "pair":
         targets.add(embedding)
@@ -142,6 +151,8 @@ def put_adapter(decoder: Decoder, files: ModelFiles, folder: Path, model: Path) 
 def check_family(family: str, seed: int, folder: Path) -> None:
     rng = Random(f"adapters {family} {seed}")
     values = draw_values(rng, family)
+    if family == "hunyuan_v1_dense":  # this transformers fails without
+        values.setdefault("head_dim", 16)
     save_model(rng, family, values, folder / "model")
     model = load_reference(folder / "model")
     prompt = [rng.randrange(values["vocab_size"]) for _ in range(19)]
