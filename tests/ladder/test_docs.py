@@ -112,9 +112,6 @@ def test_the_recorded_tables_and_plots_are_those_of_the_recorded_figures(folder:
     assert "/" not in raw["facts"]["command"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="docs/results is from before rungs 7 and 10; it wants a quiet machine"
-)
 def test_the_recorded_climb_is_one_of_the_present_rungs() -> None:
     """Those of other machines can't be renewed here: their dates say how old they are."""
     raw = json.loads((ROOT / "docs" / "results" / "results.json").read_text())

@@ -183,7 +183,7 @@ def test_adapters_of_every_family_compute_as_peft_does(
 def check_recurrent(config: Any, seed: int, folder: Path) -> None:
     """Through the engine, which knows states: greedy tokens and the logits behind them."""
     model = random_recurrent_model(config, seed)
-    save_recurrent(model, str(folder / "model"))
+    save_recurrent(model, str(folder / "model"), is_original=True)
     adapted = with_adapter(model, Random(f"{config.model_type} {seed}"), folder / "adapter")
     files = open_model(folder / "model")
     decoder = load_decoder(files, CpuKernels(), torch.float32, CPU)

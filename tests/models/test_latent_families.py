@@ -141,12 +141,16 @@ def test_published_models_have_their_published_sizes(
         assert mixer.scale == pytest.approx(scale, rel=1e-4)
 
 
-def test_a_gpu_refuses_latent_attention_before_it_reads_weights(tmp_path: Path) -> None:
-    config = {**SMALL, "architectures": ["DeepseekV3ForCausalLM"]}
-    save_model(SMALL, tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r'does not run on GPUs yet.* Use device="cpu"'):
-        plan_weights(open_model(tmp_path), CardKernels((9, 0), torch.bfloat16), torch.bfloat16, CPU)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+def test_a_gpu_refuses_slopes_before_it_reads_weights(tmp_path: Path) -> None:
+    model = random_model(
+        config_class("bloom")(hidden_size=32, n_head=4, n_layer=1, vocab_size=61), 3
+    )
+    model.save_pretrained(tmp_path)
+    kernels = CardKernels((9, 0), torch.bfloat16)
+    with pytest.raises(
+        UnsupportedModelError, match=r'ALiBi.* not run on GPUs yet.* Use device="cpu"'
+    ):
+        plan_weights(open_model(tmp_path), kernels, torch.bfloat16, CPU)
     planned = CliRunner().invoke(app, ["plan", str(tmp_path / "config.json"), "--gpu", "h200"])
     assert isinstance(planned.exception, UnsupportedModelError)
 
