@@ -35,7 +35,7 @@ from quire.models.families import family_named
 from quire.models.gguf_adapters import gguf_modules
 from quire.models.linear import AdapterPart, EmbeddingPair, HeadLinear, Linear, TrainedRows
 from quire.models.load import read_piece
-from quire.models.names import huggingface_pieces
+from quire.models.names import huggingface_pieces, other_tensor_names
 from quire.models.pieces import Piece
 from quire.models.spec import ModelSpec, Parameter
 from quire.models.vocabulary_adapters import (
@@ -416,8 +416,10 @@ def _places(spec: ModelSpec) -> dict[str, list[Piece]]:
     """By the name of a module whose weight is a matrix: where in the decoder that weight lies."""
     parameters = spec.parameters()
     found: dict[str, list[Piece]] = {}
-    for embedding in _embedding_names(spec):
-        for piece in huggingface_pieces(spec, {embedding}):
+    others = other_tensor_names(spec)
+    ways = [{embedding, *more} for embedding in _embedding_names(spec) for more in ((), others)]
+    for present in ways:
+        for piece in huggingface_pieces(spec, present):
             parameter = parameters[piece.parameter]
             is_stack = len(parameter.shape) > 2 and piece.expert is None
             is_matrix = len(parameter.shape) > 1 and not parameter.is_vector and not is_stack

@@ -113,6 +113,18 @@ def stacked_expert_names(spec: ModelSpec) -> list[set[str]]:
     ]
 
 
+def other_tensor_names(spec: ModelSpec) -> set[str]:
+    """What some of a family's tensors may be called, too: `Family.other_names`."""
+    family = family_named(spec.family)
+    numbers = {number for both in _stored_numbers(spec) for number in both}
+    return {
+        f"{_under(prefix, family.layers)}.{number}.{name}.weight"
+        for prefix in family.prefixes
+        for number in numbers
+        for name in family.other_names.values()
+    }
+
+
 def _head_names(family: Family) -> tuple[str, ...]:
     """What the head may be called: by the family, by transformers, in older files of models that
     also see.

@@ -19,10 +19,16 @@ from quire.backends.triton.kernels import TritonKernels
 from quire.errors import DeviceError
 from quire.kernels.ops import PagedBatch
 from quire.kernels.recurrent import ConvolutionCache, ConvolutionSpec, GatedNormSpec, RecurrentSpec
-from tests.kernels.test_recurrent import BLOCK, SPECS, WIDE, Layer
+from tests.kernels.test_recurrent import BLOCK, Layer
+from tests.kernels.test_recurrent import SPECS as ALL_SPECS
+from tests.kernels.test_recurrent import WIDE as ALL_WIDE
 from tests.kernels.triton.support import DEVICE, MARKS, ON_GPU, assert_close, drawn, random
 
 pytestmark = MARKS
+SPECS, WIDE = (
+    {name: spec for name, spec in specs.items() if TritonKernels().has_kernels_for(spec)}
+    for specs in (ALL_SPECS, ALL_WIDE)
+)
 
 SMALL = {
     "delta": RecurrentSpec(1, 1, 8, 6, taps=4, beta_scale=2.0),
