@@ -29,6 +29,11 @@ def test_every_seed_gives_solo_answers_and_leaks_nothing(start: int) -> None:
         run_seed(seed)
 
 
+def test_an_answer_that_stops_at_once_was_scored_by_the_weights_of_then() -> None:
+    """It counts no token; the weights change before it is looked at."""
+    run_seed(18843)
+
+
 def test_a_seed_plays_the_same_every_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seed", "11"]) == 0
     first = capsys.readouterr().out

@@ -263,7 +263,8 @@ class Simulation:
             self.core.change_weights(version, self.now)
             self.num_updates += 1
             for request in self.everyone:
-                if request.num_output_tokens:
+                # a first token that is a stop token counts as none
+                if request.num_output_tokens or request.finish_reason == "stop":
                     self.scored_by.setdefault(request.prompt_progress, old)
             for request, _ in self.live.values():
                 if request.finish_reason is None:
