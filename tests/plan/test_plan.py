@@ -243,7 +243,7 @@ def test_a_model_whose_layers_keep_a_state(tmp_path: Path) -> None:
     assert code == 0, text
     assert "keep all tokens, chunks of 64 (" in text
     assert "each request also has two states of 50.2 MiB" in text
-    assert "layers with a state have none yet" in text
+    assert "layers with a state don't yet" in text
     divided = ("--gpus", "2", "--tensor-parallel-size", "2")
     code, text = run("--model", str(config), "--gpu", "h200", "--requests", "16", *divided)
     assert code == 0, text

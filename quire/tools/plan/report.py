@@ -192,8 +192,8 @@ def _what_is_kept(plan: CachePlan) -> str:
         return f"{text}."
     return (
         f"{text}; each request also has two states of {format_bytes(_state_bytes(plan))}.\n"
-        "Times are those of kernels that reach the bus: layers with a state have none yet, and are "
-        "slower (docs/recurrent.md)."
+        "Times are those of kernels that reach the bus: those of layers with a state don't yet, and "
+        "take longer (docs/performance.md, attempt 52)."
     )
 
 
