@@ -222,3 +222,38 @@ def test_engines_that_answer_have_the_same_weights(part: int) -> None:
             raise AssertionError(f"seed {seed}: {error!r}") from error
         finished += world.num_finished
     assert finished > NUM_SEEDS / 4
+
+
+@pytest.mark.parametrize("first_is_broken", [False, True])
+def test_an_engine_that_joins_while_others_resume_does_as_they_do(first_is_broken: bool) -> None:
+    """It was left paused for ever: the pool still was when it came."""
+
+    async def play() -> None:
+        world = World(0)
+        world.risk = 0.0
+        first, second = world.engines = [Played(number, Random(1), world) for number in range(2)]
+        if first_is_broken:  # it refuses to resume
+            first.is_broken = True
+            world.weights._damaged.add(first.process)
+        await world.weights.control("pause", 1.0, mode="keep")
+        second.die()
+        released = asyncio.Event()
+        asked = asyncio.Event()
+        resume = first.control
+
+        async def slowly(action: str, seconds: float, **arguments: Any) -> dict[str, Any]:
+            asked.set()
+            await released.wait()
+            return await resume(action, seconds, **arguments)
+
+        first.control = slowly  # type: ignore[method-assign]
+        resuming = asyncio.create_task(world.weights.control("resume", 1.0))
+        await asked.wait()
+        second.start()
+        world.weights.joined(second)  # type: ignore[arg-type]
+        released.set()
+        (answer,) = await asyncio.gather(resuming, return_exceptions=True)
+        assert isinstance(answer, ApiError) is first_is_broken
+        assert first.is_paused == second.is_paused == first_is_broken
+
+    asyncio.run(play())

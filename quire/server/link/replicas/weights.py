@@ -134,15 +134,24 @@ class PoolWeights:
         answers = await self._ask(live, "sleep", seconds, level=level, mode=mode)
         if live and not any(isinstance(one, dict) for one in answers.values()):
             self._sleep_level = None
+            self._order_new(live, "wake_up")
         return self._told(answers)
 
     async def _resume(self, seconds: float) -> Record:
         """Engines without requests may refuse: weights may be missing there."""
-        answers = await self._ask(self._live(), "resume", seconds)
-        self._is_paused = self._is_paused and not any(
-            isinstance(one, dict) for one in answers.values()
-        )
+        live = self._live()
+        was_paused, self._is_paused = self._is_paused, False  # nor are those that join meanwhile
+        answers = await self._ask(live, "resume", seconds)
+        if was_paused and not any(isinstance(one, dict) for one in answers.values()):
+            self._is_paused = True
+            self._order_new(live, "pause", mode="keep")
         return self._told(answers, only_serving=True)
+
+    def _order_new(self, known: dict[EngineClient, int], action: str, **arguments: Any) -> None:
+        """Of those that joined while the others failed to do something, which then holds for none."""
+        for engine in self._live():
+            if engine not in known:
+                engine.order(action, **arguments)
 
     async def _wake_up(self, seconds: float) -> Record:
         self._sleep_level = None
