@@ -3,11 +3,11 @@
 Starts a server, loads it in rounds, and after each round waits until it is idle: then all blocks
 must be free, and a fixed request must get its known tokens. One request in ten is HTTP as no client
 should write it, some answers are as large as they come, beside them files are uploaded (or cut while
-they are), answered as batches (or cancelled) and deleted, and once in a round both processes are
+they are), answered as batches (or cancelled) and deleted, and now and then both processes are
 paused for a moment. Memory and descriptors of both, and what lies in the batches' folder, are noted
 when the server has rested for a moment; in the second half of the run none of them may have a
-slope. In the first half logs of fixed size fill: of the last 4,096 steps, and of the last 2,048
-requests; the run says when they were full. Exits with 1 if anything is wrong.
+slope. Before that logs of fixed size fill: of the last 4,096 steps, and of the last 2,048 requests;
+where that takes longer than half of the time, the run is longer. Exits with 1 if anything is wrong.
 
     make soak                       10 minutes
     SOAK_SECONDS=120 make soak
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import bisect
 import collections
 import contextlib
 import json
@@ -44,11 +45,20 @@ from quire.tools.bench.http_client import HttpClient, HttpError
 ROOT = Path(__file__).parents[1]
 CUTS = 0.3
 ATTACKS = 0.1
-ROUNDS = 24
+ROUND_SECONDS = 62.0
+"""Idle processes give back what they don't need once a minute at most: after shorter rounds some
+would be seen before that and some after it.
+"""
+PAUSE_SECONDS = 25.0
+"""The service is stopped for a moment once in so much time."""
 WARM_UP = 1 / 2
-"""Of the rounds: caches and logs of fixed size fill first."""
+"""Of the time asked for: caches and logs of fixed size fill first."""
 LOGS = {"steps in the engine's log": 4096, "answers in the HTTP process's records": 2048}
 """What fills, and how many it holds."""
+MOST_TIMES = 4
+"""The time asked for, even if nothing is full by then."""
+JUDGED_ROUNDS = 5
+"""At least, after all that: a slow machine soaks longer."""
 STORED = 64
 """Responses that the server keeps, so that the store is full early, too, and old ones make room."""
 IDLE_SECONDS = 60
@@ -186,18 +196,21 @@ class Soak:
         await self.fill_cache()
         canary = await self.canary()
         start = time.monotonic()
-        for number in range(ROUNDS):
-            end = start + seconds * (number + 1) / ROUNDS
+        length = min(ROUND_SECONDS, seconds / (2 * JUDGED_ROUNDS))
+        number = 0
+        while not self.is_long_enough(seconds):
+            end = time.monotonic() + length
+            number += 1
             await asyncio.gather(
                 self.pause(end), self.batches(end), *(self.work(end) for _ in range(concurrency))
             )
             self.client.close()  # its connections are no leak of the server's
             if not await self.is_idle():
                 self.faults.append(
-                    f"round {number + 1}: after {IDLE_SECONDS} s without requests something still ran"
+                    f"round {number}: after {IDLE_SECONDS} s without requests something still ran"
                 )
             if await self.canary() != canary:
-                self.faults.append(f"round {number + 1}: the canary's tokens changed")
+                self.faults.append(f"round {number}: the canary's tokens changed")
             await asyncio.sleep(REST_SECONDS)
             self.times.append(time.monotonic() - start)
             await self.look_at_logs()
@@ -208,6 +221,21 @@ class Soak:
             print(f"{self.times[-1]:6.0f} s: {self.counts.total()} requests, {shown}", flush=True)
             if self.faults:
                 return
+
+    def first_judged(self) -> int:
+        """The number of the first round of the second half in which what fills was full already."""
+        if not self.times:
+            return 0
+        return bisect.bisect_left(
+            self.times, max(self.times[-1] * WARM_UP, *self.filled.values(), 0.0)
+        )
+
+    def is_long_enough(self, seconds: float) -> bool:
+        if not self.times or self.times[-1] < seconds:
+            return False
+        is_full = len(self.filled) == len(LOGS)
+        num_judged = len(self.times) - self.first_judged()
+        return (is_full and num_judged >= JUDGED_ROUNDS) or self.times[-1] >= MOST_TIMES * seconds
 
     async def work(self, end: float) -> None:
         while time.monotonic() < end:
@@ -325,12 +353,14 @@ class Soak:
         self.counts["upload cut"] += 1
 
     async def pause(self, end: float) -> None:
-        """Stops the whole service at some time, as a container is paused."""
-        await asyncio.sleep(self.source.random() * max(0.0, end - time.monotonic()))
-        for which in (signal.SIGSTOP, signal.SIGCONT):
-            for pid in self.pids.values():
-                os.kill(pid, which)
-            await asyncio.sleep(0.3)
+        """Stops the whole service now and then, as a container is paused."""
+        while (left := end - time.monotonic()) > 0:
+            await asyncio.sleep(self.source.random() * min(PAUSE_SECONDS, left))
+            for which in (signal.SIGSTOP, signal.SIGCONT):
+                for pid in self.pids.values():
+                    os.kill(pid, which)
+                await asyncio.sleep(0.3)
+            await asyncio.sleep(max(0.0, min(PAUSE_SECONDS / 2, end - time.monotonic())))
 
     async def send(self, path: str, body: dict[str, Any]) -> None:
         if not body.get("stream"):
@@ -392,7 +422,7 @@ class Soak:
 
     def judge(self) -> bool:
         """Whether all is well; says what is not."""
-        skipped = int(len(self.times) * WARM_UP)
+        skipped = self.first_judged()
         for name, most in LOGS.items():
             when = (
                 f"full after {self.filled[name]:.0f} s"
@@ -405,14 +435,15 @@ class Soak:
                 continue
             slope = slope_of(self.times[skipped:], values[skipped:])
             gain = slope * (self.times[-1] - self.times[skipped])
-            share, most = LIMITS[name.split()[1]]
-            limit = max(share * values[skipped], most)
+            share, smallest = LIMITS[name.split()[1]]
+            allowed = max(share * values[skipped], smallest)
             print(
-                f"{name}: {describe(name, values[skipped])} at half time, gained {describe(name, gain)} since"
+                f"{name}: {describe(name, values[skipped])} after {self.times[skipped]:.0f} s, "
+                f"gained {describe(name, gain)} since"
             )
-            if gain > limit:
+            if gain > allowed:
                 self.faults.append(
-                    f"{name}: gained {describe(name, gain)}, at most {describe(name, limit)} are allowed"
+                    f"{name}: gained {describe(name, gain)}, at most {describe(name, allowed)} are allowed"
                 )
         print(", ".join(f"{key}: {count}" for key, count in sorted(self.counts.items())))
         for fault in self.faults:

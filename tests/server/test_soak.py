@@ -62,6 +62,25 @@ def test_growth_in_the_second_half_is_told(
     assert [one.startswith(fault) for one in run.faults] == ([] if fault is None else [True])
 
 
+def test_a_run_lasts_until_what_fills_was_full_for_a_while(
+    soak: ModuleType, tmp_path: Path
+) -> None:
+    """On a slow machine the last log was full at 428 of 600 s, and its filling told as growth."""
+    run = soak.Soak(HttpClient("http://127.0.0.1:1"), {}, tmp_path)
+    ends = []
+    for number in range(60):
+        run.times.append(60.0 * (number + 1))
+        if run.times[-1] >= 428:
+            run.filled = dict.fromkeys(soak.LOGS, 480.0)
+        run.samples["engine memory"].append((100 + min(number, 7) * 20) * MIB)
+        if run.is_long_enough(600):
+            ends.append(run.times[-1])
+            assert run.judge()
+    assert ends[0] == 480 + 4 * 60
+    run.filled = {}
+    assert [run.is_long_enough(900), run.is_long_enough(901)] == [True, False]
+
+
 def test_logs_that_fill_are_those_that_there_are(
     soak: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

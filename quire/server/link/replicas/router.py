@@ -391,7 +391,6 @@ class PrefixRouter:
     def _home(self, names: Names) -> int | None:
         """Where the longest beginning of a prompt that was a prompt itself has been sent."""
         homes = self._homes
-        for name in names[: -_LOOK_BACK - 1 : -1].tolist():
-            if name in homes:
-                return homes[name]
-        return None
+        recent = names[: -_LOOK_BACK - 1 : -1].tolist()
+        known = next(filter(homes.__contains__, recent), None)
+        return None if known is None else homes[known]
