@@ -20,6 +20,11 @@ _FORGET = 0.95
 """Each step counts this much of the next one."""
 _TRUST = 0.02
 """Weight of what was fitted before: it decides where the last steps were all alike."""
+_NOISE = 4.0
+"""What pairs seem to explain counts less the nearer it is to so many times the noise; below that,
+not at all. In a few dozen steps pairs may hardly differ, or only as the tokens do: then noise alone
+makes a slope, and steps with ten times as many pairs would be planned by it.
+"""
 _OUTLIER = 1.5
 """A step that took so many times the expected time, or less than that part of it, counts as this
 long: it was disturbed. If steps have become slower, they are believed after some dozen.
@@ -57,9 +62,9 @@ class TokenTimes:
         self._token_time = config.target_token_time
         self._first_token = config.target_first_token
         self._gives_way = config.gives_way
-        self._sums = (0.0,) * 9
+        self._sums = (0.0,) * 10
         """Of the last steps: their number, tokens, pairs; tokens times tokens, tokens times pairs,
-        pairs times pairs; seconds, and these times tokens, times pairs.
+        pairs times pairs; seconds, and these times tokens, times pairs, times seconds.
         """
         self._new: list[tuple[int, float, float]] = []
         """Tokens, pairs and seconds of steps that are not among these yet."""
@@ -130,7 +135,9 @@ class TokenTimes:
 
     def _learn(self) -> None:
         """Takes the new steps into the sums, and fits the plane to these."""
-        count, tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total = self._sums
+        (
+            count, tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total, total2,
+        ) = self._sums  # fmt: skip
         for num_tokens, num_pairs, seconds in self._new:
             count = _FORGET * count + 1.0
             tokens = _FORGET * tokens + num_tokens
@@ -141,15 +148,20 @@ class TokenTimes:
             total = _FORGET * total + seconds
             tokens_total = _FORGET * tokens_total + num_tokens * seconds
             pairs_total = _FORGET * pairs_total + num_pairs * seconds
+            total2 = _FORGET * total2 + seconds * seconds
         self._new.clear()
         self._sums = (
-            count, tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total,
+            count, tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total, total2,
         )  # fmt: skip
         self._plane = self._fit()
 
     def _fit(self) -> tuple[float, float, float]:
-        """The plane with the least squares, none of whose parts is negative."""
-        count, tokens, pairs, tokens2, both, pairs2, seconds, tokens_total, pairs_total = self._sums
+        """The plane with the least squares, none of whose parts is negative; pairs count only for
+        what noise does not explain.
+        """
+        (
+            count, tokens, pairs, tokens2, both, pairs2, seconds, tokens_total, pairs_total, squared,
+        ) = self._sums  # fmt: skip
         # The upper half of the three equations, with a little trust in each part as it was.
         squares = [count, tokens2, pairs2]
         totals = [seconds, tokens_total, pairs_total]
@@ -157,6 +169,7 @@ class TokenTimes:
             trust = _TRUST * squares[index] if before else 1e-9 * squares[index] + 1e-300
             squares[index] += trust
             totals[index] += trust * before
+            squared += trust * before * before
         # Solved by elimination.
         by_tokens, by_pairs = tokens / squares[0], pairs / squares[0]
         squares[1] -= by_tokens * tokens
@@ -165,7 +178,14 @@ class TokenTimes:
         totals[1] -= by_tokens * totals[0]
         totals[2] -= by_pairs * totals[0]
         by_both = both / squares[1]
-        per_pair = (totals[2] - by_both * totals[1]) / (squares[2] - by_both * both)
+        squares[2] -= by_both * both
+        totals[2] -= by_both * totals[1]
+        per_pair = totals[2] / squares[2]
+        by_pairs_alone = per_pair * totals[2]
+        if by_pairs_alone > 0:
+            explained = totals[0] * totals[0] / squares[0] + totals[1] * totals[1] / squares[1]
+            noise = max(0.0, squared - explained - by_pairs_alone) / count
+            per_pair *= max(0.0, 1 - _NOISE * noise / by_pairs_alone)
         per_token = (totals[1] - both * per_pair) / squares[1]
         per_token, per_pair = max(per_token, 0.0), max(per_pair, 0.0)
         base = (seconds - per_token * tokens - per_pair * pairs) / count

@@ -34,6 +34,20 @@ def test_an_early_disturbance_is_forgotten() -> None:
     run_timed_seed(1278)
 
 
+def test_noise_is_not_taken_for_a_time_of_pairs() -> None:
+    """In this one two disturbed steps made pairs cost 400 times what they do; steps of a long
+    prompt were then estimated at up to twice their time.
+    """
+    run_timed_seed(10074)
+
+
+def test_whoever_weighs_three_times_as_much_has_three_turns() -> None:
+    """In this one a tenant waits for 34 steps after a long request, while two others get what their
+    weights of 3 give them.
+    """
+    run_timed_seed(20282)
+
+
 def test_what_is_computed_again_is_nobodys_share() -> None:
     """In this one a tenant is preempted often: with what was computed again it had 16% too much."""
     run_timed_seed(10042)

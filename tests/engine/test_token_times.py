@@ -71,10 +71,10 @@ def test_more_is_left_free_where_times_are_uncertain(monkeypatch: pytest.MonkeyP
     assert steady <= 1
     assert aim == AIM
     uncertain, aim = late(0.2)
-    assert uncertain <= 1.1
+    assert uncertain <= 1.13
     assert 0.6 <= aim < 0.85
     monkeypatch.setattr(token_times, "_LEAST_AIM", AIM)
-    assert late(0.2)[0] > 1.13
+    assert late(0.2)[0] > 1.25
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -117,6 +117,24 @@ def test_noise_and_steps_that_become_slower_are_learnt(seed: int) -> None:
         exact.observe(step, of(step), now)
     found = exact.seconds(*work_of(step))
     assert found == pytest.approx(2 * usual_time(step), rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pairs_that_hardly_differ_teach_nothing_about_many(seed: int) -> None:
+    """Short contexts only, times that vary; then the first part of a long prompt."""
+    rng = random.Random(seed)
+    times = TokenTimes(config(target_token_time=TARGET))
+    now = 0.0
+    for number in range(60):
+        count = rng.randint(1, 16)
+        chunk = ScheduledRequest("p", 1, 0, count, False, ())
+        decode = ScheduledRequest("d", 0, rng.randint(10, 40), 1, True, ())
+        step = Step(number, now, scheduled=(decode, chunk), num_decodes=1)
+        disturbed = 3.0 if number in (52, 54) else 1.0
+        now += usual_time(step) * rng.uniform(0.95, 1.05) * disturbed
+        times.observe(step, of(step), now)
+    long = Step(60, now, (ScheduledRequest("q", 1, 100, 16, False, ()),))
+    assert times.seconds(*work_of(long)) == pytest.approx(usual_time(long), rel=0.2)
 
 
 def test_decodes_that_go_on_are_counted_as_if_each_step_were_new() -> None:

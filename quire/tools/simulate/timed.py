@@ -283,8 +283,11 @@ class TimedSimulation:
         self.without_row = Counter({one: self.without_row[one] + 1 for one in without})
         scenario = self.scenario
         one_request = self._longest_prompt / 8 + scenario.answer_tokens + 2
-        most = len(shares.num_live) * one_request
         for tenant, steps in self.without_row.items():
+            # whoever weighs more has so much more for each token that this one has had
+            weight = shares.weight(tenant)
+            turns = sum(max(1.0, shares.weight(one) / weight) for one in shares.num_live)
+            most = turns * one_request
             self._require(
                 steps <= most,
                 f"tenant {tenant} had no row for {steps} steps; {most:.0f} are allowed",
