@@ -196,13 +196,40 @@ def test_which_target_gives_way_is_a_setting(gives_way: str) -> None:
     assert (late, slow) == ((True, False) if gives_way == "first_token" else (False, True))
 
 
-def test_without_a_target_or_anybody_who_waits_nothing_is_promised() -> None:
+def test_without_a_target_or_a_prompt_nothing_is_promised() -> None:
     assert all(step.promise is None for step in with_load(TimedEngine(), 1.0).steps)
     alone = TimedEngine(target_token_time=TARGET)
-    alone.at(0.0, "long", list(range(50)) * 18, max_tokens=4, ignore_eos=True)
+    alone.at(0.0, "short", [1, 2], max_tokens=30, ignore_eos=True)
     alone.run()
-    assert all(step.promise is None for step in alone.steps)
-    assert alone.steps[0].num_tokens == 512
+    assert all(step.promise is None for step in alone.steps if step.num_decodes)
+
+
+def slow_tokens(step: Step) -> float:
+    """5 ms, and a millisecond for each token."""
+    return 0.005 + 0.001 * step.num_tokens
+
+
+def test_a_step_without_decodes_has_a_bound_too() -> None:
+    """Whoever comes in the middle of it waits for its end. It may take longer than the target where
+    a short one would cost throughput: here 0.005 s of 0.1 s, and at most four targets.
+    """
+
+    def longest(target: float | None, **settings: Any) -> float:
+        engine = TimedEngine(slow_tokens, target_token_time=target, **settings)
+        for number in range(8):
+            prompt = [number, *range(50)] * 16
+            engine.at(0.2 * number, f"r{number}", prompt, max_tokens=1, ignore_eos=True)
+        engine.run()
+        engine.check_answers()
+        lengths = [slow_tokens(step) for step in engine.steps if not step.num_decodes]
+        return max(lengths[len(lengths) // 2 :])
+
+    assert longest(None) > 0.5
+    assert 0.08 < longest(0.05) < 0.11
+    assert 0.06 < longest(0.02) < 0.085
+    assert 0.15 < longest(0.2) < 0.21
+    first = {"target_first_token": 0.3, "gives_way": "token_time"}
+    assert longest(0.05, **first) > 0.5  # those who wait come first, as was asked for
 
 
 def test_the_log_keeps_promises() -> None:
