@@ -204,7 +204,7 @@ class StepPromise(NamedTuple):
     """How much of prompts a step may compute where token times are promised, and why."""
 
     prompt_tokens: int
-    """At most so many beside the decodes."""
+    """At most so many beside the decodes, or alone."""
     seconds: float
     """What the whole step is expected to take then."""
     gave_way: str | None = None
@@ -242,9 +242,7 @@ class Step:
     have no draft tokens.
     """
     promise: StepPromise | None = None
-    """Where there is a target for token times, somebody decodes and a prompt could be computed, too;
-    None elsewhere.
-    """
+    """Where there is a target for token times and a prompt could be computed; None elsewhere."""
     adapters: StepAdapters | None = None
     """None where nobody has or waits for one."""
 

@@ -153,13 +153,18 @@ class Scheduler:
         self._held_up = None
         chunks = self._schedule_decodes(plan, held)
         may_admit = bool(table.free_rows and table.waiting)
-        if self.step_times is not None and plan.num_decodes and (chunks or may_admit):
+        if self.step_times is not None and (chunks or may_admit):
             first = self._first_chunk(chunks)
             prompt = table.waiting.first() if first is None and table.waiting else first
-            plan.promise = self.step_times.promise(plan.scheduled, prompt, plan.now, plan.budget)
+            plan.promise = self.step_times.promise(
+                plan.scheduled, plan.requests, prompt, plan.now, plan.budget
+            )
             plan.limit(plan.promise.prompt_tokens)
-            self._schedule_in_time(first, chunks, plan)
-        elif table.shares is not None and chunks:
+            if may_admit or len(chunks) > 1:
+                self._schedule_in_time(first, chunks, plan)
+            else:
+                self._schedule_chunks(chunks, plan)
+        elif table.shares is not None and chunks and (may_admit or len(chunks) > 1):
             self._schedule_by_shares(chunks, plan, table.shares)
         else:
             self._schedule_chunks(chunks, plan)

@@ -49,8 +49,9 @@ class StepPlan:
 
     def limit(self, budget: int) -> None:
         """Leaves at most so many tokens to be scheduled from here on."""
-        self.left_out += max(0, self.budget - budget)
-        self.budget = min(self.budget, budget)
+        if budget < self.budget:
+            self.left_out += self.budget - budget
+            self.budget = budget
 
     def charge(self, shares: FairShares | None) -> None:
         """Counts what is scheduled for the first time to the tenants whose requests it is for."""

@@ -14,26 +14,36 @@ from operator import itemgetter
 
 from quire.engine.config import SchedulerConfig
 from quire.engine.request import Request
-from quire.step import ScheduledRequest, Step, StepPromise
+from quire.step import ScheduledRequest, Step, StepPromise, new_tuple
 
 _FORGET = 0.95
 """Each step counts this much of the next one."""
 _TRUST = 0.02
 """Weight of what was fitted before: it decides where the last steps were all alike."""
-_OUTLIER = 1.5
-"""A step that took so many times the expected time, or less than that part of it, counts as this
-long: it was disturbed. If steps have become slower, they are believed after some dozen.
+_NOISE = 4.0
+"""What pairs seem to explain counts less the nearer it is to so many times the noise; below that,
+not at all. In a few dozen steps pairs may hardly differ, or only as the tokens do: then noise alone
+makes a slope, and steps with ten times as many pairs would be planned by it.
 """
-_FIRST_OUTLIER = 3.0
+_SHORTEST, _LONGEST = 0.5, 1.5
+"""A step that took less or more than these parts of the expected time counts as this long: it was
+disturbed. If steps have become slower, they are believed after some dozen. As far down as up, since
+estimates that are too long must not make most steps look disturbed.
+"""
+_FIRST_LONGEST = 2.0
 """The same while little is known: of the first steps, and of those larger than any before."""
-_FEW_STEPS = 17.0
-"""Sum of the steps' weights, which tends to 20: the first 37 are few."""
+_FEW_STEPS = 37
+"""Of which the first are learnt from one by one."""
 _FIT_EVERY = 4
 """Steps: the fit takes longer than everything else here."""
+_MOST_UNREAD = 64
+"""Steps that are kept until somebody wants to know."""
 AIM = 0.9
 """The part of the promised time that a step is planned to take, if steps are as long as expected."""
 _LEAST_AIM = 0.6
 """The same where they often are not: below it prompts would take too long."""
+_MARGIN_EVERY = 16
+"""Steps: how often that is looked at."""
 _MARGIN_STEPS = 64
 """The last steps that were promised: their errors decide how much is left free."""
 _LATE = 2
@@ -44,9 +54,14 @@ never seen are approached, not jumped at.
 """
 LEAST_PROMPT_TOKENS = 16
 """Computed whatever was promised, so that prompts get on."""
+_ALONE_LOSS = 0.05
+"""A step without decodes is so long that of its time this part would be saved by a longer one..."""
+MOST_ALONE = 4.0
+"""...but at most so many times the promised time: whoever comes meanwhile waits for its end."""
 
 _position = itemgetter(2)
 assert ScheduledRequest._fields[2:4] == ("start", "num_tokens")
+assert StepPromise._fields == ("prompt_tokens", "seconds", "gave_way")
 
 
 class TokenTimes:
@@ -57,12 +72,17 @@ class TokenTimes:
         self._token_time = config.target_token_time
         self._first_token = config.target_first_token
         self._gives_way = config.gives_way
-        self._sums = (0.0,) * 9
+        self._sums = (0.0,) * 10
         """Of the last steps: their number, tokens, pairs; tokens times tokens, tokens times pairs,
-        pairs times pairs; seconds, and these times tokens, times pairs.
+        pairs times pairs; seconds, and these times tokens, times pairs, times seconds.
         """
-        self._new: list[tuple[int, float, float]] = []
-        """Tokens, pairs and seconds of steps that are not among these yet."""
+        self._unread: deque[tuple[int, float, float, bool, bool]] = deque(maxlen=_MOST_UNREAD)
+        """Tokens, pairs and seconds of steps that are not among these yet; whether there were
+        enough of that size before, and whether it was promised.
+        """
+        self._num_seen = 0
+        self._is_news = False
+        """Whether one of these teaches something that can't wait."""
         self._plane = (0.0, 0.0, 0.0)
         """Seconds of a step, of each token, of each pair."""
         self._last_commit = float("-inf")
@@ -71,6 +91,11 @@ class TokenTimes:
         self._decoding: list[Request] = []
         """Those that decoded in the last step, and their pairs."""
         self._decoding_pairs = 0.0
+        self._planned: list[Request] = []
+        """The decodes that a promise was last made beside, and the sum of their positions: each
+        step they are one further. Looked at anew whenever something was learnt.
+        """
+        self._planned_positions = 0.0
         self._errors: deque[float] = deque([1.0] * _MARGIN_STEPS, _MARGIN_STEPS)
         """Of the last steps that were promised: the time they took by that expected."""
         self._num_errors = 0
@@ -79,16 +104,17 @@ class TokenTimes:
 
     def seconds(self, num_tokens: int, num_pairs: float) -> float:
         """How long such a step takes, by what is known now."""
+        if self._is_news or len(self._unread) >= _FIT_EVERY:
+            self._learn()
         base, per_token, per_pair = self._plane
         return base + per_token * num_tokens + per_pair * num_pairs
 
     def observe(self, step: Step, requests: list[Request], now: float) -> None:
         """A step of these requests came back: it began when it was scheduled or when the one before
-        it was done.
+        it was done. It is learnt from when the next promise is made.
         """
-        began = max(step.now, self._last_commit)
-        self._last_commit = now
-        seconds = now - began
+        before, self._last_commit = self._last_commit, now
+        seconds = now - (step.now if step.now > before else before)
         if seconds <= 0 or not requests:
             self._decoding = []
             return  # nobody tells the time
@@ -103,35 +129,33 @@ class TokenTimes:
             for _, _, start, count, *_ in step.scheduled[num_tokens:]:
                 num_tokens += count
                 num_pairs += count * (start + count / 2)
-        base, per_token, per_pair = self._plane
-        expected = base + per_token * num_tokens + per_pair * num_pairs
-        is_known = self._sums[0] >= _FEW_STEPS and num_tokens <= self._most_tokens
-        if expected > 0:
-            if is_known and step.promise is not None:
-                self._note_error(seconds / expected)
-            outlier = _OUTLIER if is_known else _FIRST_OUTLIER
-            if seconds > outlier * expected:
-                seconds = outlier * expected
-            elif seconds * outlier < expected:
-                seconds = expected / outlier
+        self._num_seen += 1
+        is_known = self._num_seen > _FEW_STEPS
         if num_tokens > self._most_tokens:
             self._most_tokens = num_tokens
-        self._new.append((num_tokens, num_pairs, seconds))
-        if not is_known or len(self._new) == _FIT_EVERY:
-            self._learn()
-
-    def _note_error(self, error: float) -> None:
-        """Leaves so much of the target free that few of the last steps would have missed it."""
-        self._errors.append(error)
-        self._num_errors += 1
-        if self._num_errors % _FIT_EVERY == 0:
-            late = sorted(self._errors)[-1 - _LATE]
-            self.aim = min(AIM, max(_LEAST_AIM, 1 / late))
+            is_known = False
+        if not is_known:
+            self._is_news = True
+        self._unread.append((num_tokens, num_pairs, seconds, is_known, step.promise is not None))
 
     def _learn(self) -> None:
         """Takes the new steps into the sums, and fits the plane to these."""
-        count, tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total = self._sums
-        for num_tokens, num_pairs, seconds in self._new:
+        (
+            count, tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total, total2,
+        ) = self._sums  # fmt: skip
+        base, per_token, per_pair = self._plane
+        unread, last = self._unread, len(self._unread)
+        for number, one in enumerate(unread, 1):
+            num_tokens, num_pairs, seconds, is_known, was_promised = one
+            expected = base + per_token * num_tokens + per_pair * num_pairs
+            if expected > 0:
+                if is_known and was_promised:
+                    self._note_error(seconds / expected)
+                longest = (_LONGEST if is_known else _FIRST_LONGEST) * expected
+                if seconds > longest:
+                    seconds = longest
+                elif seconds < _SHORTEST * expected:
+                    seconds = _SHORTEST * expected
             count = _FORGET * count + 1.0
             tokens = _FORGET * tokens + num_tokens
             pairs = _FORGET * pairs + num_pairs
@@ -141,32 +165,59 @@ class TokenTimes:
             total = _FORGET * total + seconds
             tokens_total = _FORGET * tokens_total + num_tokens * seconds
             pairs_total = _FORGET * pairs_total + num_pairs * seconds
-        self._new.clear()
-        self._sums = (
-            count, tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total,
-        )  # fmt: skip
-        self._plane = self._fit()
+            total2 = _FORGET * total2 + seconds * seconds
+            if not is_known or number % _FIT_EVERY == 0 or number == last:
+                self._sums = (
+                    count, tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total,
+                    total2,
+                )  # fmt: skip
+                self._plane = base, per_token, per_pair = self._fit()
+        unread.clear()
+        self._is_news = False
+        self._planned = []
+
+    def _note_error(self, error: float) -> None:
+        """Leaves so much of the target free that few of the last steps would have missed it."""
+        self._errors.append(error)
+        self._num_errors += 1
+        if self._num_errors % _MARGIN_EVERY == 0:
+            late = sorted(self._errors)[-1 - _LATE]
+            self.aim = min(AIM, max(_LEAST_AIM, 1 / late))
 
     def _fit(self) -> tuple[float, float, float]:
-        """The plane with the least squares, none of whose parts is negative."""
-        count, tokens, pairs, tokens2, both, pairs2, seconds, tokens_total, pairs_total = self._sums
-        # The upper half of the three equations, with a little trust in each part as it was.
-        squares = [count, tokens2, pairs2]
-        totals = [seconds, tokens_total, pairs_total]
-        for index, before in enumerate(self._plane):
-            trust = _TRUST * squares[index] if before else 1e-9 * squares[index] + 1e-300
-            squares[index] += trust
-            totals[index] += trust * before
+        """The plane with the least squares, none of whose parts is negative; pairs count only for
+        what noise does not explain.
+        """
+        (
+            count, tokens, pairs, tokens2, both, pairs2, seconds, tokens_total, pairs_total, squared,
+        ) = self._sums  # fmt: skip
+        base, per_token, per_pair = self._plane
+        # The three equations, with a little trust in each part as it was.
+        trust = (_TRUST if base else 1e-9) * count + 1e-300
+        count_squared, base_total = count + trust, seconds + trust * base
+        squared += trust * base * base
+        trust = (_TRUST if per_token else 1e-9) * tokens2 + 1e-300
+        tokens2, tokens_total = tokens2 + trust, tokens_total + trust * per_token
+        squared += trust * per_token * per_token
+        trust = (_TRUST if per_pair else 1e-9) * pairs2 + 1e-300
+        pairs2, pairs_total = pairs2 + trust, pairs_total + trust * per_pair
+        squared += trust * per_pair * per_pair
         # Solved by elimination.
-        by_tokens, by_pairs = tokens / squares[0], pairs / squares[0]
-        squares[1] -= by_tokens * tokens
-        squares[2] -= by_pairs * pairs
+        by_tokens, by_pairs = tokens / count_squared, pairs / count_squared
+        tokens2 -= by_tokens * tokens
         both -= by_tokens * pairs
-        totals[1] -= by_tokens * totals[0]
-        totals[2] -= by_pairs * totals[0]
-        by_both = both / squares[1]
-        per_pair = (totals[2] - by_both * totals[1]) / (squares[2] - by_both * both)
-        per_token = (totals[1] - both * per_pair) / squares[1]
+        tokens_total -= by_tokens * base_total
+        by_both = both / tokens2
+        pairs2 -= by_pairs * pairs + by_both * both
+        pairs_total -= by_pairs * base_total + by_both * tokens_total
+        per_pair = pairs_total / pairs2
+        by_pairs_alone = per_pair * pairs_total
+        if by_pairs_alone > 0:
+            explained = base_total * base_total / count_squared
+            explained += tokens_total * tokens_total / tokens2
+            noise = max(0.0, squared - explained - by_pairs_alone) / count
+            per_pair *= max(0.0, 1 - _NOISE * noise / by_pairs_alone)
+        per_token = (tokens_total - both * per_pair) / tokens2
         per_token, per_pair = max(per_token, 0.0), max(per_pair, 0.0)
         base = (seconds - per_token * tokens - per_pair * pairs) / count
         if base < 0:  # then all of it is the tokens'
@@ -175,47 +226,67 @@ class TokenTimes:
         return base, per_token, per_pair
 
     def promise(
-        self, decodes: Sequence[ScheduledRequest], prompt: Request | None, now: float, most: int
+        self,
+        decodes: Sequence[ScheduledRequest],
+        requests: list[Request],
+        prompt: Request | None,
+        now: float,
+        most: int,
     ) -> StepPromise:
-        """How many prompt tokens may be computed beside these decodes; `prompt` is the first that
-        waits for more of its tokens.
+        """How many prompt tokens may be computed beside these decodes (`requests`: whose they are),
+        or alone; `prompt` is the first that waits for more of its tokens.
         """
+        if self._is_news or len(self._unread) >= _FIT_EVERY:
+            self._learn()
         start = 0 if prompt is None else prompt.num_computed_tokens
-        num_decodes, positions = len(decodes), float(sum(map(_position, decodes)))
-        base, per_token, per_pair = self._plane
-        beside = base + per_token * num_decodes + per_pair * positions
-        left = self.aim * self._token_time - beside
+        num_decodes = len(decodes)
+        beside, per_token, per_pair = self._plane
+        target = self._token_time
+        if num_decodes:
+            if requests == self._planned:
+                self._planned_positions += num_decodes
+            else:
+                self._planned = requests.copy()
+                self._planned_positions = float(sum(map(_position, decodes)))
+            beside += per_token * num_decodes + per_pair * self._planned_positions
+            left = self.aim * target - beside
+        else:
+            target = min(max(target, beside / _ALONE_LOSS), MOST_ALONE * target)
+            left = target - beside
         each = per_token + per_pair * start
         count = 0.0 if left <= 0 else float(most)
         if left > 0 and (each > 0 or per_pair > 0):
             # left = each * count + per_pair * count ** 2 / 2
-            root = (each * each + 2 * per_pair * left) ** 0.5
-            count = min(count, 2 * left / (each + root))
-        least = min(LEAST_PROMPT_TOKENS, most)
+            fits = 2 * left / (each + (each * each + 2 * per_pair * left) ** 0.5)
+            if fits < count:
+                count = fits
+        least = LEAST_PROMPT_TOKENS if most > LEAST_PROMPT_TOKENS else most
         allowed = int(count)
         if allowed < least:
             allowed = least
         elif allowed > _FIRST_PROMPT_TOKENS:
             known = 2 * self._most_tokens - num_decodes
-            allowed = min(allowed, max(known, _FIRST_PROMPT_TOKENS))
+            if allowed > known:
+                allowed = max(known, _FIRST_PROMPT_TOKENS)
         gave_way: str | None = "first_token" if count < least else None
-        needed = self._needed(prompt, now)
-        if needed > allowed:
-            gave_way = self._gives_way
-            if gave_way == "token_time":
-                allowed = min(needed, most)
+        if self._first_token is not None and prompt is not None:
+            needed = self._needed(prompt, self._first_token, target, now)
+            if needed > allowed:
+                gave_way = self._gives_way
+                if gave_way == "token_time":
+                    allowed = min(needed, most)
         seconds = beside + per_token * allowed + per_pair * allowed * (start + allowed / 2)
-        return StepPromise(allowed, seconds, gave_way)
+        return new_tuple(StepPromise, (allowed, seconds, gave_way))
 
-    def _needed(self, prompt: Request | None, now: float) -> int:
+    @staticmethod
+    def _needed(prompt: Request, first_token: float, step_time: float, now: float) -> int:
         """Tokens of this prompt that each step has to compute for its first token to come in time;
-        0 if nobody promised one.
+        0 if it has come.
         """
-        if prompt is None or self._first_token is None or prompt.first_token is not None:
+        if prompt.first_token is not None:
             return 0
         tokens = prompt.num_tokens - prompt.num_computed_tokens
-        left = prompt.arrival + self._first_token - now
-        steps = max(1, int(left / self._token_time))
+        steps = max(1, int((prompt.arrival + first_token - now) / step_time))
         return -(-tokens // steps)
 
 

@@ -19,7 +19,7 @@ from quire.engine.config import SchedulerConfig
 from quire.engine.invariants import check_invariants
 from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
-from quire.engine.token_times import LEAST_PROMPT_TOKENS, work_of
+from quire.engine.token_times import LEAST_PROMPT_TOKENS, MOST_ALONE, work_of
 from quire.sampling_params import SamplingParams
 from quire.step import Step, StepResult
 
@@ -153,6 +153,7 @@ class TimedSimulation:
             prompts, standings = _unfinished_prompts(scheduler), self._standings()
             step = scheduler.schedule(self.now)
             if step.scheduled:
+                self._check_length(number, step)
                 self._check_prompts(number, prompts, standings, step)
                 self._check_shares(number, step)
                 self._check_rows()
@@ -227,6 +228,23 @@ class TimedSimulation:
         change = self.scenario.slower_from
         return number >= LEARN_STEPS and not change - 1 <= number < change + LEARN_STEPS
 
+    def _check_length(self, number: int, step: Step) -> None:
+        """Who comes waits for the end of a step, also of one that nobody decodes in: so that is not
+        expected to take more than some targets, but for the least that prompts get.
+        """
+        times, target = self.scheduler.step_times, self.scenario.config.target_token_time
+        if times is None or target is None or step.num_decodes:
+            return
+        promise = step.promise
+        self._require(promise is not None, f"step {number} computes prompts and promises nothing")
+        num_tokens, _ = work_of(step)
+        self._require(
+            num_tokens <= LEAST_PROMPT_TOKENS
+            or times.seconds(num_tokens, 0.0) <= MOST_ALONE * target * 1.001
+            or (promise is not None and promise.gave_way == "token_time"),
+            f"step {number}: {num_tokens} tokens alone, {promise}, the target is {target:.4f} s",
+        )
+
     def _check_shares(self, number: int, step: Step) -> None:
         """Over `WINDOW` steps in which tenants had requests waiting all the time, each had its
         share of the tokens that these had together, each token counted once.
@@ -283,8 +301,11 @@ class TimedSimulation:
         self.without_row = Counter({one: self.without_row[one] + 1 for one in without})
         scenario = self.scenario
         one_request = self._longest_prompt / 8 + scenario.answer_tokens + 2
-        most = len(shares.num_live) * one_request
         for tenant, steps in self.without_row.items():
+            # whoever weighs more has so much more for each token that this one has had
+            weight = shares.weight(tenant)
+            turns = sum(max(1.0, shares.weight(one) / weight) for one in shares.num_live)
+            most = turns * one_request
             self._require(
                 steps <= most,
                 f"tenant {tenant} had no row for {steps} steps; {most:.0f} are allowed",

@@ -111,7 +111,7 @@ class DrivenScheduler:
     ) -> None:
         max_len = 2 * (prompt_len + 2 * num_steps + chunk * (2 * num_steps + 10))
         config = SchedulerConfig(
-            num_blocks=num_requests * max_len // 16,
+            num_blocks=num_requests * -(-max_len // 16) + 1,
             max_num_seqs=num_requests,
             max_batched_tokens=num_requests - 1 + chunk if chunk else 8192,
             max_model_len=max_len,
