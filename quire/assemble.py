@@ -147,6 +147,7 @@ class Engine:
         self.core.settle("an update of weights", time.monotonic())
         if self.runner.is_asleep:
             raise EngineError("the engine is asleep: wake it up before its weights are replaced")
+        self.adapters.drop_unused()  # whose requests have ended since their names were forgotten
         slots = self.runner.adapters
         if slots is not None and slots.depends_on_weights:
             raise EngineError(

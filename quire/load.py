@@ -85,8 +85,7 @@ class WeightReader:
         try:
             weights = _choose(files, self.config, self.device, self.share)
             with reading(weights) as loaded:
-                for name in self.decoder.weights:
-                    self.decoder.update({name: loaded.pop(name)})
+                self.decoder.reload(loaded)
         finally:
             files.checkpoint.close()
 

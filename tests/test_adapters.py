@@ -230,6 +230,20 @@ def test_an_adapter_of_the_head_counts_for_answers_prompt_logprobs_and_beams(
     assert "".join(llm.stream(PROMPT, params=GREEDY, lora_request=adapter)) == ""
 
 
+def test_rslora_is_scaled_by_the_root_of_the_rank(llm: LLM, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = query_tensors(16)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
+    found = []
+    # by 8 / 4 and by 32 / 16, and by 8 / 16
+    for number, (alpha, is_stabilized) in enumerate(((8, True), (32, False), (8, False))):
+        path = tmp_path / str(number)
+        save_adapter(path, tensors, r=16, lora_alpha=alpha, use_rslora=is_stabilized)
+        adapter = LoRARequest(f"scaled-{number}", 1, str(path))
+        found.append(llm.generate(PROMPT, params, lora_request=adapter)[0].completions[0].logprobs)
+    assert found[0] == found[1] != found[2]
+
+
 def test_the_step_log_names_the_adapter(model: Path, adapters: list[Path], tmp_path: Path) -> None:
     with LLM(model, **ENGINE, step_log=tmp_path / "steps.jsonl") as llm:
         tokens(llm, LoRARequest("named", 1, str(adapters[0])))

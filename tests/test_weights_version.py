@@ -8,15 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire import LLM, RequestOutput, SamplingParams
+from quire import LLM, LoRARequest, RequestOutput, SamplingParams
 from quire.engine.invariants import check_invariants
-from quire.errors import EngineError, InvalidRequestError, ModelFormatError
+from quire.errors import (
+    EngineError,
+    InvalidRequestError,
+    ModelFormatError,
+    UnsupportedModelError,
+)
 from quire.kernels.weights import Weight
 from quire.tools.explain.explain import explain_request
 from quire.tools.explain.text import explanation_text
+from tests.adapters import random_adapter, save_adapter
 from tests.frontend.templates import QWEN
 from tests.models.test_given_weights import changed
 from tests.server.random_model import write_model
@@ -255,3 +262,90 @@ def test_weights_read_again_after_sleep_are_a_new_version(
     llm.wake_up()
     assert llm.weights_version == 2
     assert numbers(llm.generate(PROMPTS[0], PARAMS)[0]) == expected[0][0]
+
+
+# Adapters
+
+
+def asked_for(path: Path) -> LoRARequest:
+    return LoRARequest("it", 1, str(path))
+
+
+def test_adapters_add_to_the_new_weights_and_no_block_is_of_another_version_or_adapter(
+    llm: LLM, folder: Path, versions: list[dict[str, Tensor]], tmp_path: Path
+) -> None:
+    """Requests of two adapters and of none are kept by an update; their further tokens, and those of
+    new ones, are those of an engine that never had other weights.
+    """
+    paths = [random_adapter(tmp_path / str(i), llm.engine.decoder, i) for i in range(2)]
+    adapters = [None, *(LoRARequest(path.name, 1, str(path)) for path in paths)]
+    prompt = PROMPTS[0]
+    names = [llm.add_request(prompt, PARAMS, lora_request=one) for one in adapters]
+    for _ in range(5):
+        llm.step()
+    llm.update_weights(versions[1].items(), mode="keep")
+    kept = finish(llm)
+    fresh = [llm.generate(prompt, PARAMS, lora_request=one)[0] for one in adapters]
+    with LLM(str(folder), **OPTIONS) as other:  # type: ignore[arg-type]
+        other.update_weights(versions[1].items())
+        for name, one, output in zip(names, adapters, fresh, strict=True):
+            other.reset_prefix_cache()
+            assert numbers(other.generate(prompt, PARAMS, lora_request=one)[0]) == numbers(output)
+            (_, version), (first, later) = kept[name].metrics.weights_versions
+            assert (version, later) == (0, 1)
+            assert 0 < first < 14
+            rest = SamplingParams(max_tokens=14 - first, temperature=0, ignore_eos=True, logprobs=1)
+            before = [*prompt, *kept[name].token_ids[:first]]
+            again = other.generate(before, rest, lora_request=one)[0]
+            assert again.token_ids == kept[name].token_ids[first:]
+            assert again.logprobs == kept[name].logprobs[first:]  # type: ignore[index]
+    assert len({output.token_ids for output in fresh}) == len(adapters)
+
+
+def dora(folder: Path) -> LoRARequest:
+    """Of one product of 64 by 64."""
+    generator = torch.Generator().manual_seed(0)
+    module = "base_model.model.model.layers.0.self_attn.o_proj"
+    tensors = {
+        f"{module}.lora_A.weight": torch.randn(4, 64, generator=generator),
+        f"{module}.lora_B.weight": torch.randn(64, 4, generator=generator),
+        f"{module}.lora_magnitude_vector": torch.rand(64, generator=generator) + 0.5,
+    }
+    return LoRARequest("dora", 1, str(save_adapter(folder, tensors, use_dora=True)))
+
+
+def test_weights_stay_while_an_adapter_was_made_for_them(
+    llm: LLM, versions: list[dict[str, Tensor]], tmp_path: Path
+) -> None:
+    adapter = dora(tmp_path / "dora")
+    name = llm.add_request(PROMPTS[0], PARAMS, lora_request=adapter)
+    llm.step()
+    for mode in (None, "keep"):
+        with pytest.raises(EngineError, match=r"DoRA adapters are loaded|no request runs"):
+            llm.update_weights(versions[1].items(), mode=mode)  # type: ignore[arg-type]
+    llm.unload_adapter("dora")  # its request goes on
+    with pytest.raises(EngineError, match="DoRA adapters are loaded"):
+        llm.update_weights(versions[1].items(), mode="keep")
+    assert finish(llm)[name].finish_reason == "length"
+    llm.update_weights(versions[1].items())
+
+
+def test_no_adapter_is_made_for_weights_that_were_replaced(
+    llm: LLM, folder: Path, versions: list[dict[str, Tensor]], tmp_path: Path
+) -> None:
+    """DoRA's norms are those of the files' weights: with others it would be wrong and look right."""
+    adapter = dora(tmp_path / "dora")
+    expected = numbers(llm.generate(PROMPTS[0], PARAMS, lora_request=adapter)[0])
+    llm.unload_adapter("dora")
+    with pytest.raises(ModelFormatError, match="should have shape"):
+        llm.update_weights([("lm_head.weight", versions[1]["lm_head.weight"][:-1])])
+    assert numbers(llm.generate(PROMPTS[0], PARAMS, lora_request=adapter)[0]) == expected
+    llm.unload_adapter("dora")
+    llm.update_weights(versions[1].items())
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match="use_dora divides by norms"):
+            llm.generate(PROMPTS[0], PARAMS, lora_request=adapter)
+    assert not llm.engine.adapters.loaded
+    llm.sleep(level=2)
+    llm.wake_up()  # which reads the files again
+    assert numbers(llm.generate(PROMPTS[0], PARAMS, lora_request=adapter)[0]) == expected

@@ -143,7 +143,7 @@ class AdapterRegistry:
             raise InvalidRequestError("lora_name", f"there is no adapter {name!r}")
         del self._paths[name]
         self._loaded.pop(name, None)
-        self._drop_unused()
+        self.drop_unused()
 
     def digest_of(self, name: str) -> str:
         """What a name stands for now; it is in memory then."""
@@ -194,7 +194,7 @@ class AdapterRegistry:
         loaded = LoadedAdapter(name, path, adapter.digest, adapter.rank, adapter.nbytes, stamps)
         self._loaded[name] = loaded
         self._loaded.move_to_end(name)
-        self._drop_unused()
+        self.drop_unused()
         logger.info("adapter %s: rank %d, %s", name, adapter.rank, format_bytes(adapter.nbytes))
         return loaded
 
@@ -208,12 +208,12 @@ class AdapterRegistry:
                 continue
             del self._loaded[other]
             self.num_evictions += 1
-            self._drop_unused(keep=digest)
+            self.drop_unused(keep=digest)
             if self.nbytes <= self._budget:
                 return
         raise self._too_large(name, self._sizes[digest])
 
-    def _drop_unused(self, keep: str = "") -> None:
+    def drop_unused(self, keep: str = "") -> None:
         """Has the holder let go of content that no name stands for, and no request has."""
         wanted = {one.digest for one in self._loaded.values()} | {keep}
         gone = [digest for digest in self._sizes if digest not in wanted]

@@ -477,6 +477,17 @@ class Decoder:
         self._parameters.update(weights)
 
     @property
+    def has_files_weights(self) -> bool:
+        """Whether its weights are those of the model's files: no others were put in their place."""
+        return not self._parameters.replaced
+
+    def reload(self, loaded: WeightSource) -> None:
+        """Replaces all weights by those of the model's files, one after the other."""
+        for name in self.weights:
+            self.update({name: loaded.pop(name)})
+        self._parameters.replaced = False
+
+    @property
     def missing(self) -> set[str]:
         """Weights that are gone, since the decoder slept at level 2: it computes nothing of use
         before they are new.

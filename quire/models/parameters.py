@@ -59,6 +59,8 @@ class Parameters:
         """Those whose numbers are gone, since the decoder slept at level 2, or are of an earlier
         version than others', since an update failed halfway; and that were not replaced yet.
         """
+        self.replaced = False
+        """Whether some are others than those that were loaded."""
         self.formats: dict[str, str] = {}
         """By name, the formats that a weight was loaded in: only such a weight fits into its place."""
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -134,6 +136,7 @@ class Parameters:
             )
         for name, weight in weights.items():
             self._check(name, weight)
+        self.replaced = True
         for done, (name, weight) in enumerate(weights.items()):
             try:
                 if name in self._packed:

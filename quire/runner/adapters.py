@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quire.errors import EngineError
+from quire.errors import EngineError, UnsupportedModelError
 from quire.kernels.ops import Int32Array
 from quire.models.adapters import Adapter, AdapterLoader
 from quire.models.decoder import Decoder
@@ -34,6 +34,7 @@ class AdapterSlots:
         self, decoder: Decoder, num_slots: int, max_num_seqs: int, loader: AdapterLoader
     ) -> None:
         self.loader = loader
+        self._decoder = decoder
         self._linears = decoder.linears
         for linear in self._linears.values():
             linear.take_adapters(decoder.kernels, num_slots)
@@ -66,6 +67,11 @@ class AdapterSlots:
     def load(self, folder: Path, adapter: Adapter | None = None) -> Adapter:
         """Reads an adapter, unless that was done before; it stays until it is removed."""
         adapter = self.loader.load(folder) if adapter is None else adapter
+        if adapter.is_dora and not self._decoder.has_files_weights:
+            raise UnsupportedModelError(
+                f"{folder}: use_dora divides by norms of the weights in the model's files, but others were put in "
+                "their place since: load the model from files that have the present ones"
+            )
         return self._adapters.setdefault(adapter.digest, adapter)
 
     def remove(self, digest: str) -> None:

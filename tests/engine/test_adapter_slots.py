@@ -146,3 +146,30 @@ def test_an_explanation_says_that_a_request_waited_for_its_adapter() -> None:
     found = explanation_text(explain_request(logged(engine), "b"))
     assert "room for its adapter" in found
     assert "The adapter b answered it." in found
+
+
+def test_an_adapter_has_its_room_until_the_last_of_its_requests_ends() -> None:
+    engine = scheduler(max_loras=1)
+    add(engine, "short", "A", max_tokens=2)
+    add(engine, "long", "A", max_tokens=8)
+    add(engine, "other", "B")
+    while engine.has_work:
+        made = step(engine)
+        running = {one.adapter for one in engine.table.running}
+        assert len(running) <= 1
+        if "other" in admitted(made):
+            assert "long" not in engine.table.requests
+    assert not engine.table.adapters
+
+
+def test_a_preempted_request_leaves_the_room_to_others_of_its_adapter() -> None:
+    engine = scheduler(max_loras=1)
+    add(engine, "first", "A", max_tokens=20)
+    add(engine, "second", "A", max_tokens=20)
+    add(engine, "other", "B")
+    assert admitted(step(engine)) == ["first", "second"]
+    engine.preempt("second")
+    for _ in range(3):
+        made = step(engine)
+        assert "other" not in admitted(made)
+        assert engine.table.adapters["A"] >= 1

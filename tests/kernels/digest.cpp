@@ -24,6 +24,8 @@ void quire_sigmoid_mul_float32(const void*);
 void quire_gated_norm_float32(const void*);
 void quire_convolve_float32(const void*);
 void quire_recur_float32(const void*);
+void quire_add_low_rank_float32(const void*);
+void quire_add_low_rank_bfloat16(const void*);
 void quire_attention_float32(const void*);
 void quire_attention_int8_float32(const void*);
 void quire_attention_fp8_float32(const void*);
@@ -46,6 +48,55 @@ static void print(const char* name, const std::vector<T>& v) {
   const unsigned char* bytes = reinterpret_cast<const unsigned char*>(v.data());
   for (size_t i = 0; i < v.size() * sizeof(T); ++i) hash = (hash ^ bytes[i]) * 1099511628211u;
   std::printf("%s %016llx\n", name, static_cast<unsigned long long>(hash));
+}
+
+template <class T>
+static std::vector<T> stored(size_t count) {
+  std::vector<T> v(count);
+  for (T& x : v) {
+    const float value = number();
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    bits >>= 32 - 8 * sizeof(T);  // of bfloat16 the upper half
+    std::memcpy(&x, &bits, sizeof(T));
+  }
+  return v;
+}
+
+// Rows of two adapters and of none, with factors and without; segments, strips of ranks and panels don't come out even.
+template <class T>
+static void adapters(void (*add)(const void*), const char* name) {
+  struct Part {
+    int64_t first, count, first_rank, rank;
+    const void *b, *factor, *offset;
+  };
+  struct Slot {
+    const void *a, *scale;
+    int64_t ranks, num_parts;
+    const Part* parts;
+  };
+  const int64_t rows = 9, depth = 566, columns = 150;
+  const std::vector<T> x = stored<T>(size_t(rows * depth)), a = stored<T>(size_t(2 * depth * 32)), b = stored<T>(64 * 160);
+  const std::vector<float> scale = numbers(64), factors = numbers(320);
+  const Part parts[] = {{0, 90, 0, 16, b.data(), nullptr, nullptr},
+                        {90, 60, 16, 5, b.data() + 96 * 16, nullptr, nullptr},
+                        {3, 147, 0, 27, b.data() + 96 * 16, factors.data(), factors.data() + 160}};
+  const Slot table[] = {{a.data(), scale.data(), 32, 2, parts}, {}, {a.data() + depth * 32, scale.data() + 32, 32, 1, parts + 2}};
+  const std::vector<int32_t> slots = {0, 2, -1, 2, 0, 1, 2, 2, 2};
+  for (int threads : {1, 3}) {
+    std::vector<T> out = x;
+    struct {
+      const void* x;
+      int64_t x_stride;
+      void* out;
+      int64_t out_stride;
+      const void *slots, *table;
+      int64_t num_slots, rows, columns, depth;
+      int threads;
+    } call{x.data(), depth, out.data(), depth, slots.data(), table, 3, rows, columns, depth, threads};
+    add(&call);
+    print(name, out);
+  }
 }
 
 // One sequence of 150 tokens in steps that end in the middle of chunks, through a convolution and a recurrence.
@@ -279,6 +330,8 @@ int main() {
     print("gated_norm", out);
   }
   recurrences();
+  adapters<float>(quire_add_low_rank_float32, "adapters");
+  adapters<uint16_t>(quire_add_low_rank_bfloat16, "adapters in bfloat16");
   // One sequence of 700 tokens, of which the last 13 are new, over 44 blocks of 16.
   const int64_t blocks = 44, kv_heads = 4;
   std::vector<float> keys = numbers(size_t(blocks * kv_heads * 16 * head_dim)), values = numbers(keys.size());

@@ -4,6 +4,8 @@ bounds.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from quire.backends.cpu import recording
 from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.ops import Activation
+from quire.kernels.weights import Weight
 
 
 def recorded_gate(kernels: CpuKernels, x: Tensor) -> tuple[Tensor, object]:
@@ -88,3 +91,35 @@ def test_what_takes_too_much_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch)
     out, replay = recorded_gate(CpuKernels(), torch.randn(4, 512))
     assert replay is None
     assert out.shape == (4, 256)  # computed all the same
+
+
+def test_what_another_thread_packs_meanwhile_is_no_part_of_a_recording() -> None:
+    """An adapter's rows of the head, say: the memory that they were packed from is somebody else's by
+    the time the calls are made again.
+    """
+    kernels, x = CpuKernels(), torch.randn(4, 64)
+    y, plain = torch.randn(4, 64), torch.randn(48, 64)
+    found: list[Tensor] = []
+
+    def other() -> Tensor:
+        packed = kernels.pack(Weight.dense(plain)).tensor
+        kernels.gate(torch.randn(4, 64), Activation.SILU)
+        return packed
+
+    def compute() -> None:
+        found.append(kernels.gate(x, Activation.SILU))
+        with ThreadPoolExecutor(1) as thread:
+            found.append(thread.submit(other).result())
+        found.append(kernels.gate(y, Activation.SILU))
+
+    replay = kernels.record(compute)
+    assert replay is not None
+    first, packed, second = found
+    kept = packed.clone()
+    plain.zero_()
+    x.copy_(torch.randn(4, 64))
+    y.copy_(torch.randn(4, 64))
+    replay()
+    assert torch.equal(packed, kept)
+    assert torch.equal(first, kernels.gate(x, Activation.SILU))
+    assert torch.equal(second, kernels.gate(y, Activation.SILU))

@@ -196,7 +196,7 @@ def test_adapters_come_and_go_under_load(small_model: str, tmp_path: Path) -> No
         memory = []
         for number in range(ROUNDS):
             load.run(seconds / ROUNDS, number)
-            assert not load.wrong, load.wrong[:5]
+            assert not load.wrong, (load.wrong[:5], server.log[-5000:])
             wait_for(lambda: server.is_idle, "rest")
             assert server.metrics("vllm:kv_cache_usage_perc") == [0.0]
             time.sleep(1)

@@ -9,8 +9,8 @@ from torch import Tensor
 from quire.backends.cpu.strided import with_whole_rows
 from quire.kernels.low_rank import LowRank, LowRankPart, LowRankTable, PackedLowRank
 
-_RANKS = 16
-"""A's ranks are filled up to a multiple of this."""
+_STRIP = 16
+"""Ranks whose A lies together."""
 _PANEL = 32
 """Outputs whose B lies together."""
 _SLOT_NUMBERS, _PART_NUMBERS = 5, 7
@@ -21,9 +21,10 @@ class CpuLowRank:
     """A `LowRank`, packed: what the C++ structs of one slot hold."""
 
     def __init__(self, low_rank: LowRank) -> None:
-        ranks, dtype = low_rank.a.shape[0], low_rank.a.dtype
-        padding = -ranks % _RANKS
-        a = F.pad(low_rank.a.t(), (0, padding)).contiguous()
+        (ranks, depth), dtype = low_rank.a.shape, low_rank.a.dtype
+        padding, step = -ranks % _STRIP, 2 if dtype == torch.bfloat16 else 1
+        filled = F.pad(low_rank.a, (0, -depth % step, 0, padding))
+        a = filled.view((ranks + padding) // _STRIP, _STRIP, -1, step).transpose(1, 2).contiguous()
         scale = F.pad(low_rank.scale.float(), (0, padding)).contiguous()
         self._tensors = [a, scale]
         numbers = [self._part(part, dtype) for part in low_rank.parts]
@@ -39,8 +40,9 @@ class CpuLowRank:
 
     def _part(self, part: LowRankPart, dtype: torch.dtype) -> list[int]:
         count, rank = part.b.shape
+        side = 2 if dtype == torch.bfloat16 else 1
         filled = F.pad(part.b.to(dtype), (0, 0, 0, -count % _PANEL))
-        made = [filled.view(-1, _PANEL, rank).transpose(1, 2).contiguous()]
+        made = [filled.view(-1, side, _PANEL // side, rank).permute(0, 3, 2, 1).contiguous()]
         if part.factor is not None and part.offset is not None:
             made += [
                 F.pad(one.float(), (0, -count % _PANEL)).contiguous()

@@ -27,6 +27,9 @@ _TYPES = {"P": "a pointer", "q": "an int64_t", "i": "an int", "f": "a float"}
 class Recorder(Protocol):
     recorded: Recorded | None
 
+    def note(self, function: int, arguments: bytes) -> None:
+        """Asked only while there is a list."""
+
 
 class _Kind(NamedTuple):
     """What a declared argument may be in C++, and how its number is found."""
@@ -37,7 +40,7 @@ class _Kind(NamedTuple):
 
 _CALL = """_packed = _pack({})
 if _recorder.recorded is not None:
-  _recorder.recorded.append((_address, _packed))
+  _recorder.note(_address, _packed)
 _function(_packed)"""
 """What a function does; names of arguments don't begin with an underscore."""
 

@@ -12,6 +12,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from itertools import accumulate
+from threading import get_ident
 from typing import Generic, ParamSpec
 
 import torch
@@ -50,6 +51,10 @@ class Calls:
         self._library = library
         self.recorded: Recorded | None = None
         """The calls since a recording began; None outside of one."""
+        self._recording_thread = 0
+        """Others may pack weights meanwhile, of adapters that are read: what they call is no part of the
+        step, and its memory will not stay.
+        """
         self._replay = self.function(functions.replay)
         check_packer(library, functions.replayed_call)
         self._block, self._recorded_block = (
@@ -73,9 +78,18 @@ class Calls:
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Memory for a result, which may be that of earlier ones."""
-        is_kept = self.recorded is not None or math.prod(shape) * dtype.itemsize >= _LARGE
+        if self.recorded is None:
+            is_kept = math.prod(shape) * dtype.itemsize >= _LARGE
+        else:
+            is_kept = self._recording_thread == get_ident()
         found = self._results.empty(shape, dtype) if is_kept else None
         return torch.empty(shape, dtype=dtype) if found is None else found
+
+    def note(self, function: int, arguments: bytes) -> None:
+        """Adds a call to the recording, if it is this thread's."""
+        recorded = self.recorded
+        if recorded is not None and self._recording_thread == get_ident():
+            recorded.append((function, arguments))
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None] | None:
         """Runs `compute` and returns a function that repeats its calls; None if that takes too much
@@ -83,6 +97,7 @@ class Calls:
         """
         calls: Recorded = []
         usual, results = self._results, ResultMemory(self._recorded_block)
+        self._recording_thread = get_ident()
         self.recorded, self._results = calls, results
         try:
             compute()
