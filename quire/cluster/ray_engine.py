@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from typing import Any
 
+import msgspec
 import ray
 import ray.actor
 import ray.exceptions
@@ -22,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from quire.errors import EngineError, QuireError
 from quire.server.config import ServerConfig
 from quire.server.link.engine_link import EngineLink
-from quire.server.link.messages import Command, Event, Fatal, Ready, decode_event, encode
+from quire.server.link.messages import Fatal, Ready, decode_event, encode
 from quire.server.tasks import RunningTimeClock
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class EngineActor:
             while len(self._messages) >= _WAITING_MESSAGES:
                 self._room.clear()
                 await self._room.wait()
-            self._tell(await self._link.receive_bytes())
+            self._tell(await self._link.receive())
 
     async def _watch(self) -> None:
         reason = await self._link.wait()
@@ -139,7 +140,8 @@ class RayLink(EngineLink):
         assert isinstance(event, Ready)
         return event
 
-    async def receive(self) -> Event:
+    async def receive(self) -> bytes:
+        """The next message."""
         while not self._inbox:
             try:
                 self._inbox.extend(await _awaited(self._actor.receive.remote()))
@@ -147,15 +149,15 @@ class RayLink(EngineLink):
                 if not self._gone.done():
                     self._gone.set_result(f"its actor is gone: {_first_line(error)}")
                 await asyncio.Event().wait()
-        return decode_event(self._inbox.popleft())
+        return self._inbox.popleft()
 
-    def receive_now(self) -> Event | None:
-        return decode_event(self._inbox.popleft()) if self._inbox else None
+    def receive_now(self) -> bytes | None:
+        return self._inbox.popleft() if self._inbox else None
 
-    def send(self, command: Command) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """One after the other: an actor takes the calls of one caller in their order."""
         if self._actor is not None:
-            self._actor.send.remote(encode(command))
+            self._actor.send.remote(encode(message))
 
     async def wait(self) -> str:
         return await asyncio.shield(self._gone)

@@ -138,9 +138,13 @@ def list_page(ids: Sequence[str], limit: int, after: str | None) -> tuple[slice,
 def one_line(body: object) -> bytes:
     """JSON that is a single line for `str.splitlines`, which httpx's `iter_lines` uses, too."""
     written = encode(body)
-    if not written.isascii():
-        for char, escaped in _LINE_ENDS:
-            written = written.replace(char, escaped)
+    return written if written.isascii() else escape_line_ends(written)
+
+
+def escape_line_ends(written: bytes) -> bytes:
+    """JSON without those that only Python takes for the end of a line."""
+    for char, escaped in _LINE_ENDS:
+        written = written.replace(char, escaped)
     return written
 
 

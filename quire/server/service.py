@@ -31,9 +31,9 @@ from quire.server.guard.auth import owner_of
 from quire.server.guard.counts import Counts
 from quire.server.guard.quotas import Quotas, limits_by_owner
 from quire.server.link.engine_client import Engines, unavailable
+from quire.server.link.listeners import BatchedCallbacks
 from quire.server.link.messages import AdapterFolder, Ready
 from quire.server.stored.store import OwnResponses, ResponseStore, open_store
-from quire.server.tasks import BatchedCallbacks
 
 _T = TypeVar("_T")
 _DESCRIBE_PAUSE = 0.05

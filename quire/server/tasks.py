@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
-
-logger = logging.getLogger(__name__)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -28,48 +25,6 @@ async def running(*coroutines: Coroutine[Any, Any, Any]) -> AsyncIterator[list[a
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class BatchedCallbacks:
-    """Runs callbacks in the event loop's next turn, with one handle for all of them; a long row of
-    them in several turns, so that others are served in between.
-
-    What they have to write is written when all of them have run: a system call after each would
-    drive the interpreter out of the processor's caches, and cost a third more.
-    """
-
-    _AT_ONCE = 256
-
-    def __init__(self) -> None:
-        self._waiting: list[Callable[[], None]] = []
-        self._writes: list[tuple[Callable[[bytes], None], bytes]] = []
-
-    def add(self, callback: Callable[[], None]) -> None:
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._run)
-        self._waiting.append(callback)
-
-    def _run(self) -> None:
-        callbacks = self._waiting
-        self._waiting = callbacks[self._AT_ONCE :]
-        if self._waiting:
-            asyncio.get_running_loop().call_soon(self._run)
-        for callback in callbacks[: self._AT_ONCE]:
-            try:
-                callback()
-            except Exception:
-                logger.exception("what has come could not be told")
-        writes = self._writes
-        self._writes = []
-        for write, data in writes:
-            try:
-                write(data)
-            except Exception:
-                logger.exception("what has come could not be written")
-
-    def write(self, write: Callable[[bytes], None], data: bytes) -> None:
-        """For a callback: writes this at the end of the turn."""
-        self._writes.append((write, data))
 
 
 class RunningTimeClock:

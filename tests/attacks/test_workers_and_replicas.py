@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 
 from quire.errors import EngineError, InvalidRequestError, QuireError
 from quire.observe.block_names import pack_names
+from quire.observe.prometheus import ServerMetrics
 from quire.server.config import ServerConfig
-from quire.server.link.engine_link import _decode
+from quire.server.link.engine_client import EngineClient
 from quire.server.link.replicas.router import PrefixRouter
 
 NOTHING = np.zeros(0, np.uint64)
@@ -48,8 +50,16 @@ def test_settings_of_a_server_that_are_wrong(fields: dict[str, Any]) -> None:
     ids=lambda data: repr(data[:12]),
 )  # fmt: skip
 def test_an_event_that_is_none_is_the_engine_s_fault(data: bytes) -> None:
-    with pytest.raises(EngineError, match="can't be read"):
-        _decode(data)
+    class Link:
+        async def receive(self) -> bytes:
+            return data
+
+    async def run() -> None:
+        client = EngineClient(ServerConfig(), ServerMetrics("m"), lambda: None)
+        with pytest.raises(EngineError, match="can't be read"):
+            await client._read(Link())  # type: ignore[arg-type]
+
+    asyncio.run(run())
 
 
 class TestRouter:

@@ -140,11 +140,11 @@ class ScriptedEngine:
             case "hang":
                 time.sleep(600)
             case "nonsense":
-                self._channel.send(b"\xc1")
+                self._channel.send_bytes(b"\xc1")
         return order
 
     def _send(self, event: messages.Event) -> None:
-        self._channel.send(messages.encode(event))
+        self._channel.send(event)
 
 
 if __name__ == "__main__":

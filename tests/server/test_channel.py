@@ -35,7 +35,7 @@ def some_messages(count: int) -> list[bytes]:
 def test_an_engine_that_is_far_ahead_waits_and_nothing_is_lost(
     new_loop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.server.link.engine_link._MOST_WAITING", 5)
+    monkeypatch.setattr("quire.server.link.channel._MOST_WAITING", 5)
     sent, link_end, engine_end = some_messages(400), *socket.socketpair()
     engine = BlockingChannel(engine_end, most_unsent=100_000)
     num_sent = 0
@@ -43,19 +43,19 @@ def test_an_engine_that_is_far_ahead_waits_and_nothing_is_lost(
     def run_engine() -> None:
         nonlocal num_sent
         for one in sent:
-            engine.send(one)
+            engine.send_bytes(one)
             num_sent += 1
         engine.flush()
         engine_end.close()
 
     async def run() -> list[bytes]:
         link = EngineLink(ServerConfig(), RunningTimeClock(1.0))
-        await link._channel.open(link_end)
+        await link.open(link_end)
         thread = threading.Thread(target=run_engine)
         thread.start()
         await asyncio.sleep(0.2)
         assert num_sent < len(sent)  # nobody has taken anything yet
-        found = [await link.receive_bytes() for _ in sent]
+        found = [await link.receive() for _ in sent]
         assert await link.broken() == "its connection is closed"
         thread.join()
         return found
@@ -80,14 +80,14 @@ def test_an_event_loop_never_waits_for_who_reads(new_loop: Any) -> None:
         channel = Channel(lambda _: None, lost.set)
         await channel.open(ours)
         for one in sent:
-            channel.send(one)
+            channel.send_bytes(one)
         assert channel.num_unread > 1_000_000
         thread = threading.Thread(target=read)
         thread.start()
         await asyncio.to_thread(thread.join)
         theirs.close()
         await asyncio.wait_for(lost.wait(), 20)
-        channel.send(b"to nobody")
+        channel.send_bytes(b"to nobody")
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(run())
@@ -101,9 +101,9 @@ def test_who_has_no_parent_any_more_hears_the_rest_and_then_that() -> None:
     began = time.monotonic()
     assert reader.receive(0.05) is None
     assert time.monotonic() - began >= 0.04
-    writer.send(b"last words")
+    writer.send_bytes(b"last words")
     ours.close()
-    reader.send(b"x" * 1_000_000)  # no error: there is more to hear
+    reader.send_bytes(b"x" * 1_000_000)  # no error: there is more to hear
     reader.flush(1.0)
     assert reader.wait(0.0)
     assert reader.receive() == b"last words"

@@ -51,8 +51,8 @@ from quire.server.http_responses import data_event, one_line
 from quire.server.http_server import HttpServer
 from quire.server.link.channel import Frames, frame
 from quire.server.link.engine_client import EngineClient
+from quire.server.link.listeners import BatchedCallbacks, Listeners
 from quire.server.link.messages import (
-    Event,
     Fatal,
     Updates,
     decode_event,
@@ -60,8 +60,6 @@ from quire.server.link.messages import (
     encode,
 )
 from quire.server.link.workers.relay import WorkerLink, _Request
-from quire.server.listeners import Listeners
-from quire.server.tasks import BatchedCallbacks
 from quire.step import RequestUpdate, TokenLogprob
 from tests.server.harness import ROOT
 
@@ -534,13 +532,13 @@ def test_an_engine_that_is_ahead_keeps_nobody_waiting() -> None:
     taken, turns = 0, []
 
     class Ahead:
-        async def receive(self) -> Event:
+        async def receive(self) -> bytes:
             return self.receive_now()
 
-        def receive_now(self) -> Event:
+        def receive_now(self) -> bytes:
             nonlocal taken
             taken += 1
-            return (
+            return encode(
                 Fatal("over")
                 if taken > 100
                 else Updates(updates=[RequestUpdate("nobody", (1,))] * 256)

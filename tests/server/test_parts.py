@@ -27,14 +27,15 @@ from quire.observe.request_records import RecordBook, RequestRecord
 from quire.sampling_params import ResolvedTokens, SamplingParams
 from quire.server.api.body import Body
 from quire.server.api.completions import CompletionRequest
+from quire.server.api.endpoint import convert, ignored_header, parse_body
 from quire.server.calls.answer_reader import AnswerReader
 from quire.server.calls.prompts import EncodedPrompt, PromptEncoder
 from quire.server.calls.text_call import new_reader
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, error_body, field_name, install, to_api_error
 from quire.server.guard.admission import Admission
-from quire.server.guard.connection import convert, http_request_id_of, ignored_header, parse_body
 from quire.server.guard.limits import BodyLimits, RequestContext
+from quire.server.guard.request_ids import http_request_id_of
 from quire.server.link.engine_process import engine_config
 from quire.server.link.messages import (
     AddRequest,

@@ -27,7 +27,7 @@ from quire.server.config import ServerConfig
 from quire.server.link import engine_client
 from quire.server.link.engine_client import EngineClient
 from quire.server.link.engine_link import EngineLink
-from quire.server.link.messages import AddRequest, Event, Loading, Ready, pack_tokens
+from quire.server.link.messages import AddRequest, Loading, Ready, decode_event, pack_tokens
 from quire.server.tasks import RunningTimeClock
 
 READY = Ready(100, 8, 256, 64, 64, 16, "fcfs", "fp")
@@ -76,7 +76,7 @@ class Links:
         await asyncio.Event().wait()
         return ""
 
-    async def receive(self) -> Event:
+    async def receive(self) -> bytes:
         if self.starts == 1 and self.breaks is not None:
             raise self.breaks
         await asyncio.Event().wait()
@@ -262,9 +262,10 @@ def test_compiling_at_a_start_is_life_and_what_compiles_ends_with_the_engine(
     seen: list[object] = []
 
     class Counting(EngineLink):
-        async def receive(self) -> Event:
-            seen.append(await super().receive())
-            return seen[-1]  # type: ignore[return-value]
+        async def receive(self) -> bytes:
+            data = await super().receive()
+            seen.append(decode_event(data))
+            return data
 
     async def run() -> None:
         link = Counting(

@@ -10,10 +10,10 @@ from pydantic import Field
 
 from quire.errors import InvalidRequestError
 from quire.frontend.adapter_names import check_name
-from quire.server.api.body import Body
+from quire.server.api.body import Body, body_schema
+from quire.server.api.endpoint import read_body
 from quire.server.errors import ApiError
 from quire.server.guard.auth import seen_by
-from quire.server.guard.connection import body_schema, read_body
 from quire.server.http_responses import JsonResponse
 from quire.server.link.messages import AdapterFolder
 from quire.server.service import GenerationService, get_service

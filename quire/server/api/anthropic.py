@@ -10,11 +10,11 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from quire.server.api.anthropic_fields import CountTokensRequest, MessagesRequest
-from quire.server.api.endpoint import endpoint
+from quire.server.api.body import body_schema
+from quire.server.api.endpoint import convert, endpoint, ignored_header, read_body
 from quire.server.api.writer import TextEvent, Writer
 from quire.server.calls.generation import FinishReason, GenerationEvent, Usage
 from quire.server.errors import ApiError, error_body
-from quire.server.guard.connection import body_schema, convert, ignored_header, read_body
 from quire.server.http_responses import JsonResponse, named_event
 from quire.server.service import get_service
 

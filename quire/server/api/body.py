@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from types import UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
@@ -21,7 +22,7 @@ from pydantic import (
     Tag,
     model_validator,
 )
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, PydanticUndefined, core_schema
 
 from quire.errors import InvalidRequestError
 from quire.sampling_params import MAX_BIASES
@@ -72,6 +73,11 @@ def _check_size(value: Any) -> Any:
     return value
 
 
+_MOST_UNKNOWN = 256
+_NEUTRAL = {"length_penalty": 1.0}
+"""Values with which a field that is not supported changes nothing, besides null, false and empty
+ones.
+"""
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _LONGEST_NUMBER = 40
 _WORDS = {"true": True, "false": False}
@@ -185,6 +191,51 @@ class ApiRequest(Body):
 
     def check_model_limits(self, hidden_size: int) -> None:
         """Raises InvalidRequestError for what the model can't do."""
+
+
+def refuse_unsupported(value: BaseModel, prefix: str = "") -> None:
+    """A field that clients know and we can't honour is an error; left out or null, it is not there.
+
+    Models list such fields in a class variable `UNSUPPORTED`: name to why, or to what to use
+    instead.
+    """
+    unsupported: Mapping[str, str] = getattr(type(value), "UNSUPPORTED", {})
+    extra = value.model_extra or {}
+    for name in list(extra):
+        if name not in unsupported:
+            continue
+        if extra[name] in (None, False, [], {}, "") or extra[name] == _NEUTRAL.get(name):
+            del extra[name]
+            continue
+        raise InvalidRequestError(f"{prefix}{name}", f"is not supported: {unsupported[name]}")
+    for name in type(value).model_fields:
+        item = getattr(value, name, None)
+        if isinstance(item, BaseModel):
+            refuse_unsupported(item, f"{prefix}{name}.")
+
+
+def unknown_fields(value: BaseModel, prefix: str = "") -> list[str]:
+    """Fields that were sent and that no model here has, nested ones included."""
+    names = [f"{prefix}{name}" for name in islice(value.model_extra or {}, _MOST_UNKNOWN)]
+    for name in type(value).model_fields:
+        item = getattr(value, name, PydanticUndefined)
+        if isinstance(item, BaseModel):
+            names += unknown_fields(item, f"{prefix}{name}.")
+    return names
+
+
+def body_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` for an endpoint that reads its body with `read_body`."""
+    schema = model.model_json_schema(
+        ref_template=f"#/components/schemas/{model.__name__}.{{model}}"
+    )
+    definitions = schema.pop("$defs", {})
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+        "x-quire-definitions": {
+            f"{model.__name__}.{name}": one for name, one in definitions.items()
+        },
+    }
 
 
 def present(**values: Any) -> dict[str, Any]:

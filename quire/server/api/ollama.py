@@ -32,13 +32,14 @@ from quire.server.api.body import (
     NO_TEMPLATES,
     ApiRequest,
     Body,
+    body_schema,
     foreign_function,
     function_call,
     offered,
     present,
 )
 from quire.server.api.embeddings import MAX_INPUTS, check_dimensions
-from quire.server.api.endpoint import answer
+from quire.server.api.endpoint import answer, cancel_on_disconnect, ignored_header, read_body
 from quire.server.api.sampling import FromTable, TokenChoice
 from quire.server.api.writer import Writer, logprob_body
 from quire.server.calls.generation import (
@@ -51,12 +52,6 @@ from quire.server.calls.generation import (
     whole_choices,
 )
 from quire.server.errors import ApiError, error_body
-from quire.server.guard.connection import (
-    body_schema,
-    cancel_on_disconnect,
-    ignored_header,
-    read_body,
-)
 from quire.server.http_responses import JsonResponse, one_line
 from quire.server.service import GenerationService, get_service
 

@@ -26,7 +26,7 @@ from quire.server.api.body import (
 from quire.server.api.writer import logprob_body
 from quire.server.calls.generation import FinishReason, GenerationEvent
 from quire.server.errors import ApiError
-from quire.server.guard.connection import new_id
+from quire.server.guard.request_ids import new_id
 from quire.server.stored.store import OwnResponses
 
 Event = dict[str, Any]

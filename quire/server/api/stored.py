@@ -10,9 +10,9 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from quire.errors import InvalidRequestError
+from quire.server.api.endpoint import ignored_header
 from quire.server.errors import CANCELLED, ApiError
 from quire.server.guard.auth import owner_of
-from quire.server.guard.connection import ignored_header
 from quire.server.http_responses import JsonResponse, list_page
 from quire.server.service import get_service
 from quire.server.stored.store import StoredResponse

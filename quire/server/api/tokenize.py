@@ -11,14 +11,9 @@ from pydantic import Field
 
 from quire.errors import InvalidRequestError
 from quire.frontend.tokenizer import Tokenizer
-from quire.server.api.body import NO_TEMPLATES, Body
+from quire.server.api.body import NO_TEMPLATES, Body, body_schema
+from quire.server.api.endpoint import cancel_on_disconnect, ignored_header, read_body
 from quire.server.calls.generation import ChatPrompt
-from quire.server.guard.connection import (
-    body_schema,
-    cancel_on_disconnect,
-    ignored_header,
-    read_body,
-)
 from quire.server.http_responses import LargeJsonResponse
 from quire.server.service import GenerationService, get_service, renamed
 

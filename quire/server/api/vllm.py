@@ -17,12 +17,11 @@ from quire.server.api.body import MAX_MESSAGES, Body
 from quire.server.api.chat import ChatCompletionRequest, ChatWriter
 from quire.server.api.completions import MAX_PROMPTS, CompletionRequest, CompletionWriter
 from quire.server.api.embeddings import EmbeddingsRequest, EmbeddingWriter
-from quire.server.api.endpoint import answer, endpoint
+from quire.server.api.endpoint import answer, cancel_on_disconnect, convert, endpoint, parse_body
 from quire.server.api.information import health
 from quire.server.api.writer import prompt_logprobs_body
 from quire.server.calls.generation import GenerationEvent, GenerationRequest
 from quire.server.errors import ApiError
-from quire.server.guard.connection import cancel_on_disconnect, convert, parse_body
 from quire.server.http_responses import JsonResponse
 from quire.server.service import get_service
 

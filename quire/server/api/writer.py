@@ -13,7 +13,7 @@ from quire.server.api.sampling import SamplingFields
 from quire.server.calls.call import Call
 from quire.server.calls.generation import GenerationEvent, Usage
 from quire.server.errors import ApiError, error_body
-from quire.server.http_responses import DONE, data_event, encode, one_line
+from quire.server.http_responses import DONE, data_event, encode, escape_line_ends, one_line
 from quire.server.stored.store import OwnResponses
 
 RequestT = TypeVar("RequestT", bound=ApiRequest)
@@ -39,7 +39,7 @@ class TextEvent:
     def write(self, text: str, number: int = 0) -> bytes:
         written = encode(text)
         if not written.isascii():
-            written = one_line(text)
+            written = escape_line_ends(written)
         event = written.join(self._pieces)
         return b"%b%d%b" % (event, number, self._tail) if self._has_number else event
 

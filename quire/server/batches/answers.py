@@ -15,15 +15,15 @@ from typing import Any
 import msgspec
 
 from quire.errors import InvalidRequestError
-from quire.server.api.body import ApiRequest
+from quire.server.api.body import ApiRequest, refuse_unsupported
 from quire.server.api.chat import ChatCompletionRequest, ChatWriter
 from quire.server.api.completions import CompletionRequest, CompletionWriter
 from quire.server.api.embeddings import EmbeddingsRequest, EmbeddingWriter
+from quire.server.api.endpoint import parse_body
 from quire.server.api.writer import Writer
 from quire.server.batches.requests import BAD_JSON, BatchRequest
 from quire.server.calls.generation import GenerationRequest
 from quire.server.errors import ApiError, error_body, to_api_error
-from quire.server.guard.connection import parse_body, refuse_unsupported
 from quire.server.http_responses import one_line
 from quire.server.service import GenerationService, renamed
 

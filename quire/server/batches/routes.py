@@ -13,7 +13,8 @@ from pydantic import Field
 from starlette.types import Receive, Scope, Send
 
 from quire.errors import InvalidRequestError
-from quire.server.api.body import Body, Metadata
+from quire.server.api.body import Body, Metadata, body_schema
+from quire.server.api.endpoint import ignored_header, read_body
 from quire.server.batches.answers import ENDPOINTS
 from quire.server.batches.entries import StoredBatch, StoredFile
 from quire.server.batches.queue import BatchQueue
@@ -21,7 +22,7 @@ from quire.server.batches.store import BatchStore, Upload
 from quire.server.batches.upload import FormReader
 from quire.server.disk import disk_errors_for_client
 from quire.server.guard.auth import owner_of, seen_by
-from quire.server.guard.connection import body_schema, ignored_header, new_id, read_body
+from quire.server.guard.request_ids import new_id
 from quire.server.http_responses import JsonResponse, LargeJsonResponse, list_page
 from quire.server.service import get_service
 from quire.server.tasks import in_thread

@@ -32,7 +32,7 @@ from quire.server.disk import (
     write_whole,
 )
 from quire.server.errors import ApiError
-from quire.server.guard.connection import new_id
+from quire.server.guard.request_ids import new_id
 from quire.server.owned_folder import own_folder
 
 logger = logging.getLogger(__name__)

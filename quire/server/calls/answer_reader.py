@@ -17,7 +17,7 @@ from quire.frontend.tool_calls import (
 )
 from quire.server.calls.generation import ToolCallDelta
 from quire.server.calls.prompts import EncodedPrompt
-from quire.server.guard.connection import new_id
+from quire.server.guard.request_ids import new_id
 
 
 class Pieces(NamedTuple):

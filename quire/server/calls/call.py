@@ -37,9 +37,8 @@ from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.guard.admission import Ticket
 from quire.server.link.engine_client import Engines
+from quire.server.link.listeners import BatchedCallbacks, Grow
 from quire.server.link.messages import AddRequest, Refused, pack_tokens
-from quire.server.listeners import Grow
-from quire.server.tasks import BatchedCallbacks
 from quire.step import RequestUpdate
 
 _FAILURES = ("error", "deadline", "abort")

@@ -15,7 +15,7 @@ from quire.outputs import Completion, RequestDelta, TokenLogprobs
 from quire.server.calls.answer_reader import AnswerReader, Pieces, new_reader
 from quire.server.calls.call import Call, TextSink
 from quire.server.calls.generation import FinishReason, GenerationEvent, Usage
-from quire.server.listeners import Grow
+from quire.server.link.listeners import Grow
 from quire.step import RequestMetrics, RequestUpdate
 
 

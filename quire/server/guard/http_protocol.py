@@ -27,9 +27,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, error_body
-from quire.server.guard.connection import new_id
 from quire.server.guard.counts import CONNECTIONS, Counts
 from quire.server.guard.host import is_host
+from quire.server.guard.request_ids import new_id
 from quire.server.http_responses import DIRECT_BODY
 
 _SEND_BUFFER = 128 * 1024

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.observe.prometheus import ServerMetrics
 from quire.observe.request_records import RequestRecord
 from quire.server.errors import ApiError, error_response, to_api_error
-from quire.server.guard.connection import http_request_id_of
 from quire.server.guard.counts import BODY_BYTES, Counts
+from quire.server.guard.request_ids import http_request_id_of
 
 logger = logging.getLogger("quire.server.access")
 

@@ -1,5 +1,5 @@
-"""Messages between two of our processes: their bytes, each with its length in front, through the
-socket that a child has to its parent (`quire.process.child`).
+"""Messages between two of our processes, each with its length in front, through the socket that a
+child has to its parent (`quire.process.child`).
 
 Not by ZeroMQ, which did this for engines once: its threads have to be woken for every message, and
 a child has this socket anyway.
@@ -17,10 +17,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
+import msgspec
+
+from quire.server.link.messages import encode
+
 _LENGTH = struct.Struct("<I")
 _READ_AT_ONCE = 256 * 1024
 _MOST_UNSENT = 16 * 2**20
 """Bytes that the other side may be behind; then whoever sends waits for it."""
+_MOST_WAITING = 1000
+"""Messages that a reader may be behind; then the other side waits for it."""
 
 
 def frame(data: bytes) -> bytes:
@@ -64,7 +70,11 @@ class Channel(asyncio.Protocol):
     async def open(self, connection: socket.socket) -> None:
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=connection)
 
-    def send(self, data: bytes) -> None:
+    def send(self, message: msgspec.Struct) -> None:
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        """A message that is encoded already."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame(data))
 
@@ -100,6 +110,53 @@ class Channel(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost()
+
+
+class ReadChannel(Channel):
+    """An end whose messages wait until they are asked for. While many do, the other side waits."""
+
+    def __init__(self) -> None:
+        super().__init__(self._keep, lambda: self._break("its connection is closed"))
+        self._waiting: asyncio.Queue[bytes] = asyncio.Queue()
+        self._broken = asyncio.Event()
+        self._fault = ""
+
+    async def broken(self) -> str:
+        """Waits until the connection is of no more use and says why. From then on the two sides may
+        disagree on what is running, so neither is the process at its other end.
+        """
+        await self._broken.wait()
+        return self._fault
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Never blocks, never raises: `broken` tells of a message that could not be sent."""
+        try:
+            super().send(message)
+        except OSError as error:
+            self._break(f"a message could not be sent to it ({type(message).__name__}: {error})")
+
+    async def receive(self) -> bytes:
+        """The next message."""
+        return self._received(await self._waiting.get())
+
+    def receive_now(self) -> bytes | None:
+        """One that has come already; None if none has."""
+        return None if self._waiting.empty() else self._received(self._waiting.get_nowait())
+
+    def _received(self, data: bytes) -> bytes:
+        if self._waiting.empty():
+            self.resume()
+        return data
+
+    def _keep(self, data: bytes) -> None:
+        self._waiting.put_nowait(data)
+        if self._waiting.qsize() > _MOST_WAITING:
+            self.pause()
+
+    def _break(self, fault: str) -> None:
+        if not self._broken.is_set():
+            self._fault = fault
+            self._broken.set()
 
 
 class BlockingChannel:
@@ -147,8 +204,12 @@ class BlockingChannel:
             self._received.extend(self._frames.feed(data))
         return self._received.popleft()
 
-    def send(self, data: bytes) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Waits only if the other side is far behind."""
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        """A message that is encoded already."""
         with self._sending:
             self._unsent += frame(data)
             self._write()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -19,9 +19,9 @@ from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.link import messages
 from quire.server.link.channel import Tickets
-from quire.server.link.engine_link import EngineLink
-from quire.server.listeners import Listener as Listener
-from quire.server.listeners import Listeners
+from quire.server.link.engine_link import EngineLink, unreadable
+from quire.server.link.listeners import NO_OUTPUTS, Listeners
+from quire.server.link.listeners import Listener as Listener
 from quire.server.tasks import RunningTimeClock, running
 
 logger = logging.getLogger(__name__)
@@ -162,14 +162,20 @@ class EngineClient:
 
     # Requests
 
-    def add(self, message: messages.AddRequest, listener: Listener) -> None:
+    def add(
+        self,
+        message: messages.AddRequest,
+        listener: Listener,
+        outputs: Mapping[str, list[int]] = NO_OUTPUTS,
+        computed: Callable[[], None] | None = None,
+    ) -> None:
         """Hands a request over. `listener` hears of it from now on, the verdict whether the engine
-        takes it first.
+        takes it first; `outputs` and `computed` as in `Listeners.add`.
         """
         link = self._live_link()
         if not self._listeners and not self._owes:
             self._last_heard = self._clock.now  # an idle engine has nothing to say
-        self._listeners.add(message.request_id, message.answer_ids, listener)
+        self._listeners.add(message.request_id, message.answer_ids, listener, outputs, computed)
         link.send(message)
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -341,9 +347,13 @@ class EngineClient:
 
     async def _read(self, link: EngineLink) -> str:
         while True:
-            event: messages.Event | None = await link.receive()
+            data: bytes | None = await link.receive()
             num_updates = 0
-            while event is not None:
+            while data is not None:
+                try:
+                    event = messages.decode_event(data)
+                except msgspec.MsgspecError as error:
+                    raise unreadable(error) from error
                 self._heard()
                 if isinstance(event, messages.Fatal):
                     return event.message
@@ -355,7 +365,7 @@ class EngineClient:
                 elif isinstance(event, messages.Watched) and self._on_watched is not None:
                     self._on_watched(event)
                 # If this process lags, several steps are taken in at once and told together.
-                event = link.receive_now() if num_updates < _UPDATES_AT_ONCE else None
+                data = link.receive_now() if num_updates < _UPDATES_AT_ONCE else None
             # what has come is told before more is looked at, and others have their turn
             await asyncio.sleep(0)
 
@@ -380,6 +390,9 @@ class EngineClient:
         """
 
     def _take_updates(self, event: messages.Updates) -> None:
+        # First the blocks: who hears of an answer may send the next prompt, which begins with it.
+        if event.blocks_stored or event.blocks_removed:
+            self._blocks_changed(event.blocks_stored, event.blocks_removed)
         self._listeners.take(event, self.abort)
         if event.steps:
             self._last_steps.extend(event.steps)
@@ -391,6 +404,9 @@ class EngineClient:
             self.weights_version = event.weights_version
             self._weights_changed(fingerprint)
         self._metrics.memory(event.memory)
+
+    def _blocks_changed(self, stored: bytes, removed: bytes) -> None:
+        """What it has cached, and has no more; told if it was asked to tell that."""
 
     def _weights_changed(self, fingerprint: str) -> None:
         """What its answers are told apart by from now on."""

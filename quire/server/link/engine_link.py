@@ -1,4 +1,4 @@
-"""One engine process and the channel to it, from its start to its end."""
+"""One engine process, from its start to its end, with the channel to it."""
 
 from __future__ import annotations
 
@@ -12,41 +12,33 @@ from quire.errors import EngineError, QuireError
 from quire.process.child import Child
 from quire.server.config import ServerConfig
 from quire.server.guard.quotas import tenant_weights
-from quire.server.link.channel import Channel
+from quire.server.link.channel import ReadChannel
 from quire.server.link.messages import (
-    Command,
     EngineProcessConfig,
     Event,
     Fatal,
     Loading,
     Ready,
     decode_event,
-    encode,
 )
 from quire.server.tasks import RunningTimeClock, running
 
 logger = logging.getLogger(__name__)
 
-_MOST_WAITING = 1000
-"""Messages that this process may be behind; then the engine waits for it."""
 _EXIT_SECONDS = 5.0
 _LAST_WORDS = 0.5
 _STACKS_SECONDS = 1.0
 """For a hung process to write down where it hangs."""
 
 
-class EngineLink:
+class EngineLink(ReadChannel):
     """Not used again: a new process gets a new one, so nothing late from an old one is ever heard."""
 
     def __init__(self, config: ServerConfig, clock: RunningTimeClock) -> None:
+        super().__init__()
         self._config = config
         self._clock = clock
         self._child: Child | None = None
-        self._channel = Channel(self._take, self._lost)
-        self._waiting: asyncio.Queue[bytes] = asyncio.Queue()
-        """Events that have come and were not received yet."""
-        self._broken = asyncio.Event()
-        self._fault = ""
         self._last_heard = 0.0
 
     @property
@@ -65,7 +57,7 @@ class EngineLink:
             self._child = Child(
                 config.engine_module, environment=share.environment, leads_group=True
             )
-            await self._channel.open(self._child.connection)
+            await self.open(self._child.connection)
         except OSError as error:
             raise EngineError(f"the engine process could not be started: {error}") from error
         first = EngineProcessConfig(
@@ -76,58 +68,8 @@ class EngineLink:
             share.log_name,
             share.block_events,
         )
-        self.send_bytes(msgspec.msgpack.encode(first))
+        self.send(first)
         return await self._first_event()
-
-    # Messages
-
-    def send(self, command: Command) -> None:
-        """Never blocks, never raises: `broken` tells of a command that could not be sent."""
-        try:
-            self.send_bytes(encode(command))
-        except OSError as error:
-            self._break(f"a command could not be sent to it ({type(command).__name__}: {error})")
-
-    def send_bytes(self, data: bytes) -> None:
-        self._channel.send(data)
-
-    async def broken(self) -> str:
-        """Waits until the connection is of no more use and says why. From then on the two sides may
-        disagree on what is running, so neither is the process.
-        """
-        await self._broken.wait()
-        return self._fault
-
-    async def receive(self) -> Event:
-        return _decode(await self.receive_bytes())
-
-    def receive_now(self) -> Event | None:
-        """What has come already; None if nothing has."""
-        return (
-            None if self._waiting.empty() else _decode(self._received(self._waiting.get_nowait()))
-        )
-
-    async def receive_bytes(self) -> bytes:
-        """The next event as it came."""
-        return self._received(await self._waiting.get())
-
-    def _received(self, data: bytes) -> bytes:
-        if self._waiting.empty():
-            self._channel.resume()
-        return data
-
-    def _take(self, data: bytes) -> None:
-        self._waiting.put_nowait(data)
-        if self._waiting.qsize() > _MOST_WAITING:
-            self._channel.pause()
-
-    def _lost(self) -> None:
-        self._break("its connection is closed")
-
-    def _break(self, fault: str) -> None:
-        if not self._broken.is_set():
-            self._fault = fault
-            self._broken.set()
 
     # Its end
 
@@ -151,7 +93,7 @@ class EngineLink:
             return
         try:
             self._child.kill()
-            self._channel.close()  # before the child closes the socket under it
+            self.close()  # before the child closes the socket under it
             await self._child.end_now(_EXIT_SECONDS)
         except Exception:
             logger.exception("the engine process could not be left behind cleanly")
@@ -174,14 +116,17 @@ class EngineLink:
                 raise EngineError(
                     f"the engine process did not start: {exiting.result()}; its log is above"
                 )
-            event = receiving.result()
+            try:
+                event = receiving.result()
+            except msgspec.MsgspecError as error:
+                raise unreadable(error) from error
         if isinstance(event, Fatal):
             raise QuireError(event.message) if event.is_users_fault else EngineError(event.message)
         assert isinstance(event, Ready)
         return event
 
     async def _ready_or_fatal(self) -> Event:
-        while isinstance(event := await self.receive(), Loading):
+        while isinstance(event := decode_event(await self.receive()), Loading):
             self._last_heard = self._clock.now
         return event
 
@@ -192,8 +137,5 @@ class EngineLink:
         return f"{silent}; its stacks are above. If it needs longer, raise --start-timeout"
 
 
-def _decode(data: bytes) -> Event:
-    try:
-        return decode_event(data)
-    except msgspec.MsgspecError as error:
-        raise EngineError(f"the engine process said what can't be read: {error}") from error
+def unreadable(error: msgspec.MsgspecError) -> EngineError:
+    return EngineError(f"the engine process said what can't be read: {error}")

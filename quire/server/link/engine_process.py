@@ -179,7 +179,7 @@ class EngineLoop:
         logger.error("last steps: %s", describe_steps(self._last_steps))
 
     def send(self, event: messages.Event) -> None:
-        self._channel.send(messages.encode(event))
+        self._channel.send(event)
 
     def _handle(self, command: messages.Command, requests: EngineRequests, engine: Engine) -> None:
         now = time.monotonic()

@@ -46,8 +46,8 @@ class _Mailbox:
         """The loop's poller only keeps it."""
         return 0
 
-    def send(self, data: bytes) -> None:
-        self.sent.append(data)
+    def send(self, message: messages.Event) -> None:
+        self.sent.append(messages.encode(message))
 
     @property
     def has_received(self) -> bool:
@@ -94,7 +94,7 @@ class LocalLink:
         self._commands.append(messages.decode_command(messages.encode(command)))
         self._work.set()
 
-    async def receive(self) -> messages.Event:
+    async def receive(self) -> bytes:
         while True:
             await asyncio.sleep(0)
             if self.is_dead:
@@ -103,13 +103,13 @@ class LocalLink:
                 await asyncio.sleep(0.002)
                 continue
             if self._mailbox.sent:
-                event = messages.decode_event(self._mailbox.sent.pop(0))
-                if not self.engines.lets_pass(self, event):
+                data = self._mailbox.sent.pop(0)
+                if not self.engines.lets_pass(self, messages.decode_event(data)):
                     continue
-                return event
+                return data
             await self._turn()
 
-    def receive_now(self) -> messages.Event | None:
+    def receive_now(self) -> bytes | None:
         return None
 
     async def _turn(self) -> None:

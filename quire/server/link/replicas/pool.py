@@ -400,7 +400,7 @@ class ReplicaPool:
         if len(self._last_at) > _REMEMBERED:
             self._last_at.popitem(last=False)
         self._metrics.placed(assignment.replica, num_tokens, assignment.num_cached)
-        self.replicas[assignment.replica].add(message, relay)
+        self.replicas[assignment.replica].add(message, relay, relay.outputs, relay.computed)
 
     def _block_names(self, message: messages.AddRequest) -> Names:
         """Those of its prompt, by which the router finds it in caches. Blocks that an adapter

@@ -11,8 +11,8 @@ import msgspec
 
 from quire.server.errors import ApiError
 from quire.server.link import messages
+from quire.server.link.listeners import Grow, Listener
 from quire.server.link.replicas.router import Assignment, PrefixRouter
-from quire.server.listeners import Grow, Listener
 from quire.step import RequestMetrics, RequestUpdate
 
 ENGINE_LOST = "engine_unavailable"
@@ -56,8 +56,10 @@ class Relay:
         self._is_computed = False
         self._num_lost = 0
         """Engines that were lost since its last token."""
-        self.was_relieved = False
+        self._was_relieved = False
         """Whether it was taken from an engine that was only silent, since its last token."""
+        self._num_tokens = 0
+        """As many as it had when one of these two was looked at last."""
 
     @property
     def is_waiting(self) -> bool:
@@ -73,15 +75,30 @@ class Relay:
         if answer_id in self.outputs:
             self._ended[answer_id] = len(self.outputs.pop(answer_id))
 
+    @property
+    def was_relieved(self) -> bool:
+        self._look_for_tokens()
+        return self._was_relieved
+
     def relieve(self) -> None:
         """It leaves an engine that is silent, not lost: that is no sign that the request is the
         reason.
         """
-        self.was_relieved = True
+        self._look_for_tokens()
+        self._was_relieved = True
         self._num_lost -= 1
+
+    def _look_for_tokens(self) -> None:
+        """If it has gained some, what befell the engines before that counts no more."""
+        count = sum(map(len, self.outputs.values()))
+        if count != self._num_tokens:
+            self._num_tokens = count
+            self._num_lost = 0
+            self._was_relieved = False
 
     def again(self) -> messages.AddRequest | ApiError:
         """What another engine is to be given, or why none is."""
+        self._look_for_tokens()
         self._num_lost += 1
         if self._num_lost > _MOST_LOST:
             why = f"{self._num_lost} engines failed one after the other while they had this request"
@@ -136,10 +153,19 @@ class Relay:
     def started(self, answer_id: str, cached_tokens: int) -> None:
         self.listener.started(answer_id, cached_tokens)
 
+    def computed(self) -> None:
+        """One of its answers gains tokens where it is: the prompt is computed."""
+        if not self._is_computed:
+            self._is_computed = True
+            if self.assignment is not None:
+                self._router.computed(self.assignment)
+
     def update(self, update: RequestUpdate) -> None:
         answer_id = update.request_id
         if update.new_token_ids:
-            self._note(answer_id, update.new_token_ids)
+            self.computed()
+            if answer_id in self.outputs:
+                self.outputs[answer_id].extend(update.new_token_ids)
         if update.finish_reason is not None:
             self.outputs.pop(answer_id, None)
             self._ended.pop(answer_id, None)
@@ -150,23 +176,8 @@ class Relay:
         self.listener.update(update)
 
     def grower(self, answer_id: str) -> Grow:
-        grow = self.listener.grower(answer_id)
-
-        def note_and_grow(token_ids: tuple[int, ...], now: float) -> None:
-            self._note(answer_id, token_ids)
-            grow(token_ids, now)
-
-        return note_and_grow
-
-    def _note(self, answer_id: str, token_ids: tuple[int, ...]) -> None:
-        self._num_lost = 0
-        self.was_relieved = False
-        if not self._is_computed:
-            self._is_computed = True
-            if self.assignment is not None:
-                self._router.computed(self.assignment)
-        if answer_id in self.outputs:
-            self.outputs[answer_id].extend(token_ids)
+        """Its listener's: the tokens themselves are put into `outputs` by whoever tells them."""
+        return self.listener.grower(answer_id)
 
     def fail(self, error: ApiError) -> None:
         if error.code == ENGINE_LOST:

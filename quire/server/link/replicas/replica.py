@@ -43,11 +43,8 @@ class Replica(EngineClient):
         super()._became_ready(ready)
         self._pool.joined(self)
 
-    def _take_updates(self, event: messages.Updates) -> None:
-        # First the blocks: who hears of an answer may send the next prompt, which begins with it.
-        if event.blocks_stored or event.blocks_removed:
-            self._pool.router.note_blocks(self.number, event.blocks_stored, event.blocks_removed)
-        super()._take_updates(event)
+    def _blocks_changed(self, stored: bytes, removed: bytes) -> None:
+        self._pool.router.note_blocks(self.number, stored, removed)
 
     def _weights_changed(self, fingerprint: str) -> None:
         bind_to(self._pool.relays_at(self.number), fingerprint)

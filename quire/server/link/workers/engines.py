@@ -16,7 +16,7 @@ from quire.server.errors import ApiError
 from quire.server.link import messages
 from quire.server.link.channel import Channel, Tickets
 from quire.server.link.engine_client import State, unavailable
-from quire.server.listeners import Listener, Listeners
+from quire.server.link.listeners import Listener, Listeners
 from quire.server.stored.store import ResponseStore, StoredResponse, StoreLimits
 
 _STORE_SECONDS = 30.0
@@ -43,7 +43,7 @@ class RemoteEngines:
         await self._channel.open(connection)
 
     def send(self, message: messages.FromWorker) -> None:
-        self._channel.send(messages.encode(message))
+        self._channel.send(message)
 
     # What calls ask (`EngineClient` has the same)
 

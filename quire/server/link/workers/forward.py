@@ -11,7 +11,7 @@ import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import ApiError, error_response
-from quire.server.guard.connection import http_request_id_of
+from quire.server.guard.request_ids import http_request_id_of
 
 OWN_PATHS = frozenset(
     {

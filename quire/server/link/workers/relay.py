@@ -16,9 +16,8 @@ from quire.server.errors import ApiError
 from quire.server.link import messages
 from quire.server.link.channel import Channel, Tickets
 from quire.server.link.engine_client import Engines
-from quire.server.listeners import Grow
+from quire.server.link.listeners import BatchedCallbacks, Grow
 from quire.server.stored.store import ResponseStore, StoredResponse
-from quire.server.tasks import BatchedCallbacks
 from quire.step import RequestUpdate
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ class WorkerLink:
         await self._channel.open(connection)
 
     def send(self, message: messages.ToWorker | messages.WorkerConfig) -> None:
-        self._channel.send(messages.encode(message))
+        self._channel.send(message)
         if self._channel.num_unread > _MOST_UNREAD:
             logger.error("an HTTP worker does not read what the engine says; it is ended")
             self._channel.close()

@@ -68,9 +68,7 @@ def run(channel: BlockingChannel) -> None:
     board = Board(Path(os.environ[VARIABLE]))
     channel.receive()
     channel.send(
-        messages.encode(
-            messages.Ready(FIRST_ID + NUM_IDS, 64, 65536, 4096, 1_000_000, 16, "fcfs", "fp_bench")
-        )
+        messages.Ready(FIRST_ID + NUM_IDS, 64, 65536, 4096, 1_000_000, 16, "fcfs", "fp_bench")
     )
     names: dict[str, None] = {}
     step = 0
@@ -102,7 +100,7 @@ def run(channel: BlockingChannel) -> None:
         elif is_idle:
             due = now
         if out.accepted or out.has_updates:
-            channel.send(messages.encode(out))
+            channel.send(out)
 
 
 if __name__ == "__main__":

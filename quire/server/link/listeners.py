@@ -1,10 +1,14 @@
-"""Who waits for which request: what the engine says finds its listener here."""
+"""From the engine to whoever waits: what it says finds its listener, and what that makes of it is
+told once per turn of the event loop.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from quire.server.errors import ApiError, to_api_error
@@ -16,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 Grow = Callable[[tuple[int, ...], float], None]
 """Told of an answer's new tokens, and when they came."""
+
+
+NO_OUTPUTS: Mapping[str, list[int]] = MappingProxyType({})
 
 
 class Listener(Protocol):
@@ -51,8 +58,10 @@ class Listeners:
         """Of a request's answers that are not finished."""
         self._requests: dict[str, str] = {}
         """The request's id by the id of an answer."""
-        self._grow: dict[str, Grow] = {}
-        """Whom to tell of an answer's tokens, by its id."""
+        self._grow: dict[str, tuple[Grow, list[int] | None]] = {}
+        """Whom to tell of an answer's tokens, and where to keep them, by its id."""
+        self._computed: dict[str, Callable[[], None]] = {}
+        """Whom to tell of its first ones."""
 
     def __len__(self) -> int:
         return len(self._listeners)
@@ -60,18 +69,35 @@ class Listeners:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._listeners
 
-    def add(self, request_id: str, answer_ids: Sequence[str], listener: Listener) -> None:
+    def add(
+        self,
+        request_id: str,
+        answer_ids: Sequence[str],
+        listener: Listener,
+        outputs: Mapping[str, list[int]] = NO_OUTPUTS,
+        computed: Callable[[], None] | None = None,
+    ) -> None:
+        """Tokens that an answer gains and nothing else are added to its list in `outputs`, if it
+        has one there; the first of them are told by `computed`, too.
+        """
         self._listeners[request_id] = listener
         self._unfinished[request_id] = set(answer_ids)
-        self._requests.update(dict.fromkeys(answer_ids, request_id))
-        self._grow.update({answer_id: listener.grower(answer_id) for answer_id in answer_ids})
+        for answer_id in answer_ids:
+            self._requests[answer_id] = request_id
+            self._grow[answer_id] = listener.grower(answer_id), outputs.get(answer_id)
+            if computed is not None:
+                self._computed[answer_id] = computed
 
     def remove(self, request_id: str) -> Listener | None:
         """Nothing further is heard of it."""
         listener = self._listeners.pop(request_id, None)
         for answer_id in self._unfinished.pop(request_id, ()):
-            del self._requests[answer_id], self._grow[answer_id]
+            self._forget(answer_id)
         return listener
+
+    def _forget(self, answer_id: str) -> None:
+        del self._requests[answer_id], self._grow[answer_id]
+        self._computed.pop(answer_id, None)
 
     def take(self, event: messages.Updates, abort: Callable[[Sequence[str]], None]) -> None:
         """Tells everybody what is theirs; `abort` ends a request whose listener could not take it."""
@@ -88,22 +114,30 @@ class Listeners:
                     answer_id, event.cached.get(answer_id, 0)
                 )
         now = time.monotonic()
+        known = self._grow.get
+        computed = self._computed
         for answer_id, token_ids in zip(
             event.appended_request_ids, event.appended_token_ids, strict=True
         ):
-            grow = self._grow.get(answer_id)
-            if grow is not None:  # else whoever waited has left
-                try:
-                    grow(token_ids, now)
-                except Exception as error:
-                    self._fail(self._requests[answer_id], error, abort)
+            answer = known(answer_id)
+            if answer is None:
+                continue  # whoever waited has left
+            if computed and answer_id in computed:
+                computed.pop(answer_id)()
+            grow, output = answer
+            if output is not None:
+                output += token_ids
+            try:
+                grow(token_ids, now)
+            except Exception as error:
+                self._fail(self._requests[answer_id], error, abort)
         for update in event.updates:
             owner = self._requests.get(update.request_id)
             if owner is None:
                 continue  # whoever waited has left
             listener = self._listeners[owner]
             if update.finish_reason is not None:
-                del self._requests[update.request_id], self._grow[update.request_id]
+                self._forget(update.request_id)
                 self._unfinished[owner].remove(update.request_id)
                 if not self._unfinished[owner]:
                     self.remove(owner)
@@ -130,9 +164,52 @@ class Listeners:
         self._listeners.clear()
         self._requests.clear()
         self._grow.clear()
+        self._computed.clear()
         self._unfinished.clear()
         for listener in dict.fromkeys(listeners):
             try:
                 listener.fail(error)
             except Exception:
                 logger.exception("somebody who waits could not be told that the engine is gone")
+
+
+class BatchedCallbacks:
+    """Runs callbacks in the event loop's next turn, with one handle for all of them; a long row of
+    them in several turns, so that others are served in between.
+
+    What they have to write is written when all of them have run: a system call after each would
+    drive the interpreter out of the processor's caches, and cost a third more.
+    """
+
+    _AT_ONCE = 256
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+        self._writes: list[tuple[Callable[[bytes], None], bytes]] = []
+
+    def add(self, callback: Callable[[], None]) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._run)
+        self._waiting.append(callback)
+
+    def _run(self) -> None:
+        callbacks = self._waiting
+        self._waiting = callbacks[self._AT_ONCE :]
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._run)
+        for callback in callbacks[: self._AT_ONCE]:
+            try:
+                callback()
+            except Exception:
+                logger.exception("what has come could not be told")
+        writes = self._writes
+        self._writes = []
+        for write, data in writes:
+            try:
+                write(data)
+            except Exception:
+                logger.exception("what has come could not be written")
+
+    def write(self, write: Callable[[bytes], None], data: bytes) -> None:
+        """For a callback: writes this at the end of the turn."""
+        self._writes.append((write, data))
