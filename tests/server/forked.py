@@ -4,6 +4,7 @@ seconds of a processor, and tests start dozens of servers.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,13 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parents[2]
+_IMPORTED = [
+    "tests.server.run_server",
+    "tests.server.run_faulty_server",
+    "tests.server.faulty_engine",
+    "tests.server.forked_engine",
+    "pytest",
+]
 
 
 class ForkedServer:
@@ -23,9 +31,7 @@ class ForkedServer:
         self, fields: dict[str, Any], environment: dict[str, str], log: Path, faults: bool
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["tests.server.run_faulty_server", "tests.server.faulty_engine", "pytest"]
-        )
+        context.set_forkserver_preload(_IMPORTED)
         log.touch()
         arguments = (fields, environment, str(log), faults)
         self._process: ForkServerProcess = context.Process(
@@ -57,6 +63,9 @@ class ForkedServer:
 
 def _serve(fields: dict[str, Any], environment: dict[str, str], log: str, faults: bool) -> None:
     """In the new process."""
+    # What was imported stays: a server that collects garbage when it is ready, as all do, would walk
+    # over all of it, a million objects in memory that it shares until then.
+    gc.freeze()
     from tests.server import run_faulty_server, run_server
     from tests.server.forked_engine import fork_engines
 
