@@ -129,7 +129,8 @@ class TokenTimes:
             num_pairs = self._decoding_pairs = _pairs_of(step.scheduled, num_tokens)
             self._decoding = decoding
         if num_tokens < len(requests):
-            for _, _, start, count, *_ in step.scheduled[num_tokens:]:
+            for entry in step.scheduled[num_tokens:]:
+                start, count = entry[2], entry[3]  # named, they would take longer
                 num_tokens += count
                 num_pairs += count * (start + count / 2)
         self._num_seen += 1

@@ -51,9 +51,9 @@ OTHERS = ("a", "b", "c")
 OTHERS_LOAD = 0.6
 PATIENCE = 2.0
 """How long requests are waited for at most, by how long they come."""
-_PARTS = 17.0
-"""What all parts take, by how long requests come: six times with the answers of the last, the flood's three, and
-what is learnt before.
+_PARTS = 20.0
+"""What all parts take at most, by how long requests come: six times twice that for token times, three times for
+the flood, and what is learnt before each.
 """
 _SHORTEST = 1.0
 """Seconds in which requests come, however little is left."""
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--target", type=float, default=0.03, help="seconds; 0: two full decode steps"
     )
     parser.add_argument("--seconds", type=float, default=6.0, help="how long requests come")
-    parser.add_argument("--budget", type=float, default=200.0, help="seconds that all may take")
+    parser.add_argument("--budget", type=float, default=180.0, help="seconds that all may take")
     parser.add_argument("--only", choices=["token-times", "flood"])
     options = parser.parse_args(arguments)
     began = time.monotonic()
