@@ -51,6 +51,7 @@ def test_answers_with_targets_and_shares_have_the_bits_of_answers_without(
     steps = [entry.step for entry in read_step_log(log)]
     promised = [step for step in steps if step.promise is not None]
     assert any(step.promise.prompt_tokens == 16 for step in promised if step.promise)
+    assert any(step.scheduled and not step.num_decodes for step in promised)
     chunks = [one for step in promised for one in step.scheduled[step.num_decodes :]]
     assert any(not one.samples for one in chunks)  # prompts were cut where they were not before
     both = {"policy": "fair", "tenant_weights": "a=3", "target_token_time": 0.02}

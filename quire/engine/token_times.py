@@ -59,6 +59,11 @@ _ALONE_LOSS = 0.05
 MOST_ALONE = 4.0
 """...but at most so many times the promised time: whoever comes meanwhile waits for its end."""
 
+Sums = tuple[float, float, float, float, float, float, float, float, float, float]
+SeenStep = tuple[int, float, float, bool, bool]
+"""Tokens, pairs and seconds of a step; whether there were enough of that size before, and whether it
+was promised.
+"""
 _position = itemgetter(2)
 assert ScheduledRequest._fields[2:4] == ("start", "num_tokens")
 assert StepPromise._fields == ("prompt_tokens", "seconds", "gave_way")
@@ -72,17 +77,15 @@ class TokenTimes:
         self._token_time = config.target_token_time
         self._first_token = config.target_first_token
         self._gives_way = config.gives_way
-        self._sums = (0.0,) * 10
+        self._sums: Sums = (0.0,) * 10
         """Of the last steps: their number, tokens, pairs; tokens times tokens, tokens times pairs,
         pairs times pairs; seconds, and these times tokens, times pairs, times seconds.
         """
-        self._unread: deque[tuple[int, float, float, bool, bool]] = deque(maxlen=_MOST_UNREAD)
-        """Tokens, pairs and seconds of steps that are not among these yet; whether there were
-        enough of that size before, and whether it was promised.
-        """
+        self._new: list[SeenStep] = []
+        """The last steps."""
+        self._unread: deque[list[SeenStep]] = deque(maxlen=_MOST_UNREAD // _FIT_EVERY)
+        """Steps before these which are not among the sums yet: after each list the plane is fitted."""
         self._num_seen = 0
-        self._is_news = False
-        """Whether one of these teaches something that can't wait."""
         self._plane = (0.0, 0.0, 0.0)
         """Seconds of a step, of each token, of each pair."""
         self._last_commit = float("-inf")
@@ -104,14 +107,14 @@ class TokenTimes:
 
     def seconds(self, num_tokens: int, num_pairs: float) -> float:
         """How long such a step takes, by what is known now."""
-        if self._is_news or len(self._unread) >= _FIT_EVERY:
+        if self._unread:
             self._learn()
         base, per_token, per_pair = self._plane
         return base + per_token * num_tokens + per_pair * num_pairs
 
     def observe(self, step: Step, requests: list[Request], now: float) -> None:
         """A step of these requests came back: it began when it was scheduled or when the one before
-        it was done. It is learnt from when the next promise is made.
+        it was done. Unless it is news, it is learnt from when the next promise is made.
         """
         before, self._last_commit = self._last_commit, now
         seconds = now - (step.now if step.now > before else before)
@@ -126,7 +129,8 @@ class TokenTimes:
             num_pairs = self._decoding_pairs = _pairs_of(step.scheduled, num_tokens)
             self._decoding = decoding
         if num_tokens < len(requests):
-            for _, _, start, count, *_ in step.scheduled[num_tokens:]:
+            for entry in step.scheduled[num_tokens:]:
+                start, count = entry[2], entry[3]  # named, they would take longer
                 num_tokens += count
                 num_pairs += count * (start + count / 2)
         self._num_seen += 1
@@ -134,19 +138,27 @@ class TokenTimes:
         if num_tokens > self._most_tokens:
             self._most_tokens = num_tokens
             is_known = False
-        if not is_known:
-            self._is_news = True
-        self._unread.append((num_tokens, num_pairs, seconds, is_known, step.promise is not None))
+        self._new.append((num_tokens, num_pairs, seconds, is_known, step.promise is not None))
+        if not is_known or len(self._new) == _FIT_EVERY:
+            self._unread.append(self._new)
+            self._new = []
+            if not is_known:
+                self._learn()
 
     def _learn(self) -> None:
-        """Takes the new steps into the sums, and fits the plane to these."""
+        """Takes what was seen since into the sums, and fits the plane to these."""
+        for steps in self._unread:
+            self._sums = self._sums_with(steps)
+            self._plane = self._fit()
+        self._unread.clear()
+        self._planned = []
+
+    def _sums_with(self, steps: list[SeenStep]) -> Sums:
         (
             count, tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total, total2,
         ) = self._sums  # fmt: skip
         base, per_token, per_pair = self._plane
-        unread, last = self._unread, len(self._unread)
-        for number, one in enumerate(unread, 1):
-            num_tokens, num_pairs, seconds, is_known, was_promised = one
+        for num_tokens, num_pairs, seconds, is_known, was_promised in steps:
             expected = base + per_token * num_tokens + per_pair * num_pairs
             if expected > 0:
                 if is_known and was_promised:
@@ -166,15 +178,9 @@ class TokenTimes:
             tokens_total = _FORGET * tokens_total + num_tokens * seconds
             pairs_total = _FORGET * pairs_total + num_pairs * seconds
             total2 = _FORGET * total2 + seconds * seconds
-            if not is_known or number % _FIT_EVERY == 0 or number == last:
-                self._sums = (
-                    count, tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total,
-                    total2,
-                )  # fmt: skip
-                self._plane = base, per_token, per_pair = self._fit()
-        unread.clear()
-        self._is_news = False
-        self._planned = []
+        return (
+            count, tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total, total2,
+        )  # fmt: skip
 
     def _note_error(self, error: float) -> None:
         """Leaves so much of the target free that few of the last steps would have missed it."""
@@ -236,7 +242,7 @@ class TokenTimes:
         """How many prompt tokens may be computed beside these decodes (`requests`: whose they are),
         or alone; `prompt` is the first that waits for more of its tokens.
         """
-        if self._is_news or len(self._unread) >= _FIT_EVERY:
+        if self._unread:
             self._learn()
         start = 0 if prompt is None else prompt.num_computed_tokens
         num_decodes = len(decodes)

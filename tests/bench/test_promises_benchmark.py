@@ -63,7 +63,7 @@ def test_one_prompt_in_ten_of_each_tenant_is_long() -> None:
 @pytest.mark.parametrize("weights", ["random", "real"])
 def test_it_prints_ratios(weights: str, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--shape", "tiny"] if weights == "random" else ["--model", tiny]
-    promises.main(
+    assert not promises.main(
         [
             *model,
             *("--device", "cpu", "--kv-cache-memory", "8MiB", "--max-num-seqs", "2"),
@@ -74,6 +74,34 @@ def test_it_prints_ratios(weights: str, tiny: str, capsys: pytest.CaptureFixture
     assert out.count("99th percentile of token gaps") == 3
     assert out.count("x without the flood") == 2
     assert "capacity" in out
+    assert out.count("ms a step, with") == 6
+
+
+@pytest.mark.slow
+def test_a_small_budget_is_kept_and_what_fails_is_said(
+    tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(promises, "compare_token_times", broken)
+    options = [
+        "--model",
+        tiny,
+        "--device",
+        "cpu",
+        "--kv-cache-memory",
+        "8MiB",
+        "--max-num-seqs",
+        "2",
+    ]
+    sizes = ["--short", "2-5", "--long", "40", "--answer", "4", "--target", "0"]
+    assert promises.main([*options, *sizes, "--seconds", "100", "--budget", "10"]) == 1
+    out = capsys.readouterr().out
+    assert "s of the budget are left" in out
+    assert "token times failed" in out
+    assert "planted" in out
+    assert out.count("x without the flood") == 2
 
 
 def test_lengths_are_read() -> None:

@@ -34,11 +34,12 @@ def test_an_early_disturbance_is_forgotten() -> None:
     run_timed_seed(1278)
 
 
-def test_noise_is_not_taken_for_a_time_of_pairs() -> None:
-    """In this one two disturbed steps made pairs cost 400 times what they do; steps of a long
+@pytest.mark.parametrize("seed", [10074, 20483])
+def test_noise_is_not_taken_for_a_time_of_pairs(seed: int) -> None:
+    """In these two disturbed steps made pairs cost hundreds of times what they do; steps of a long
     prompt were then estimated at up to twice their time.
     """
-    run_timed_seed(10074)
+    run_timed_seed(seed)
 
 
 def test_estimates_that_are_too_long_come_down() -> None:
@@ -85,6 +86,15 @@ def test_estimates_that_never_change_are_noticed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(token_times, "_FORGET", 0.9999)
     with pytest.raises(TimedError, match="steps were estimated at"):
         run_timed_seed(SEED_OF_SLOWER_STEPS)
+
+
+def test_steps_without_decodes_that_have_no_bound_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_times, "MOST_ALONE", 1e9)
+    monkeypatch.setattr(token_times, "_ALONE_LOSS", 1e-9)
+    with pytest.raises(TimedError, match="tokens alone"):
+        run_timed_seed(SEED_OF_LONG_PROMPTS)
 
 
 def test_a_first_prompt_that_gets_what_others_leave_is_noticed(

@@ -156,6 +156,21 @@ def test_decodes_that_go_on_are_counted_as_if_each_step_were_new() -> None:
             starts[row] += 1
 
 
+def test_what_is_learnt_does_not_depend_on_when_it_is_asked_for() -> None:
+    asked, silent = (TokenTimes(config(target_token_time=TARGET)) for _ in range(2))
+    rng, now = random.Random(4), 0.0
+    for number in range(90):
+        chunk = ScheduledRequest("p", 0, rng.randint(0, 500), rng.randint(1, 90), False, ())
+        step = Step(number, now, (chunk,))
+        now += usual_time(step) * rng.uniform(0.9, 1.1)
+        asked.observe(step, of(step), now)
+        silent.observe(step, of(step), now)
+        asked.seconds(9, 9.0)
+        if number == 40:
+            assert asked.seconds(100, 1e4) == silent.seconds(100, 1e4)
+    assert asked.seconds(100, 1e4) == silent.seconds(100, 1e4)
+
+
 def test_the_first_prompt_gets_half_and_short_ones_pass_it() -> None:
     engine = TimedEngine(target_token_time=TARGET)
     engine.at(0.0, "answered", [1, 2, 3], max_tokens=200, ignore_eos=True)

@@ -13,15 +13,21 @@ The flood: three tenants together send at 60% of what the engine can do, a fourt
 at once. First-token times of the three under `fair` with the target, with and without the flood; and
 under `fcfs` without a target, until nobody cares any more (then "at least").
 
-Weights are random unless `--model` names real ones.
+With targets and shares the scheduler has more to do: how much of the time it took is printed with each
+line, and in the end its time per step with them by that without (quire.tools.bench.engine.scheduler).
+
+All in all it takes at most `--budget` seconds: requests come for a shorter time where that is little. What fails is
+printed, and the rest goes on. Weights are random unless `--model` names real ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +37,8 @@ from quire.checkpoints.sources import resolve
 from quire.config import EngineConfig
 from quire.engine import EngineCore, Scheduler
 from quire.runner.dtypes import pick_dtype
+from quire.step import RequestUpdate, Step, StepResult
+from quire.tools.bench.engine.scheduler import print_comparisons
 from quire.tools.bench.machine import report_facts, this_command
 from quire.tools.bench.open_loop import Arrival, Mix, Played, percentile, play
 from quire.tools.bench.random_engine import random_decoder
@@ -42,7 +50,40 @@ FLOOD = 20
 OTHERS = ("a", "b", "c")
 OTHERS_LOAD = 0.6
 PATIENCE = 2.0
-"""How long the flood is looked at, by how long requests come."""
+"""How long requests are waited for at most, by how long they come."""
+_PARTS = 20.0
+"""What all parts take at most, by how long requests come: six times twice that for token times, three times for
+the flood, and what is learnt before each.
+"""
+_SHORTEST = 1.0
+"""Seconds in which requests come, however little is left."""
+
+
+class MeasuredScheduler(Scheduler):
+    """Notes how long it takes itself."""
+
+    seconds = 0.0
+
+    def schedule(self, now: float, held: frozenset[int] = frozenset()) -> Step:
+        began = time.perf_counter()
+        step = super().schedule(now, held)
+        self.seconds += time.perf_counter() - began
+        return step
+
+    def commit(self, step: Step, result: StepResult, now: float) -> list[RequestUpdate]:
+        began = time.perf_counter()
+        updates = super().commit(step, result, now)
+        self.seconds += time.perf_counter() - began
+        return updates
+
+
+def play_measured(core: EngineCore, *what: Any) -> tuple[Played, float]:
+    """The part of the time that the scheduler took, too."""
+    scheduler = core.scheduler
+    assert isinstance(scheduler, MeasuredScheduler)
+    before = scheduler.seconds
+    played = play(core, *what)
+    return played, (scheduler.seconds - before) / played.seconds
 
 
 def open_engine(options: argparse.Namespace, longest: int) -> Engine:
@@ -79,7 +120,7 @@ def core_with(engine: Engine, **changes: Any) -> EngineCore:
     plain = engine.core
     config = replace(plain.scheduler.config, **changes)
     assert not config.prefix_caching
-    return EngineCore(Scheduler(config), plain.runner, plain.depth, clock=time.monotonic)
+    return EngineCore(MeasuredScheduler(config), plain.runner, plain.depth, clock=time.monotonic)
 
 
 def compare_token_times(
@@ -89,13 +130,16 @@ def compare_token_times(
     assert target is not None
     for load in LOADS:
         arrivals = mix.arrivals(load * capacity, options.seconds, seed=int(100 * load))
-        without, within = play(plain, arrivals), play(promised, arrivals)
+        limit = PATIENCE * options.seconds
+        without, plain_share = play_measured(plain, arrivals, None, limit)
+        within, share = play_measured(promised, arrivals, None, limit)
         print(
             f"{load:.0%} of capacity, {len(arrivals)} requests: 99th percentile of token gaps "
             f"{percentile(within.gaps, 0.99) / target:.2f} x target "
             f"({percentile(without.gaps, 0.99) / target:.2f} x without), "
             f"throughput {within.tokens_per_second / without.tokens_per_second:.2f} x, "
             f"median of first tokens {_median_first(within):.3f} s ({_median_first(without):.3f} s), "
+            f"scheduler {share:.2%} of the time ({plain_share:.2%}), "
             f"sender {(within.sender + without.sender) / (within.seconds + without.seconds):.2%}",
             flush=True,
         )
@@ -114,6 +158,8 @@ def compare_floods(
     flood = mix.at_once(count, seed=5, tenant="flood")
     limit = PATIENCE * seconds
     print(f"{len(arrivals)} requests of three tenants beside {count} at once of another:")
+    if not arrivals:
+        raise RuntimeError("no request came in this time: --seconds must be more")
     usual = percentile(play(fair, arrivals, OTHERS, limit).first_tokens(OTHERS), 0.95)
     print(f"alone: 95th percentile of first-token times {1e3 * usual:.0f} ms", flush=True)
     for name, core in (("fair", fair), ("fcfs", fcfs)):
@@ -126,12 +172,22 @@ def compare_floods(
         )
 
 
+def attempt(what: str, part: Callable[[], None]) -> bool:
+    """Whether a part went well; if not, says why, and the next one may begin."""
+    try:
+        part()
+    except Exception:
+        print(f"{what} failed:\n{traceback.format_exc()}", flush=True)
+        return False
+    return True
+
+
 def lengths(text: str) -> tuple[int, int]:
     shortest, _, longest = text.partition("-")
     return int(shortest), int(longest or shortest)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -148,6 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--target", type=float, default=0.03, help="seconds; 0: two full decode steps"
     )
     parser.add_argument("--seconds", type=float, default=6.0, help="how long requests come")
+    parser.add_argument("--budget", type=float, default=180.0, help="seconds that all may take")
     parser.add_argument("--only", choices=["token-times", "flood"])
     options = parser.parse_args(arguments)
     began = time.monotonic()
@@ -167,16 +224,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{time.monotonic() - began:.0f} s so far",
         flush=True,
     )
-    if options.only != "flood":
+    left = options.budget - (time.monotonic() - began)
+    if left < _PARTS * options.seconds:
+        options.seconds = max(_SHORTEST, left / _PARTS)
+        print(f"requests come for {options.seconds:.1f} s: {left:.0f} s of the budget are left")
+
+    def token_times() -> None:
         promised = core_with(engine, target_token_time=target)
         play(promised, mix.arrivals(0.8 * capacity, options.seconds / 2, seed=3))  # it learns
         compare_token_times(plain, promised, mix, capacity, options)
-    if options.only != "token-times":
+
+    def floods() -> None:
         fair = core_with(engine, policy="fair", target_token_time=target)
         play(fair, mix.arrivals(0.8 * capacity, options.seconds / 2, seed=3, tenants=OTHERS))
         compare_floods(fair, plain, mix, capacity, options)
+
+    done = [
+        options.only == "flood" or attempt("token times", token_times),
+        options.only == "token-times" or attempt("the flood", floods),
+        attempt("the scheduler", lambda: print_comparisons(options.max_num_seqs, 60, 200)),
+    ]
     print(f"{time.monotonic() - began:.0f} s in all")
+    return 0 if all(done) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
