@@ -313,7 +313,7 @@ FAULTS = (
         "quire/runner/adapters.py",
         "next(other for other in self._slots if other not in used)",
         "next(iter(self._slots))",
-        ("tests/test_adapters.py", "tests/test_adapters_exactness.py"),
+        ("tests/runner/test_adapter_slots.py", "tests/test_adapters_exactness.py"),
     ),
     Fault(
         "adapter's row",
@@ -321,7 +321,7 @@ FAULTS = (
         "quire/runner/adapters.py",
         "                del self._owners[row]\n                self._row_slots[row] = NO_ADAPTER\n",
         "                del self._owners[row]\n",
-        ("tests/test_adapters.py", "tests/test_adapters_exactness.py"),
+        ("tests/runner/test_adapter_slots.py", "tests/test_adapters_exactness.py"),
     ),
     Fault(
         "adapters of prompts",
