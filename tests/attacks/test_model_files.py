@@ -47,14 +47,14 @@ def test_a_size_that_is_none(tmp_path: Path, field: str, value: Any) -> None:
     """Refused, or (null: as if it were not there) a model whose sizes are numbers."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**CONFIG, field: value}))
-    began = time.monotonic()
+    began = time.process_time()
     try:
         spec = read_config(path)
         assert value is None or value == 2**70
         assert isinstance(spec.hidden_size, int)
     except QuireError:
         pass
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(

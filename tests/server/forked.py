@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,22 @@ _IMPORTED = [
 ]
 
 
+def fork_context() -> ForkServerContext:
+    """Its processes have imported what a server and its engine import."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
+
+
 class ForkedServer:
     """A process that serves, with the methods of those of `subprocess`."""
 
     def __init__(
         self, fields: dict[str, Any], environment: dict[str, str], log: Path, faults: bool
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED)
         log.touch()
         arguments = (fields, environment, str(log), faults)
-        self._process: ForkServerProcess = context.Process(
+        self._process: ForkServerProcess = fork_context().Process(
             target=_serve, args=arguments, daemon=True
         )
         self._process.start()

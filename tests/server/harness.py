@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -43,6 +44,10 @@ something to be quick has to look at something else than a clock.
 """
 
 
+_numbers = itertools.count(os.getpid() * 397)
+"""Where the next free port is looked for."""
+
+
 def wait_for(condition: Callable[[], Any], what: str = "it") -> Any:
     """The condition's first true value. Who waits longer asks less often: asking takes time from
     what is waited for.
@@ -66,10 +71,15 @@ def send(server: Server, body: dict[str, Any], path: str = "/v1/completions") ->
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
+    """Until the server binds it, a connection could be given one of those that the system gives to
+    connections: so it is of those below them, and each of pytest's processes looks elsewhere.
+    """
+    for number in itertools.islice(_numbers, 20_000):
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("127.0.0.1", 10_000 + number % 20_000))
+            port: int = one.getsockname()[1]
+            return port
+    raise AssertionError("no port is free")
 
 
 def engines_of(pid: int) -> Iterator[int]:

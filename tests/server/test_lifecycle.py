@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from tests.cli.in_process import quire_here
+from tests.server.forked import fork_context
 from tests.server.harness import ROOT, SMALL_ENGINE, Server, engines_of, free_port, wait_for
 
 LONG = {"prompt": "Count: 1, 2, 3,", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
@@ -44,6 +45,27 @@ def stream_in_background(
     thread.start()
     wait_for(lambda: server.metric("vllm:num_requests_running") == 1, what="the request")
     return thread, events
+
+
+def write_modules(path: str) -> None:
+    Path(path).write_text("\n".join(sys.modules))
+
+
+def test_servers_of_tests_are_forked_with_all_that_they_import(tmp_path: Path) -> None:
+    """Each of a hundred would take a second of a processor for it."""
+    path = tmp_path / "modules"
+    process = fork_context().Process(target=write_modules, args=(str(path),))
+    process.start()
+    process.join()
+    imported = set(path.read_text().splitlines())
+    assert imported >= {
+        "fastapi",
+        "jinja2",
+        "prometheus_client",
+        "quire.server.link.engine_process",
+        "quire.server.run",
+        "torch",
+    }
 
 
 @pytest.fixture

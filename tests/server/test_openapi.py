@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.late_import import LateModule
-from tests.server.harness import Server
+from tests.server.harness import PATIENCE, Server
 from tests.server.test_weights import ROUTES as WEIGHTS_ROUTES
 
 schemathesis: Any = LateModule("schemathesis")
@@ -118,7 +118,7 @@ def test_nothing_breaks_it(small: Server, api: Any, path: str, mode: str) -> Non
             and isinstance(case.body["model"], str)
         ):
             case.body["model"] = "small"  # or most would end at a name nobody can guess
-        response = case.call(base_url=small.url, timeout=30)
+        response = case.call(base_url=small.url, timeout=PATIENCE)
         assert response.headers["x-request-id"]
         case.validate_response(response, checks=checks)
 

@@ -32,6 +32,7 @@ import json, sys
 from safetensors.torch import load_file
 from quire.train.transfer import WeightSender
 port, world, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+print("imported", flush=True)
 try:
     sender = WeightSender(port, world, seconds=seconds)
 except Exception as error:
@@ -66,6 +67,7 @@ class Trainer:
             text=True,
         )
         self.world_size = world_size
+        assert self.heard() == "imported"  # who joins has seconds for it, and torch takes as many
 
     @property
     def init_info(self) -> dict[str, Any]:

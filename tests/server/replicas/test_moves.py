@@ -304,14 +304,15 @@ def test_streams_leave_an_engine_that_hangs_while_another_has_room(
 
     async def main() -> None:
         engines.kill_at()
-        server = LocalServer(engines, 2, **QUICK_TO_SUSPECT, hang_seconds=30.0 if recovers else 6.0)
+        hang_seconds = 30.0 if recovers else 10.0
+        server = LocalServer(engines, 2, **QUICK_TO_SUSPECT, hang_seconds=hang_seconds)
         async with server as http:
             wanted = await seen_by_client(http, path, body)
             hung = hang_at(engines, 5)
             clock = asyncio.get_running_loop()
             began = clock.time()
             assert await seen_by_client(http, path, body) == wanted
-            assert clock.time() - began < 5.5
+            assert clock.time() - began < hang_seconds - 0.5
             assert server.moved() == 1
             (link,) = hung
             suspect = server.pool.replicas[link.number]
@@ -320,13 +321,13 @@ def test_streams_leave_an_engine_that_hangs_while_another_has_room(
             assert server.moved() == 1
             if recovers:
                 link.is_hung = False
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     while suspect.is_suspect:
                         await asyncio.sleep(0.01)
                 assert await seen_by_client(http, path, body) == wanted
                 assert not link.is_dead
             else:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     while not link.is_dead:
                         await asyncio.sleep(0.01)
                 await server.all_up()
@@ -374,11 +375,11 @@ def test_streams_leave_an_engine_that_hangs_as_far_as_others_have_room(small_mod
                 seen_by_client(http, path, {**body, "max_tokens": 90, "ignore_eos": True})
             )
             asking = asyncio.create_task(seen_by_client(http, path, body))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not hung:
                     await asyncio.sleep(0.001)
             moves: list[int] = []
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while not (asking.done() and long.done()):
                     moves.append(server.moved())
                     await asyncio.sleep(0.01)
