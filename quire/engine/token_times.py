@@ -25,12 +25,16 @@ _NOISE = 4.0
 not at all. In a few dozen steps pairs may hardly differ, or only as the tokens do: then noise alone
 makes a slope, and steps with ten times as many pairs would be planned by it.
 """
-_SHORTEST, _LONGEST = 0.5, 1.5
-"""A step that took less or more than these parts of the expected time counts as this long: it was
-disturbed. If steps have become slower, they are believed after some dozen. As far down as up, since
-estimates that are too long must not make most steps look disturbed.
+_RECENT = 15
+"""Steps: the median of their errors is the usual one."""
+_OUTLIER = 4.0
+"""A step whose error is more than so many times the usual one was disturbed, and counts as if it
+were that many. If steps have become slower, or estimates are wrong, the usual error grows at once
+and they are believed.
 """
-_FIRST_LONGEST = 2.0
+_LEAST_OUTLIER, _MOST_OUTLIER = 0.1, 3.0
+"""Relative errors that are believed always and never."""
+_FIRST_OUTLIER = 1.0
 """The same while little is known: of the first steps, and of those larger than any before."""
 _FEW_STEPS = 37
 """Of which the first are learnt from one by one."""
@@ -102,6 +106,8 @@ class TokenTimes:
         self._errors: deque[float] = deque([1.0] * _MARGIN_STEPS, _MARGIN_STEPS)
         """Of the last steps that were promised: the time they took by that expected."""
         self._num_errors = 0
+        self._recent: deque[float] = deque([_LEAST_OUTLIER] * _RECENT, _RECENT)
+        """Relative errors of the last steps."""
         self.aim = AIM
         """The part of the promised time that a step is planned to take now."""
 
@@ -158,16 +164,21 @@ class TokenTimes:
             count, tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total, total2,
         ) = self._sums  # fmt: skip
         base, per_token, per_pair = self._plane
+        usual = sorted(self._recent)[_RECENT // 2]
+        believed = 1 + min(max(_OUTLIER * usual, _LEAST_OUTLIER), _MOST_OUTLIER)
         for num_tokens, num_pairs, seconds, is_known, was_promised in steps:
             expected = base + per_token * num_tokens + per_pair * num_pairs
             if expected > 0:
-                if is_known and was_promised:
-                    self._note_error(seconds / expected)
-                longest = (_LONGEST if is_known else _FIRST_LONGEST) * expected
-                if seconds > longest:
-                    seconds = longest
-                elif seconds < _SHORTEST * expected:
-                    seconds = _SHORTEST * expected
+                most = believed if is_known else 1 + _FIRST_OUTLIER
+                if is_known:
+                    error = seconds / expected
+                    self._recent.append((error if error > 1 else expected / seconds) - 1)
+                    if was_promised:
+                        self._note_error(error)
+                if seconds > most * expected:
+                    seconds = most * expected
+                elif seconds * most < expected:
+                    seconds = expected / most
             count = _FORGET * count + 1.0
             tokens = _FORGET * tokens + num_tokens
             pairs = _FORGET * pairs + num_pairs

@@ -75,6 +75,7 @@ def test_it_prints_ratios(weights: str, tiny: str, capsys: pytest.CaptureFixture
     assert out.count("x without the flood") == 2
     assert "capacity" in out
     assert out.count("ms a step, with") == 6
+    assert "ms for each token" in out
 
 
 @pytest.mark.slow

@@ -49,6 +49,11 @@ def test_estimates_that_are_too_long_come_down() -> None:
     run_timed_seed(30320)
 
 
+def test_the_usual_error_says_which_steps_were_disturbed() -> None:
+    """In this one the first large step of each of three long prompts was disturbed."""
+    run_timed_seed(40309)
+
+
 def test_whoever_weighs_three_times_as_much_has_three_turns() -> None:
     """In this one a tenant waits for 34 steps after a long request, while two others get what their
     weights of 3 give them.

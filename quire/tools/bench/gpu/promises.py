@@ -60,15 +60,32 @@ _SHORTEST = 1.0
 
 
 class MeasuredScheduler(Scheduler):
-    """Notes how long it takes itself."""
+    """Notes how long it takes itself, and in how many of the steps with a target that gave way."""
 
     seconds = 0.0
+    num_promised = 0
+    num_gave_way = 0
 
     def schedule(self, now: float, held: frozenset[int] = frozenset()) -> Step:
         began = time.perf_counter()
         step = super().schedule(now, held)
         self.seconds += time.perf_counter() - began
+        if step.promise is not None:
+            self.num_promised += 1
+            self.num_gave_way += step.promise.gave_way is not None
         return step
+
+    def describe(self) -> str:
+        """What it has learnt, and how often that did not suffice."""
+        times = self.step_times
+        if times is None:
+            return "no target"
+        base, token = times.seconds(0, 0.0), times.seconds(1, 0.0)
+        return (
+            f"a step takes {1e3 * base:.1f} ms, {1e3 * (token - base):.3f} ms for each token and "
+            f"{1e6 * (times.seconds(0, 1e3) - base):.3f} us for each pair; {times.aim:.2f} of the target is "
+            f"planned; in {self.num_gave_way} of {self.num_promised} steps with prompts a target gave way"
+        )
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[RequestUpdate]:
         began = time.perf_counter()
@@ -143,6 +160,8 @@ def compare_token_times(
             f"sender {(within.sender + without.sender) / (within.seconds + without.seconds):.2%}",
             flush=True,
         )
+    if isinstance(promised.scheduler, MeasuredScheduler):
+        print(f"learnt: {promised.scheduler.describe()}", flush=True)
 
 
 def _median_first(played: Played) -> float:
