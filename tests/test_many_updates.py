@@ -1,5 +1,6 @@
-"""A thousand updates of the weights while requests come, run, are kept, aborted and put to sleep: no
-answer mixes versions without saying so, no block of old weights is met, and nothing leaks.
+"""A thousand updates of the weights while requests, of several adapters and of none, come, run, are kept,
+aborted and put to sleep: no answer mixes versions without saying so, no block of old weights or of
+another adapter is met, and nothing leaks.
 """
 
 from __future__ import annotations
@@ -16,17 +17,21 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quire import LLM, RequestOutput, SamplingParams
+from quire import LLM, LoRARequest, RequestOutput, SamplingParams
 from quire.engine.invariants import check_invariants
 from quire.outputs import TokenLogprobs
+from tests.adapters import random_adapter
 from tests.frontend.templates import QWEN
 from tests.long_runs import short_or_long
 from tests.models.test_given_weights import changed
 from tests.server.random_model import write_model
 
-OPTIONS = {"max_model_len": 128, "kv_cache_memory": "1MiB", "max_num_seqs": 4}
+OPTIONS = {"max_model_len": 128, "kv_cache_memory": "1MiB", "max_num_seqs": 4, "max_loras": 2}
 NUM_UPDATES = short_or_long(60, 1000)
 NUM_SETS = 3
+NUM_ADAPTERS = 4
+NAMES = ("first", "second")
+"""What adapters are called in turn: a name stands for another one again and again."""
 PROMPTS = [list(range(3, 40)), [7, 8, 9], list(range(3, 30)), [*range(3, 20), *range(50, 90)]]
 """Three begin alike, so that they meet each other's blocks."""
 PARAMS = [
@@ -51,6 +56,21 @@ def sets(folder: Path) -> list[dict[str, Tensor]]:
     return [first, *(changed(first, seed) for seed in range(1, NUM_SETS))]
 
 
+@pytest.fixture(scope="module")
+def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    with LLM(str(folder), **OPTIONS) as llm:  # type: ignore[arg-type]
+        decoder = llm.engine.decoder
+        return [random_adapter(root / str(i), decoder, i) for i in range(NUM_ADAPTERS)]
+
+
+@dataclass(frozen=True)
+class Asked:
+    prompt: list[int]
+    params: SamplingParams
+    adapter: Path | None = None
+
+
 @dataclass
 class Alone:
     """What each set of weights makes of a prompt, in an engine that never had others."""
@@ -58,30 +78,34 @@ class Alone:
     engines: list[LLM]
     known: dict[tuple[object, ...], Answer] = field(default_factory=dict)
 
-    def answer(self, number: int, prompt: list[int], params: SamplingParams) -> Answer:
-        key = (number, tuple(prompt), params.max_tokens, params.temperature)
+    def answer(self, number: int, asked: Asked) -> Answer:
+        params, adapter = asked.params, asked.adapter
+        key = (number, tuple(asked.prompt), params.max_tokens, params.temperature, adapter)
         if key not in self.known:
-            output = self.engines[number].generate(prompt, params, progress=False)[0]
+            output = self.engines[number].generate(
+                asked.prompt,
+                params,
+                progress=False,
+                lora_request=adapter and LoRARequest(adapter.name, 1, str(adapter)),
+            )[0]
             self.known[key] = output.token_ids, output.logprobs
         return self.known[key]
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path, sets: list[dict[str, Tensor]]) -> Iterator[Alone]:
+def alone(folder: Path, sets: list[dict[str, Tensor]], adapters: list[Path]) -> Iterator[Alone]:
     engines = [LLM(str(folder), **OPTIONS) for _ in sets]  # type: ignore[arg-type]
     for llm, weights in zip(engines[1:], sets[1:], strict=True):
         llm.update_weights(weights.items())
     found = Alone(engines)
-    assert len({found.answer(number, PROMPTS[0], PARAMS[0]) for number in range(NUM_SETS)}) > 1
+    for number in range(NUM_SETS):  # what they keep from here on is counted
+        for adapter in (None, *adapters):
+            found.answer(number, Asked(PROMPTS[0], PARAMS[0], adapter))
+    one = Asked(PROMPTS[0], PARAMS[0])
+    assert len({found.answer(number, one) for number in range(NUM_SETS)}) > 1
     yield found
     for llm in engines:
         llm.close()
-
-
-@dataclass(frozen=True)
-class Asked:
-    prompt: list[int]
-    params: SamplingParams
 
 
 def check(output: RequestOutput, asked: Asked, set_of: dict[int, int], alone: Alone) -> int:
@@ -97,7 +121,7 @@ def check(output: RequestOutput, asked: Asked, set_of: dict[int, int], alone: Al
         if first == end:
             continue
         rest = replace(asked.params, max_tokens=most)
-        tokens, logprobs = alone.answer(set_of[version], prompt, rest)
+        tokens, logprobs = alone.answer(set_of[version], Asked(prompt, rest, asked.adapter))
         assert output.token_ids[first:end] == tokens[: end - first]
         assert logprobs is not None
         assert output.logprobs[first:end] == logprobs[: end - first]
@@ -105,9 +129,19 @@ def check(output: RequestOutput, asked: Asked, set_of: dict[int, int], alone: Al
     return parts
 
 
+def record_all(llm: LLM, adapter: Path) -> None:
+    """Decode steps of every size, with adapters and without: their memory is kept."""
+    short = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    for lora in (None, LoRARequest(NAMES[0], 1, str(adapter))):
+        for count in range(1, 5):
+            llm.generate([PROMPTS[1]] * count, short, progress=False, lora_request=lora)
+
+
 @pytest.mark.slow
 @pytest.mark.soak
-def test_updates_under_load(folder: Path, sets: list[dict[str, Tensor]], alone: Alone) -> None:
+def test_updates_under_load(
+    folder: Path, sets: list[dict[str, Tensor]], adapters: list[Path], alone: Alone
+) -> None:
     rng = random.Random(0)
     live: dict[str, Asked] = {}
     set_of = {0: 0}
@@ -118,6 +152,7 @@ def test_updates_under_load(folder: Path, sets: list[dict[str, Tensor]], alone: 
     sizes: list[tuple[int, int, int]] = []
     with LLM(str(folder), **OPTIONS) as llm:  # type: ignore[arg-type]
         core = llm.engine.core
+        record_all(llm, adapters[0])
 
         def step() -> None:
             nonlocal cached
@@ -130,13 +165,16 @@ def test_updates_under_load(folder: Path, sets: list[dict[str, Tensor]], alone: 
                 assert output.finish_reason in ("length", "abort")
                 is_whole = len(output.token_ids) == asked.params.max_tokens
                 assert is_whole == (output.finish_reason == "length")
-                ended[f"{output.finish_reason} of {min(parts, 2)}"] += 1
+                whose = "of an adapter" if asked.adapter else "plain"
+                ended[f"{output.finish_reason} of {min(parts, 2)}, {whose}"] += 1
                 cached += output.metrics.cached_tokens or 0
 
         for number in range(1, NUM_UPDATES + 1):
             for _ in range(rng.randrange(7)):
-                one = Asked(rng.choice(PROMPTS), rng.choice(PARAMS))
-                live[llm.add_request(one.prompt, one.params)] = one
+                adapter = rng.choice([None, *adapters])
+                one = Asked(rng.choice(PROMPTS), rng.choice(PARAMS), adapter)
+                asked_for = adapter and LoRARequest(rng.choice(NAMES), 1, str(adapter))
+                live[llm.add_request(one.prompt, one.params, lora_request=asked_for)] = one
             for _ in range(rng.randrange(20)):
                 step()
             mode = rng.choice(["wait", "keep", "keep", "abort"])
@@ -158,13 +196,18 @@ def test_updates_under_load(folder: Path, sets: list[dict[str, Tensor]], alone: 
                 while llm.has_work:
                     step()
                 llm.reset_prefix_cache()
+                for name in llm.adapters:
+                    llm.unload_adapter(name)
+                assert not llm.engine.adapters.nbytes
                 gc.collect()
                 tensors = sum(isinstance(one, Tensor) for one in gc.get_objects())
                 sizes.append((core.scheduler.blocks.pool.num_free, tensors, resident()))
                 print(f"{number} updates: {sizes[-1]}, {dict(ended)}, {cached} cached", flush=True)
     assert not live
     assert len(set_of) == NUM_UPDATES + 1
-    assert all(ended[kind] for kind in ("length of 1", "length of 2", "abort of 1"))
+    for kind in ("length of 1", "length of 2", "abort of 1"):
+        assert ended[f"{kind}, plain"] > 0
+        assert ended[f"{kind}, of an adapter"] > 0
     assert cached > 0  # blocks of the same version were met
     free, tensors, _ = zip(*sizes, strict=True)
     assert len(set(free)) == 1
