@@ -18,6 +18,7 @@ from quire.kernels.reference import ReferenceKernels
 from quire.models.families import FAMILIES
 from quire.models.load import open_model
 from tests.decoding import all_logits, greedy, load_decoder
+from tests.long_runs import short_or_long
 from tests.models.random_configurations import (
     check_greedy,
     draw_values,
@@ -29,7 +30,7 @@ from tests.models.test_recurrent_families import RECURRENT
 
 CPU = torch.device("cpu")
 TRIED = [family.name for family in FAMILIES if family.name not in RECURRENT]
-SEEDS = 12
+SEEDS = short_or_long(6, 12)
 
 
 def check_configuration(family: str, seed: int, folder: Path) -> None:
@@ -57,6 +58,7 @@ def assert_as_near(found: Tensor, expected: Tensor, model: Any, prompt: list[int
 
 
 @pytest.mark.few(8)
+@pytest.mark.soak
 @pytest.mark.parametrize("family", TRIED)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_drawn_configuration_matches_transformers(family: str, seed: int, tmp_path: Path) -> None:
