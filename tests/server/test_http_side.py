@@ -337,6 +337,9 @@ class Words:
             raise RuntimeError("can't be written")
         return event.content.encode()
 
+    def text_writer(self, index: int, is_reasoning: bool) -> Callable[[str], bytes | None]:
+        return lambda word: self.text_chunk(index, word, is_reasoning)
+
     def text_chunk(self, index: int, word: str, is_reasoning: bool) -> bytes | None:
         if is_reasoning:
             return f"[{word}]".encode()
@@ -506,7 +509,7 @@ def test_tokens_that_come_alone_do_not_overtake_what_else_is_told(
 ) -> None:
     """From the engine in one message, and from several of them to a worker in one."""
     link = WorkerLink(*cast(list[Any], [None] * 4))
-    link._is_due = True  # no event loop is needed to send it
+    link.is_due = True  # no event loop is needed to send it
     listeners = Listeners()
     for name in "ab":
         listeners.add(name, [name], _Request(link, name, 1))
