@@ -42,7 +42,9 @@ class AnswerText:
         seed: int,
         mark: str,
         channels: ChannelText | None = None,
+        keeps_text: bool = True,
     ) -> None:
+        """Without `keeps_text`, its text is known to who reads its pieces alone."""
         self.channels = channels
         # Spaces between special tokens need no switch: no decoder that `Tokenizer` accepts puts any
         # there.
@@ -57,7 +59,7 @@ class AnswerText:
         self.seed = seed
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
-        self.pieces: list[str] = []
+        self.pieces: list[str] | None = [] if keeps_text else None
 
     @property
     def stop_string(self) -> str | None:
@@ -71,7 +73,7 @@ class AnswerText:
         push = self.detokenizer.push
         text = push(token_ids[0]) if len(token_ids) == 1 else "".join(map(push, token_ids))
         self.token_ids += token_ids
-        if text:
+        if text and self.pieces is not None:
             self.pieces.append(text)
         return text
 
@@ -107,7 +109,7 @@ class AnswerText:
             is_last = self.stop_string is not None or update.finish_reason is not None
             is_whole = self.stop_string is None and update.finish_reason == "stop"
             text = self.channels.read(text, is_last, is_cut=not is_whole)
-        if text:
+        if text and self.pieces is not None:
             self.pieces.append(text)
         return count, text
 
@@ -129,9 +131,9 @@ class LiveRequest:
     ) -> None:
         """`params` as the caller gave them; `continues_prompt`: the answer goes on with the
         prompt's text, as opposed to a chat's new turn; `deltas_only`: outputs need not repeat the
-        logprobs of deltas and prompt, which for long ones takes long to write (`best_of` shows no
-        deltas: its outputs have them), and whoever reads the deltas takes their text apart;
-        `special_mark` stands before special tokens in the text.
+        text and logprobs of deltas and prompt, which for long ones takes long to write (`best_of`
+        shows no deltas: its outputs have them), and whoever reads the deltas takes their text
+        apart; `special_mark` stands before special tokens in the text.
         """
         self.request_id = request_id
         self.names = [request.request_id for request in requests]
@@ -153,7 +155,13 @@ class LiveRequest:
         mark = SPECIAL_MARK if in_channels else special_mark
         self._answers = [
             AnswerText(
-                tokenizer, continued, params, one.seed, mark, ChannelText() if in_channels else None
+                tokenizer,
+                continued,
+                params,
+                one.seed,
+                mark,
+                ChannelText() if in_channels else None,
+                keeps_text=not deltas_only or params.best_of is not None,
             )
             for one in requests
         ]
@@ -224,7 +232,7 @@ class LiveRequest:
         )
         return Completion(
             index=index,
-            text="".join(answer.pieces),
+            text="".join(answer.pieces or ()),
             token_ids=tuple(answer.token_ids),
             finish_reason=update.finish_reason,
             stop_reason=answer.stop_string

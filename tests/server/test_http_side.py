@@ -47,6 +47,7 @@ from quire.server.config import ServerConfig, decode_config, encode_config
 from quire.server.errors import ApiError
 from quire.server.guard.admission import Admission
 from quire.server.guard.counts import ANSWERS, CONNECTIONS, Counts
+from quire.server.guard.http_protocol import _DirectBody
 from quire.server.http_responses import data_event, one_line
 from quire.server.http_server import HttpServer
 from quire.server.link.channel import Frames, frame
@@ -337,6 +338,9 @@ class Words:
             raise RuntimeError("can't be written")
         return event.content.encode()
 
+    def text_writer(self, index: int, is_reasoning: bool) -> Callable[[str], bytes | None]:
+        return lambda word: self.text_chunk(index, word, is_reasoning)
+
     def text_chunk(self, index: int, word: str, is_reasoning: bool) -> bytes | None:
         if is_reasoning:
             return f"[{word}]".encode()
@@ -506,7 +510,7 @@ def test_tokens_that_come_alone_do_not_overtake_what_else_is_told(
 ) -> None:
     """From the engine in one message, and from several of them to a worker in one."""
     link = WorkerLink(*cast(list[Any], [None] * 4))
-    link._is_due = True  # no event loop is needed to send it
+    link.is_due = True  # no event loop is needed to send it
     listeners = Listeners()
     for name in "ab":
         listeners.add(name, [name], _Request(link, name, 1))
@@ -525,6 +529,43 @@ def test_tokens_that_come_alone_do_not_overtake_what_else_is_told(
 
 def _by_name(updates: list[RequestUpdate]) -> list[list[RequestUpdate]]:
     return [[one for one in updates if one.request_id == name] for name in "ab"]
+
+
+def test_an_answer_s_tokens_are_kept_and_its_first_ones_are_told() -> None:
+    grown: list[tuple[int, ...]] = []
+
+    class Waiting:
+        def grower(self, answer_id: str) -> Callable[[tuple[int, ...], float], None]:
+            return lambda token_ids, now: grown.append(token_ids)
+
+    listeners = Listeners()
+    outputs: dict[str, list[int]] = {"a": [7], "b": []}  # one goes on with what it has
+    computed: list[str] = []
+    listeners.add("r", ["a", "b"], cast(Any, Waiting()), outputs, lambda: computed.append("r"))
+    for _ in range(2):
+        listeners.take(Updates(["a", "nobody"], [(1,), (2,)]), lambda _: None)
+        assert computed == ["r"]
+    listeners.take(Updates(["b"], [(3, 4)]), lambda _: None)
+    assert computed == ["r", "r"]
+    assert outputs == {"a": [7, 1, 1], "b": [3, 4]}
+    assert grown == [(1,), (1,), (3, 4)]
+    listeners.remove("r")
+    listeners.take(Updates(["a"], [(5,)]), lambda _: None)
+    assert outputs["a"] == [7, 1, 1]
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_nothing_is_written_into_a_connection_that_is_lost(is_chunked: bool) -> None:
+    written: list[bytes] = []
+    cycle = SimpleNamespace(
+        flow=SimpleNamespace(write_paused=False), chunked_encoding=None, disconnected=False
+    )
+    direct = _DirectBody(cast(Any, cycle), cast(Any, SimpleNamespace(write=written.append)))
+    cycle.chunked_encoding = is_chunked  # the response begins
+    direct.write(b"data")
+    direct.is_lost = True
+    direct.write(b"more")
+    assert written == [b"4\r\ndata\r\n" if is_chunked else b"data"]
 
 
 def test_an_engine_that_is_ahead_keeps_nobody_waiting() -> None:

@@ -88,7 +88,7 @@ class CallStream(EventStream):
         for event in events:
             self._begin(event.index)
         if data:
-            call.callbacks.write(self._direct.write, data)
+            call.callbacks.writes.append((self._direct, data))
 
     def wake(self, error: Exception | None = None) -> None:
         """Has the task do the rest; `error`: what has come can't be written."""
@@ -112,8 +112,8 @@ class _NewText:
         "_is_reasoning",
         "_stream",
         "_text",
-        "_text_chunk",
         "_token_ids",
+        "_write_text",
         "_writer",
     )
 
@@ -123,7 +123,8 @@ class _NewText:
         self._stream = stream
         self._index = index
         self._writer = writer
-        self._text_chunk = writer.text_chunk
+        self._write_text = (writer.text_writer(index, False), writer.text_writer(index, True))
+        """Content, and reasoning."""
         self._direct = direct
         self._callbacks = writer.call.callbacks
         self._is_reasoning = False
@@ -152,7 +153,7 @@ class _NewText:
         if self._stream.idle is None:
             return  # the client has left meanwhile, or what came before could not be written
         try:
-            data = self._text_chunk(self._index, text, self._is_reasoning)
+            data = self._write_text[self._is_reasoning](text)
             if data is None:
                 parts = ("", text) if self._is_reasoning else (text, "")
                 event = GenerationEvent(self._index, text, *parts, (), self._token_ids)
@@ -161,7 +162,7 @@ class _NewText:
             self._stream.wake(error)
             return
         if data:
-            self._callbacks.write(self._direct.write, data)
+            self._callbacks.writes.append((self._direct, data))
 
 
 async def _send(send: Send, data: bytes) -> None:

@@ -83,6 +83,10 @@ class Writer(ABC, Generic[RequestT]):
         """
         return None
 
+    def text_writer(self, index: int, is_reasoning: bool) -> Callable[[str], bytes | None]:
+        """`text_chunk` for a choice that has begun."""
+        return lambda text: self.text_chunk(index, text, is_reasoning)
+
     def chunk(self, event: GenerationEvent) -> bytes:
         """What is written for an event."""
         content = event.content
@@ -156,6 +160,10 @@ class ChoicesWriter(Writer[SamplingT]):
     def text_chunk(self, index: int, text: str, is_reasoning: bool) -> bytes | None:
         prepared = self._text_events[is_reasoning].get(index)
         return None if prepared is None else prepared.write(text)
+
+    def text_writer(self, index: int, is_reasoning: bool) -> Callable[[str], bytes | None]:
+        prepared = self._text_events[is_reasoning].get(index)
+        return super().text_writer(index, is_reasoning) if prepared is None else prepared.write
 
     def begun(self, index: int) -> None:
         """Something was said of a choice: from now on most of its chunks differ in their text

@@ -58,21 +58,27 @@ class _GentlyClosed:
 
 
 class _DirectBody:
-    """`quire.server.api.call_stream.DirectBody` of one response."""
+    """`quire.server.http_responses.DirectBody` of one response. It keeps what it needs of the
+    response itself: looking there costs several lines of the processor's cache for each token.
+    """
 
-    __slots__ = ("_cycle", "_transport", "is_blocked")
+    __slots__ = ("_cycle", "_is_chunked", "_write", "is_blocked", "is_lost")
 
     def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
         self._cycle = cycle
-        self._transport = transport
+        self._write = transport.write
+        self._is_chunked: bool | None = None
         self.is_blocked = cycle.flow.write_paused
+        self.is_lost = False
+        """The connection is closed."""
 
     def write(self, data: bytes) -> None:
         """As `RequestResponseCycle.send` writes a part of a body."""
-        if not self._cycle.disconnected and not self._cycle.response_complete:
-            self._transport.write(
-                b"%x\r\n%b\r\n" % (len(data), data) if self._cycle.chunked_encoding else data
-            )
+        if self.is_lost:
+            return
+        if self._is_chunked is None:  # known since the response began
+            self._is_chunked = bool(self._cycle.chunked_encoding)
+        self._write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -109,6 +115,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.counts.add(CONNECTIONS, -1)
+        if self._direct is not None:
+            self._direct.is_lost = True
         for timer in (self._header_timer, self._write_timer, self._end_timer):
             if timer is not None:
                 timer.cancel()

@@ -145,7 +145,7 @@ class EngineLoop:
                 answers = controller.poll()
                 self._send_updates(requests, updates, engine)
                 for answer in answers:  # after what it says has been told
-                    self.send(answer)
+                    self._channel.send(answer)
                 self._describe(requests, engine)
                 if self._loading:
                     self._take_adapters(requests)
@@ -153,7 +153,7 @@ class EngineLoop:
                     for frame in self._watch.take_frames(
                         time.monotonic(), is_idle=not core.has_work
                     ):
-                        self.send(frame)
+                        self._channel.send(frame)
                 if self._failures >= _FAILURES_IN_A_ROW:
                     raise EngineError(f"{self._failures} steps failed one after the other")
         finally:
@@ -177,9 +177,6 @@ class EngineLoop:
 
     def log_last_steps(self) -> None:
         logger.error("last steps: %s", describe_steps(self._last_steps))
-
-    def send(self, event: messages.Event) -> None:
-        self._channel.send(event)
 
     def _handle(self, command: messages.Command, requests: EngineRequests, engine: Engine) -> None:
         now = time.monotonic()
@@ -223,7 +220,7 @@ class EngineLoop:
             except Exception:
                 logger.exception("adapter %s could not be read", command.adapter.name)
                 record = {"error": "it could not be read; the server's log says why"}
-            self.send(messages.Described(command.ticket, record))
+            self._channel.send(messages.Described(command.ticket, record))
 
     def _describe(self, requests: EngineRequests, engine: Engine) -> None:
         """Answers what was asked about requests: after a step, as that tells of the ends of those
@@ -237,7 +234,7 @@ class EngineLoop:
             seconds = requests.grammar_seconds(request_id)
             if record is not None and seconds is not None:
                 add_grammar(record, seconds)
-            self.send(messages.Described(command.ticket, record))
+            self._channel.send(messages.Described(command.ticket, record))
         self._asked.clear()
 
     def _send_updates(
@@ -266,7 +263,7 @@ class EngineLoop:
                 self._watch.note_memory(out.memory)
         if self._cache_events is not None:
             out.blocks_stored, out.blocks_removed = self._cache_events.take()
-        self.send(out)
+        self._channel.send(out)
         self._out = messages.Updates()
         self._failed_ids.clear()
 
@@ -292,8 +289,8 @@ def main(build: Callable[..., Engine] = build_engine) -> int:
     config = msgspec.msgpack.decode(channel.receive() or b"", type=messages.EngineProcessConfig)
     set_up_logging(config.log_format, config.log_level, config.log_name)
     loop = EngineLoop(channel)
-    loop.send(messages.Loading())
-    life.listeners.append(life.Heartbeat(lambda: loop.send(messages.Loading())))
+    channel.send(messages.Loading())
+    life.listeners.append(life.Heartbeat(lambda: channel.send(messages.Loading())))
     try:
         with ModelBars(config.model) as bars:
             source = resolve(config.model, progress=bars("download"))
@@ -301,17 +298,17 @@ def main(build: Callable[..., Engine] = build_engine) -> int:
         # The weights and modules are here to stay: no need to look through them again and again.
         gc.collect()
         gc.freeze()
-        loop.send(_ready(source.name, engine))
+        channel.send(_ready(source.name, engine))
         with full_collections_put_off():
             loop.run(engine, config.block_events)
         end_group()
     except QuireError as error:
         loop.log_last_steps()
-        loop.send(messages.Fatal(str(error), is_users_fault=not isinstance(error, EngineError)))
+        channel.send(messages.Fatal(str(error), is_users_fault=not isinstance(error, EngineError)))
     except Exception as error:
         logger.exception("the engine failed")
         loop.log_last_steps()
-        loop.send(messages.Fatal(f"{type(error).__name__}: {error}"))
+        channel.send(messages.Fatal(f"{type(error).__name__}: {error}"))
     channel.flush(_LAST_WORDS)
     return 1
 

@@ -173,6 +173,12 @@ class Listeners:
                 logger.exception("somebody who waits could not be told that the engine is gone")
 
 
+class Connection(Protocol):
+    """A client's."""
+
+    def write(self, data: bytes) -> None: ...
+
+
 class BatchedCallbacks:
     """Runs callbacks in the event loop's next turn, with one handle for all of them; a long row of
     them in several turns, so that others are served in between.
@@ -185,7 +191,8 @@ class BatchedCallbacks:
 
     def __init__(self) -> None:
         self._waiting: list[Callable[[], None]] = []
-        self._writes: list[tuple[Callable[[bytes], None], bytes]] = []
+        self.writes: list[tuple[Connection, bytes]] = []
+        """For callbacks: what is written at the end of the turn, and where."""
 
     def add(self, callback: Callable[[], None]) -> None:
         if not self._waiting:
@@ -202,14 +209,10 @@ class BatchedCallbacks:
                 callback()
             except Exception:
                 logger.exception("what has come could not be told")
-        writes = self._writes
-        self._writes = []
-        for write, data in writes:
+        writes = self.writes
+        self.writes = []
+        for connection, data in writes:
             try:
-                write(data)
+                connection.write(data)
             except Exception:
                 logger.exception("what has come could not be written")
-
-    def write(self, write: Callable[[bytes], None], data: bytes) -> None:
-        """For a callback: writes this at the end of the turn."""
-        self._writes.append((write, data))

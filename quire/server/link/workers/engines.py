@@ -5,7 +5,6 @@ the server's own process has them.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -22,10 +21,11 @@ from quire.server.stored.store import ResponseStore, StoredResponse, StoreLimits
 _STORE_SECONDS = 30.0
 
 
-class RemoteEngines:
+class RemoteEngines(Channel):
     """What `EngineClient` is to the server's own process."""
 
     def __init__(self, ready: messages.Ready) -> None:
+        super().__init__(self._receive, self._set_lost)
         self.state: State = "ready"
         self.ready: messages.Ready | None = ready
         self.on_drain: Callable[[], None] = lambda: None
@@ -35,15 +35,8 @@ class RemoteEngines:
         self.lost = asyncio.get_running_loop().create_future()
         """Done when the channel is closed."""
         self._loop = asyncio.get_running_loop()
-        self._channel = Channel(self._receive, self._set_lost)
         self._listeners = Listeners()
         self._tickets = Tickets()
-
-    async def open(self, connection: socket.socket) -> None:
-        await self._channel.open(connection)
-
-    def send(self, message: messages.FromWorker) -> None:
-        self._channel.send(message)
 
     # What calls ask (`EngineClient` has the same)
 

@@ -23,7 +23,7 @@ from quire.server.guard.counts import Counts
 from quire.server.guard.quotas import Quotas, limits_by_owner
 from quire.server.link.engine_client import Engines
 from quire.server.link.messages import AdapterFolder, Drain, WorkerConfig
-from quire.server.link.workers.relay import WorkerLink
+from quire.server.link.workers.relay import WorkerLink, state_of
 from quire.server.service import GenerationService
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _LONGEST_PARENT = 75
 """Bytes; the system takes some 100 for the path of a socket."""
 _BACKLOG = 2048
 """Connections that wait to be accepted."""
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS = 0.5
 """Between two looks whether the engine is there, for workers; a request for one that is not is
 refused anyway.
 """
@@ -221,7 +221,9 @@ class WorkerHub:
 
     async def _tell_state(self) -> None:
         """Workers hear how the engine is when that changes."""
+        assert self._client is not None
         while True:
+            state = state_of(self._client)
             for link in self._listening():
-                link.tell_state()
+                link.tell_state(state)
             await asyncio.sleep(_LOOK_SECONDS)

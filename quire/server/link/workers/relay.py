@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,7 +25,7 @@ _MOST_UNREAD = 64 * 2**20
 _FIND_SECONDS = 2.0
 
 
-class WorkerLink:
+class WorkerLink(Channel):
     """What the engine says in one turn goes out in one message."""
 
     def __init__(
@@ -38,31 +36,28 @@ class WorkerLink:
         on_lost: Callable[[], None],
     ) -> None:
         """`on_lost` is called when the channel is closed: without it a worker is of no use."""
+        super().__init__(self._receive, on_lost)
         self._client = client
         self._store = store
         self._on_listening = on_listening
-        self._channel = Channel(self._receive, on_lost)
         self._requests: dict[str, _Request] = {}
-        self._out = messages.Updates()
-        self._is_due = False
+        self.out = messages.Updates()
+        """What goes out in this turn."""
+        self.is_due = False
         self._callbacks = BatchedCallbacks()
         self._last_state: messages.EngineState | None = None
         self._num_unanswered = 0
         self._tickets = Tickets()
         self.is_listening = False
 
-    async def open(self, connection: socket.socket) -> None:
-        await self._channel.open(connection)
-
-    def send(self, message: messages.ToWorker | messages.WorkerConfig) -> None:
-        self._channel.send(message)
-        if self._channel.num_unread > _MOST_UNREAD:
+    def send(self, message: msgspec.Struct) -> None:
+        super().send(message)
+        if self.num_unread > _MOST_UNREAD:
             logger.error("an HTTP worker does not read what the engine says; it is ended")
-            self._channel.close()
+            self.close()
 
-    def tell_state(self) -> None:
+    def tell_state(self, state: messages.EngineState) -> None:
         """If it is another one than the worker knows."""
-        state = messages.EngineState(self._client.state, self._client.ready)
         if state != self._last_state:
             self._last_state = state
             self.send(state)
@@ -102,7 +97,7 @@ class WorkerLink:
         """
         requests = self._requests
         self._requests = {}
-        self._channel.close()
+        self.close()
         self._client.abort(tuple(requests))
         self._tickets.answer_all(None)
         return sum(one.num_unfinished for one in requests.values())
@@ -114,7 +109,7 @@ class WorkerLink:
         match message:
             case messages.Listening():
                 self.is_listening = True
-                self.tell_state()
+                self.tell_state(state_of(self._client))
                 self._on_listening(self)
             case messages.AddRequest():
                 self._add(message)
@@ -153,11 +148,11 @@ class WorkerLink:
     # From the engine
 
     def news(self) -> messages.Updates:
-        """What goes out in this turn."""
-        if not self._is_due:
-            self._is_due = True
+        """`out`, which goes out."""
+        if not self.is_due:
+            self.is_due = True
             self._callbacks.add(self._flush)
-        return self._out
+        return self.out
 
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
@@ -179,11 +174,15 @@ class WorkerLink:
         )
 
     def _flush(self) -> None:
-        if self._is_due:
-            self._is_due = False
-            out = self._out
-            self._out = messages.Updates()
+        if self.is_due:
+            self.is_due = False
+            out = self.out
+            self.out = messages.Updates()
             self.send(out)
+
+
+def state_of(client: Engines) -> messages.EngineState:
+    return messages.EngineState(client.state, client.ready)
 
 
 class _Request:
@@ -219,15 +218,19 @@ class _Request:
                 self._link.forget(self._request_id)
 
     def grower(self, request_id: str) -> Grow:
-        return partial(self._grow, request_id)
+        link = self._link
 
-    def _grow(self, request_id: str, token_ids: tuple[int, ...], now: float) -> None:
-        news = self._link.news()
-        if self._last_updates is news:
-            news.updates.append(RequestUpdate(request_id, token_ids))
-        else:
-            news.appended_request_ids.append(request_id)
-            news.appended_token_ids.append(token_ids)
+        def grow(token_ids: tuple[int, ...], now: float) -> None:
+            news = link.out
+            if not link.is_due:
+                link.news()
+            if self._last_updates is news:
+                news.updates.append(RequestUpdate(request_id, token_ids))
+            else:
+                news.appended_request_ids.append(request_id)
+                news.appended_token_ids.append(token_ids)
+
+        return grow
 
     def fail(self, error: ApiError) -> None:
         self._link.fail(self._request_id, error)
