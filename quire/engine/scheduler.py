@@ -156,10 +156,11 @@ class Scheduler:
         if self.step_times is not None and (chunks or may_admit):
             first = self._first_chunk(chunks)
             prompt = table.waiting.first() if first is None and table.waiting else first
-            plan.promise = self.step_times.promise(
-                plan.scheduled, plan.requests, prompt, plan.now, plan.budget
+            plan.keep(
+                self.step_times.promise(
+                    plan.scheduled, plan.requests, prompt, plan.now, plan.budget
+                )
             )
-            plan.limit(plan.promise.prompt_tokens)
             if may_admit or len(chunks) > 1:
                 self._schedule_in_time(first, chunks, plan)
             else:

@@ -53,6 +53,11 @@ class StepPlan:
             self.left_out += self.budget - budget
             self.budget = budget
 
+    def keep(self, promise: StepPromise) -> None:
+        """Leaves what it allows of prompts."""
+        self.promise = promise
+        self.limit(promise.prompt_tokens)
+
     def charge(self, shares: FairShares | None) -> None:
         """Counts what is scheduled for the first time to the tenants whose requests it is for."""
         if shares is None or self.num_charged == len(self.scheduled):

@@ -58,6 +58,10 @@ QUIRE_NAMES(colours, Red, Green)
 class Recorder:
     recorded: Recorded | None = None
 
+    def note(self, function: int, arguments: bytes) -> None:
+        assert self.recorded is not None
+        self.recorded.append((function, arguments))
+
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
