@@ -272,6 +272,33 @@ def test_whoever_leaves_while_nobody_can_compute_is_forgotten(engines: LocalEngi
     run(engines, script)
 
 
+def test_an_answer_of_weights_that_nobody_has_any_more_is_told_so_at_once(
+    engines: LocalEngines,
+) -> None:
+    """It waited for an engine that could not come, until its time was over: weights were replaced
+    elsewhere just before its engine was lost.
+    """
+
+    async def script(server: LocalServer, http: httpx.AsyncClient) -> None:
+        def watch(link: LocalLink, event: Updates) -> bool:
+            for one in server.pool._relays.values():
+                if any(one.outputs.values()):
+                    one.fingerprint = "that of weights which were replaced"
+                    link.kill()
+            return True
+
+        engines.watch = watch
+        async with asyncio.timeout(60):
+            response = await http.post(COMPLETIONS, json=BODY)
+        assert response.status_code == 503
+        error = response.json()["error"]
+        assert error["code"] == "engine_unavailable"
+        assert "none has the weights any more that it was begun with" in error["message"]
+        assert not server.pool._stranded
+
+    run(engines, script, queue_seconds=1000.0)
+
+
 @pytest.mark.parametrize("how", ["abandon", "timeout", "deadline"])
 def test_waiting_for_an_engine_ends(engines: LocalEngines, how: str) -> None:
     async def script(server: LocalServer, http: httpx.AsyncClient) -> None:
