@@ -378,12 +378,14 @@ class Soak:
         return tokens
 
     async def fill_cache(self) -> None:
-        """Uses every block once: memory counts only when it is first touched, and would look like a
-        leak.
+        """Uses every block once, and the memory for results of the largest steps, whose rows all have
+        logprobs: memory counts only when it is first touched, and would look like a leak.
         """
         for _ in range(12):
             prompt = [self.source.randrange(100) for _ in range(900)]
             await self.client.post_json("/v1/completions", {"prompt": prompt, "max_tokens": 1})
+        body = {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 20}
+        await self.client.post_json("/v1/completions", body)
 
     async def is_idle(self) -> bool:
         names = (
