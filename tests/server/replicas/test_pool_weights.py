@@ -30,6 +30,7 @@ class Played:
 
     def start(self) -> None:
         self.process = object()
+        self.ready = None
         self.state = "ready"
         self.weights_version = 0
         self.content = ["files"] * NUM_MATRICES

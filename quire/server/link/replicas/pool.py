@@ -59,8 +59,6 @@ class ReplicaPool:
         self._last_at: OrderedDict[str, int] = OrderedDict()
         """Which engine had a request last, of those that may still be asked about."""
         self._is_stopped = False
-        self._of_files: set[str | None] = set()
-        """Fingerprints of engines that started: with the weights of the model's files."""
         self.weights = PoolWeights(self._present, self._look_at_all)
 
     def _divide(self, config: ServerConfig) -> list[ServerConfig]:
@@ -240,7 +238,6 @@ class ReplicaPool:
         """An engine is ready, for the first time or again: with an empty cache."""
         ready = replica.ready
         assert ready is not None
-        self._of_files.add(ready.fingerprint)
         if ready.block_size != self._namer.block_size:
             self._namer = BlockNamer(ready.block_size)
         self.router.join(
@@ -361,27 +358,22 @@ class ReplicaPool:
         self._place(relay, message)
 
     def _strand(self, relay: Relay) -> None:
-        def give_up(why: str = "none has taken its place; try again later") -> None:
-            self.over(relay)
-            relay.listener.fail(unavailable(f"its engine was lost, and {why}"))
-
+        """There is no engine for it, until one comes or its time is over."""
         if self._is_stopped or self.state == "failed":
-            give_up()
-            return
-        if not self._may_come(relay):
-            give_up("none has the weights any more that it was begun with; send it again")
-            return
-        seconds = min(self._config.queue_seconds, _LONGEST_TIMER)
-        self._stranded[relay] = asyncio.get_running_loop().call_later(seconds, give_up)
+            self._refuse(relay)
+        elif any(relay.outputs.values()) and not self.weights.may_come(relay.fingerprint):
+            self._refuse(
+                relay, "none has the weights any more that it was begun with; send it again"
+            )
+        else:
+            seconds = min(self._config.queue_seconds, _LONGEST_TIMER)
+            self._stranded[relay] = asyncio.get_running_loop().call_later(
+                seconds, self._refuse, relay
+            )
 
-    def _may_come(self, relay: Relay) -> bool:
-        """Whether there may be an engine that can go on with it: those that start have the weights
-        of the model's files, and get requests only where nobody has others.
-        """
-        if not any(relay.outputs.values()):
-            return True
-        serving = [replica for replica in self.replicas if self._takes_requests(replica)]
-        return relay.fingerprint in self._of_files and (not self.weights.version or not serving)
+    def _refuse(self, relay: Relay, why: str = "none has taken its place; try again later") -> None:
+        self.over(relay)
+        relay.listener.fail(unavailable(f"its engine was lost, and {why}"))
 
     def _fail_stranded(self, error: ApiError) -> None:
         for relay in list(self._stranded):

@@ -48,6 +48,8 @@ class PoolWeights:
         self._on_change = on_change
         self.version = 0
         """Of the weights that answer requests: engines with others are left out."""
+        self._of_files: set[str] = set()
+        """Fingerprints of engines that started: with the weights of the model's files."""
         self._damaged: set[object] = set()
         """Processes of engines in which an update has failed halfway."""
         self._is_paused = False
@@ -61,6 +63,8 @@ class PoolWeights:
 
     def joined(self, engine: EngineClient) -> None:
         """An engine has started: it does what the others do, before its first request."""
+        if engine.ready is not None:
+            self._of_files.add(engine.ready.fingerprint)
         if self._sleep_level is not None:
             engine.order("sleep", level=self._sleep_level, mode="abort")
         elif self._is_paused:
@@ -88,6 +92,13 @@ class PoolWeights:
     def serves(self, engine: EngineClient) -> bool:
         """Whether it has the weights that answer requests."""
         return engine.weights_version == self.version and engine.process not in self._damaged
+
+    def may_come(self, fingerprint: str | None) -> bool:
+        """Whether there may be another engine of this fingerprint: those that start have the weights
+        of the model's files, and get requests only where nobody has others.
+        """
+        is_served = any(self.serves(one) for one in self._live())
+        return fingerprint in self._of_files and (not self.version or not is_served)
 
     def _live(self) -> dict[EngineClient, int]:
         """Those that can be asked, with their numbers."""
