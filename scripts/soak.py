@@ -62,8 +62,10 @@ JUDGED_ROUNDS = 5
 STORED = 64
 """Responses that the server keeps, so that the store is full early, too, and old ones make room."""
 IDLE_SECONDS = 60
-REST_SECONDS = 1.5
-"""Without requests, after which both processes have given back what they could."""
+REST_SECONDS = 4.0
+"""Without requests, after which both processes have given back what they could: they look once a
+second, and wait for a silence.
+"""
 CANARY = {
     "prompt": "The capital of France is",
     "max_tokens": 8,
