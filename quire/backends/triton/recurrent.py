@@ -52,10 +52,64 @@ def _faded(numbers, now, visible):
 
 
 @triton.jit
-def _barrier(INTERPRETED: tl.constexpr):
+def barrier(INTERPRETED: tl.constexpr):
     """What this program's threads have written can be read by all of them."""
     if not INTERPRETED:
         tl.debug_barrier()
+
+
+@triton.jit
+def write_state(
+    state,
+    next_state,
+    has_state,
+    last,
+    blocks,
+    keys,
+    changes,
+    decays,
+    key_stride,
+    change_stride,
+    decay_stride,
+    chunk,
+    head,
+    key_head,
+    column,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """A head's state at its chunk's end, from that at its begin, if it has one, and the records of
+    all its tokens, whose tiles lie in `blocks`; `last` is the last one's decay.
+    """
+    within = column < VALUE_DIM
+    in_tile = tl.arange(0, TILE)
+    for piece in range(PIECES):
+        k = piece * PIECE + tl.arange(0, PIECE)
+        inside = (k < KEY_DIM)[:, None] & within[None, :]
+        place = k[:, None] * VALUE_DIM + column[None, :]
+        total = tl.load(state + place, mask=inside & has_state, other=0.0) * tl.exp(last)
+        for tile in tl.range(CHUNK // TILE, num_stages=4):
+            block = tl.sum(tl.where(in_tile == tile, blocks, 0))
+            offset = (chunk + tile * TILE) % BLOCK_SIZE
+            key = keys + block * key_stride + (key_head * BLOCK_SIZE + offset) * KEY_DIM
+            mine = changes + block * change_stride + (head * BLOCK_SIZE + offset) * VALUE_DIM
+            left = tl.load(
+                key + in_tile[:, None] * KEY_DIM + k[None, :],
+                mask=(in_tile >= 0)[:, None] & (k < KEY_DIM)[None, :],
+                other=0.0,
+            )
+            change = tl.load(
+                mine + in_tile[:, None] * VALUE_DIM + column[None, :],
+                mask=(in_tile >= 0)[:, None] & within[None, :],
+                other=0.0,
+            )
+            fading = decays + block * decay_stride + head * BLOCK_SIZE + offset
+            decay = tl.load(fading + in_tile)
+            change = change * tl.exp(last - decay)[:, None]
+            total = product(tl.trans(left), change, total)
+        tl.store(next_state + place, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -239,7 +293,7 @@ def _recur_kernel(
                 asked = tl.fma(value, tl.load(skip + head) + tl.zeros_like(value), asked)
             target = out + (source[:, None] * VALUE_HEADS + head) * VALUE_DIM + column[None, :]
             tl.store(target, asked.to(NUMBER), mask=mask)
-            _barrier(INTERPRETED)
+            barrier(INTERPRETED)
         if count == CHUNK:
             block = tl.sum(tl.where(in_tile == CHUNK // TILE - 1, blocks, 0))
             offset = (chunk + CHUNK - 1) % BLOCK_SIZE
@@ -255,34 +309,28 @@ def _recur_kernel(
                 tl.float32,
                 ALIGNMENT,
             )
-            for piece in range(PIECES):
-                k = piece * PIECE + tl.arange(0, PIECE)
-                inside = (k < KEY_DIM)[:, None] & within[None, :]
-                place = k[:, None] * VALUE_DIM + column[None, :]
-                total = tl.load(state + place, mask=inside & has_state, other=0.0) * tl.exp(last)
-                for tile in tl.range(CHUNK // TILE, num_stages=4):
-                    block = tl.sum(tl.where(in_tile == tile, blocks, 0))
-                    offset = (chunk + tile * TILE) % BLOCK_SIZE
-                    key = keys + block * key_stride + (key_head * BLOCK_SIZE + offset) * KEY_DIM
-                    mine = (
-                        changes + block * change_stride + (head * BLOCK_SIZE + offset) * VALUE_DIM
-                    )
-                    left = tl.load(
-                        key + in_tile[:, None] * KEY_DIM + k[None, :],
-                        mask=(in_tile >= 0)[:, None] & (k < KEY_DIM)[None, :],
-                        other=0.0,
-                    )
-                    change = tl.load(
-                        mine + in_tile[:, None] * VALUE_DIM + column[None, :],
-                        mask=(in_tile >= 0)[:, None] & within[None, :],
-                        other=0.0,
-                    )
-                    fading = decays + block * decay_stride + head * BLOCK_SIZE + offset
-                    decay = tl.load(fading + in_tile)
-                    change = change * tl.exp(last - decay)[:, None]
-                    total = product(tl.trans(left), change, total)
-                tl.store(next_state + place, total, mask=inside)
-            _barrier(INTERPRETED)
+            write_state(
+                state,
+                next_state,
+                has_state,
+                last,
+                blocks,
+                keys,
+                changes,
+                decays,
+                key_stride,
+                change_stride,
+                decay_stride,
+                chunk,
+                head,
+                key_head,
+                column,
+                KEY_DIM,
+                VALUE_DIM,
+                PIECES,
+                BLOCK_SIZE,
+            )
+            barrier(INTERPRETED)
         row += chunk + CHUNK - position
         position = chunk + CHUNK
         goes_on = in_step(tables, positions, rows, row, table, position)

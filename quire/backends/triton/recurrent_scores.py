@@ -133,7 +133,7 @@ def scores_kernel(
                 DELTA,
             )
         else:
-            _decays_of_chunk(
+            decays_of_chunk(
                 gates,
                 log_rate,
                 time_bias,
@@ -153,7 +153,7 @@ def scores_kernel(
                 BLOCK_SIZE,
                 DELTA,
             )
-        _keep_last_inputs(
+        keep_last_inputs(
             inputs,
             tail_places,
             tables,
@@ -268,7 +268,7 @@ def _scores_of_tile(
 
 
 @triton.jit
-def _decays_of_chunk(
+def decays_of_chunk(
     gates,
     log_rate,
     time_bias,
@@ -330,7 +330,7 @@ def _decays_of_chunk(
 
 
 @triton.jit
-def _keep_last_inputs(
+def keep_last_inputs(
     inputs,
     tail_places,
     tables,

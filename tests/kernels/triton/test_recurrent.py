@@ -55,7 +55,7 @@ def _on_device() -> Iterator[None]:
     torch.set_default_device(before)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def kernels() -> TritonKernels:
     return TritonKernels(torch.float32)
 
@@ -110,12 +110,11 @@ def test_wide_heads_are(kernels: TritonKernels, spec: RecurrentSpec, dtype: torc
 @settings(deadline=None, max_examples=60 if ON_GPU else 3)
 @given(data=st.data())
 def test_bits_do_not_depend_on_how_tokens_are_divided_into_steps(
-    spec: RecurrentSpec, data: st.DataObject
+    kernels: TritonKernels, spec: RecurrentSpec, data: st.DataObject
 ) -> None:
     """Chunks of prompts that end anywhere, single tokens, drafts that are computed again, other
     sequences beside it.
     """
-    kernels = TritonKernels(torch.float32)
     length = data.draw(st.integers(1, 300 if ON_GPU else 90))
     (expected,) = Layer(kernels, spec, [length, 150]).step([(0, 0, length)])
     layer = Layer(kernels, spec, [length, 150])

@@ -258,7 +258,7 @@ def test_kernels_for_all_devices_compile_and_fit_into_what_each_has() -> None:
     for name, used in (found["latent"] | found["adapters"]).items():
         assert used["stack"] <= (1200 if name.startswith("latent") else 16), name
         assert used["shared"] <= 227 * 1024, name
-    assert len(found["recurrent"]) == short_or_long(4, 17)
+    assert len(found["recurrent"]) == short_or_long(4, 20)
     for name, used in found["recurrent"].items():
         # Recurrences of 64 columns have 128 registers, for a fourth program: Triton 3.6 spills 16.
         assert used["stack"] <= (128 if "recurrence 64" in name else 32), name

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from quire.backends.triton.kernels import TritonKernels
 from quire.backends.triton.launch import INTERPRETED, LAUNCH, USE_PDL, begin
-from quire.backends.triton.recurrent import _barrier
+from quire.backends.triton.recurrent import barrier, write_state
 from quire.backends.triton.recurrent_scores import (
     PIECE,
-    _decays_of_chunk,
-    _keep_last_inputs,
-    product,
+    decays_of_chunk,
+    keep_last_inputs,
     softplus,
 )
 from quire.backends.triton.sequences import (
@@ -176,7 +175,7 @@ def _prepare_kernel(
             # a tile that another program has begun, or this one a row ago, is theirs
             is_own = in_step(tables, positions, rows, row - 1, table, position - 1) == 0
             if is_own | (position % TILE == 0):
-                _decays_of_chunk(
+                decays_of_chunk(
                     gates,
                     log_rate,
                     time_bias,
@@ -196,7 +195,7 @@ def _prepare_kernel(
                     BLOCK_SIZE,
                     DELTA,
                 )
-                _keep_last_inputs(
+                keep_last_inputs(
                     inputs,
                     tail_places,
                     tables,
@@ -432,7 +431,7 @@ def _token_kernel(
             goes_on = in_step(tables, positions, rows, row, table, position)
             in_chunk = goes_on & (position < chunk + CHUNK)
         if position == chunk + CHUNK:
-            _barrier(INTERPRETED)
+            barrier(INTERPRETED)
             next_state = head_of_state(
                 state_places,
                 head,
@@ -444,18 +443,28 @@ def _token_kernel(
                 tl.float32,
                 ALIGNMENT,
             )
-            _next_state(
+            in_tile = tl.arange(0, TILE)
+            place_of_tile = (chunk + in_tile * TILE) // BLOCK_SIZE
+            blocks = tl.load(
+                block_tables + table.to(tl.int64) * table_stride + place_of_tile,
+                mask=in_tile < CHUNK // TILE,
+                other=0,
+            ).to(tl.int64)
+            start, offset = records_at(
+                block_tables, table_stride, table, position - 1, True, decay_stride, BLOCK_SIZE
+            )
+            write_state(
                 state,
                 next_state,
+                chunk > 0,
+                tl.load(decays + start + head * BLOCK_SIZE + offset),
+                blocks,
                 keys,
                 changes,
                 decays,
-                block_tables,
-                table_stride,
                 key_stride,
                 change_stride,
                 decay_stride,
-                table,
                 chunk,
                 head,
                 key_head,
@@ -465,65 +474,7 @@ def _token_kernel(
                 PIECES,
                 BLOCK_SIZE,
             )
-            _barrier(INTERPRETED)
-
-
-@triton.jit
-def _next_state(
-    state,
-    next_state,
-    keys,
-    changes,
-    decays,
-    block_tables,
-    table_stride,
-    key_stride,
-    change_stride,
-    decay_stride,
-    table,
-    chunk,
-    head,
-    key_head,
-    column,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """A state at its chunk's end, from that at its begin and the records of all its tokens."""
-    within = column < VALUE_DIM
-    in_tile = tl.arange(0, TILE)
-    start, offset = records_at(
-        block_tables, table_stride, table, chunk + CHUNK - 1, True, decay_stride, BLOCK_SIZE
-    )
-    last = tl.load(decays + start + head * BLOCK_SIZE + offset)
-    for piece in range(PIECES):
-        k = piece * PIECE + tl.arange(0, PIECE)
-        inside = (k < KEY_DIM)[:, None] & within[None, :]
-        place = k[:, None] * VALUE_DIM + column[None, :]
-        total = tl.load(state + place, mask=inside & (chunk > 0), other=0.0) * tl.exp(last)
-        for tile in tl.range(CHUNK // TILE, num_stages=4):
-            # a tile lies in one block
-            at = chunk + tile * TILE
-            block = tl.load(block_tables + table.to(tl.int64) * table_stride + at // BLOCK_SIZE)
-            block = block.to(tl.int64)
-            offset = at % BLOCK_SIZE
-            key = keys + block * key_stride + (key_head * BLOCK_SIZE + offset) * KEY_DIM
-            mine = changes + block * change_stride + (head * BLOCK_SIZE + offset) * VALUE_DIM
-            left = tl.load(
-                key + in_tile[:, None] * KEY_DIM + k[None, :],
-                mask=(in_tile >= 0)[:, None] & (k < KEY_DIM)[None, :],
-                other=0.0,
-            )
-            change = tl.load(
-                mine + in_tile[:, None] * VALUE_DIM + column[None, :],
-                mask=(in_tile >= 0)[:, None] & within[None, :],
-                other=0.0,
-            )
-            decay = tl.load(decays + block * decay_stride + head * BLOCK_SIZE + offset + in_tile)
-            change = change * tl.exp(last - decay)[:, None]
-            total = product(tl.trans(left), change, total)
-        tl.store(next_state + place, total, mask=inside)
+            barrier(INTERPRETED)
 
 
 class TokenRecurrence(TritonKernels):
