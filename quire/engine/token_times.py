@@ -56,8 +56,10 @@ _FIRST_PROMPT_TOKENS = 64
 """Planned for the first step, and at most twice the largest step so far after it: sizes that were
 never seen are approached, not jumped at.
 """
-LEAST_PROMPT_TOKENS = 16
-"""Computed whatever was promised, so that prompts get on."""
+LEAST_PART = 0.1
+"""Of the promised time prompts get so much, and..."""
+LEAST_PROMPT_TOKENS = 4
+"""...so many tokens, however little decodes leave: so that prompts get on."""
 _ALONE_LOSS = 0.05
 """A step without decodes is so long that of its time this part would be saved by a longer one..."""
 MOST_ALONE = 4.0
@@ -270,22 +272,23 @@ class TokenTimes:
         else:
             target = min(max(target, beside / _ALONE_LOSS), MOST_ALONE * target)
             left = target - beside
+        gave_way: str | None = None
+        if left < LEAST_PART * target:
+            left, gave_way = LEAST_PART * target, "first_token"
         each = per_token + per_pair * start
-        count = 0.0 if left <= 0 else float(most)
-        if left > 0 and (each > 0 or per_pair > 0):
-            # left = each * count + per_pair * count ** 2 / 2
+        allowed = most
+        if each > 0 or per_pair > 0:
+            # left = each * allowed + per_pair * allowed ** 2 / 2
             fits = 2 * left / (each + (each * each + 2 * per_pair * left) ** 0.5)
-            if fits < count:
-                count = fits
-        least = LEAST_PROMPT_TOKENS if most > LEAST_PROMPT_TOKENS else most
-        allowed = int(count)
-        if allowed < least:
-            allowed = least
-        elif allowed > _FIRST_PROMPT_TOKENS:
+            least = LEAST_PROMPT_TOKENS if most > LEAST_PROMPT_TOKENS else most
+            if fits < least:
+                fits, gave_way = least, "first_token"
+            if fits < most:
+                allowed = int(fits)
+        if allowed > _FIRST_PROMPT_TOKENS:
             known = 2 * self._most_tokens - num_decodes
             if allowed > known:
                 allowed = max(known, _FIRST_PROMPT_TOKENS)
-        gave_way: str | None = "first_token" if count < least else None
         if self._first_token is not None and prompt is not None:
             needed = self._needed(prompt, self._first_token, target, now)
             if needed > allowed:

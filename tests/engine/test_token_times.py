@@ -197,6 +197,19 @@ def test_a_target_that_decodes_alone_miss_still_lets_prompts_on() -> None:
     assert engine.first_token_time("long") < 500 / LEAST_PROMPT_TOKENS * 0.02
 
 
+def test_where_little_time_is_left_prompts_get_no_more_than_fits() -> None:
+    """As on a CPU: tokens cost so much that beside decodes there is room for ten of a prompt."""
+    engine = TimedEngine(lambda step: 0.004 + 0.002 * step.num_tokens, target_token_time=TARGET)
+    with_load(engine)
+    engine.check_answers()
+    assert percentile(engine.gaps(), 0.99) <= TARGET
+    few = [step.promise for step in engine.steps[50:] if step.num_decodes and step.promise]
+    assert len(few) > 100
+    for promise in few:
+        assert LEAST_PROMPT_TOKENS <= promise.prompt_tokens < 12
+        assert promise.gave_way is None or promise.prompt_tokens == LEAST_PROMPT_TOKENS
+
+
 @pytest.mark.parametrize("gives_way", ["first_token", "token_time"])
 def test_which_target_gives_way_is_a_setting(gives_way: str) -> None:
     settings: dict[str, Any] = {"target_token_time": 0.013, "target_first_token": 0.15}

@@ -38,8 +38,9 @@ def server(small_model: str, folder: Path) -> Iterator[Server]:
         yield server
         server.assert_sound()
         wait_for(lambda: len(os.listdir(descriptors)) <= before + 2, "descriptors to be closed")
-        for file in server.get("/v1/files").json()["data"]:
-            assert server.client().delete(f"/v1/files/{file['id']}").status_code == 200
+        with server.client() as client:
+            for file in client.get("/v1/files").json()["data"]:
+                assert client.delete(f"/v1/files/{file['id']}").status_code == 200
         left = [
             path
             for path in folder.rglob("*")

@@ -19,7 +19,7 @@ from quire.engine.config import SchedulerConfig
 from quire.engine.invariants import check_invariants
 from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
-from quire.engine.token_times import LEAST_PROMPT_TOKENS, MOST_ALONE, work_of
+from quire.engine.token_times import LEAST_PART, LEAST_PROMPT_TOKENS, MOST_ALONE, work_of
 from quire.sampling_params import SamplingParams
 from quire.step import Step, StepResult
 
@@ -238,9 +238,11 @@ class TimedSimulation:
         promise = step.promise
         self._require(promise is not None, f"step {number} computes prompts and promises nothing")
         num_tokens, _ = work_of(step)
+        most = MOST_ALONE * target
+        most = max(most, times.seconds(0, 0.0) + LEAST_PART * most)
         self._require(
             num_tokens <= LEAST_PROMPT_TOKENS
-            or times.seconds(num_tokens, 0.0) <= MOST_ALONE * target * 1.001
+            or times.seconds(num_tokens, 0.0) <= most * 1.001
             or (promise is not None and promise.gave_way == "token_time"),
             f"step {number}: {num_tokens} tokens alone, {promise}, the target is {target:.4f} s",
         )
