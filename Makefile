@@ -29,7 +29,7 @@ serve: .venv/serve-installed
 # numpy's threads would wait for each other's cores: small systems of equations take it four times as long then.
 PYTEST := OPENBLAS_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest \
 	-p _hypothesis_pytestplugin
-WORKERS := -p xdist.plugin -n 3
+WORKERS := -p xdist.plugin -n 4
 
 # Tests of one server or one file share a worker (tests/selection.py).
 test: .venv/test-installed

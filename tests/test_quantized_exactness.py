@@ -17,7 +17,7 @@ from quire.kernels.quantize import INT8, to_codes, to_q4_0
 from quire.kernels.weights import Weight
 from quire.models.spec import MlpSpec, ModelSpec
 from quire.sampling_params import SamplingParams
-from tests.kernels.cpu_support import VARIANTS, is_best_again
+from tests.kernels.cpu_support import VARIANTS, is_best_again, variant_kernels
 from tests.kernels.test_cpu_quantized import NAMES, quantized
 from tests.long_runs import short_or_long
 from tests.random_models import SPECS, Bench, random_decoder
@@ -115,11 +115,11 @@ def test_a_model_answers_with_the_same_bits_on_every_instruction_set() -> None:
     """All that a quantised model computes in float32, attention and norms included."""
     prompts, params = workload(6, seed=4, longest=60)
     expected = None
-    for variant, (architecture, use_amx) in VARIANTS.items():
+    for variant in VARIANTS:
         try:
             if is_best_again(variant):
                 continue
-            kernels = CpuKernels(architecture, use_amx)
+            kernels = variant_kernels(variant)
         except DeviceError as error:
             pytest.skip(str(error))
         decoder = random_decoder(

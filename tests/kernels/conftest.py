@@ -9,7 +9,7 @@ import torch
 
 from quire.backends.cpu.kernels import CpuKernels
 from quire.errors import DeviceError
-from tests.kernels.cpu_support import VARIANTS, is_best_again
+from tests.kernels.cpu_support import VARIANTS, is_best_again, variant_kernels
 from tests.long_runs import IS_LONG
 
 # `make test` takes the best variant: the others are further builds, of the same code.
@@ -24,7 +24,7 @@ def kernels(request: pytest.FixtureRequest) -> CpuKernels:
     try:
         if is_best_again(request.param):
             pytest.skip("no AMX here: plain vectors are the best variant")
-        return CpuKernels(*VARIANTS[request.param])
+        return variant_kernels(request.param)
     except DeviceError as error:
         pytest.skip(str(error))
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import platform
 from dataclasses import replace
+from unittest import mock
 
 import torch
 from hypothesis import settings
 from torch import Tensor
 
+from quire.backends.cpu import build
 from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.ops import LayerCache, PagedBatch
 from quire.kernels.reference import ReferenceKernels
+from tests.long_runs import IS_LONG
 
 REFERENCE = ReferenceKernels()
 # All ways through the code this machine can run: its best one, plain vectors, and those of lesser
@@ -30,7 +34,22 @@ def is_best_again(variant: str) -> bool:
     """Whether a variant runs exactly what "best" does: without AMX, plain vectors are the best
     there is.
     """
-    return variant == "vectors" and not CpuKernels(*VARIANTS["best"]).has_amx
+    return variant == "vectors" and not variant_kernels("best").has_amx
+
+
+def variant_kernels(variant: str) -> CpuKernels:
+    architecture, use_amx = VARIANTS[variant]
+    load_level(architecture)
+    return CpuKernels(architecture, use_amx)
+
+
+def load_level(architecture: str) -> ctypes.CDLL:
+    """The library for what users have is built as theirs, those for lesser levels in the short form
+    with less optimisation: in half the time, for the same bits.
+    """
+    flags = build.FLAGS if IS_LONG or architecture == "native" else (*build.FLAGS, "-O1")
+    with mock.patch.object(build, "FLAGS", flags):
+        return build.load_library(architecture)  # which keeps it
 
 
 few_examples = settings(deadline=None, max_examples=12)

@@ -71,8 +71,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("no C++ compiler here")
     folder = tmp_path_factory.mktemp("library")
     (folder / "add.cpp").write_text(SOURCE)
-    include = f"-I{Path(build.__file__).parent}"
-    command = [*compiler, "-std=c++17", "-fPIC", "-shared", include, "add.cpp", "-o", "add.so"]
+    kernels = Path(build.__file__).parent
+    command = [*compiler, "-std=c++17", "-fPIC", "-shared", f"-I{kernels}", "add.cpp"]
+    command += [str(kernels / "arguments.cpp"), "-o", "add.so"]
     subprocess.run(command, cwd=folder, check=True, timeout=300)
     return ctypes.CDLL(str(folder / "add.so"))
 

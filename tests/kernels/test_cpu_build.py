@@ -120,6 +120,21 @@ case " $* " in *" -shared "*) echo linked >> {tmp_path}/log; cp {library} "$last
 
 
 @needs_compiler
+def test_two_libraries_in_one_process_share_nothing() -> None:
+    """What has the same name in both would be one thing: a table of the first one, of another size
+    than the second one expects, its threads or its memory.
+    """
+    if not shutil.which("nm"):
+        pytest.skip("no nm here")
+    command = ["nm", "-D", "-C", "--defined-only", build.load_library()._name]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    # "address type name": of these the loader makes one for all libraries (V, W, u), or takes the first
+    names = [line.split(maxsplit=2)[2] for line in done.stdout.splitlines()]
+    assert not [name for name in names if "quire::" in name and "std::" not in name]
+    assert "quire_attention_float32" in names
+
+
+@needs_compiler
 def test_a_library_that_is_not_whole_is_built_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -127,7 +142,10 @@ def test_a_library_that_is_not_whole_is_built_again(
     behind.
     """
     source = tmp_path / "source.cpp"
-    source.write_text('extern "C" int number() { return 7; }\n')
+    source.write_text(
+        '#include "arguments.h"\nextern "C" { QUIRE_EXPORT int number() { return 7; } }\n'
+    )
+    shutil.copy(Path(build.__file__).with_name("arguments.h"), tmp_path)
     monkeypatch.setattr(build, "_SOURCE_FOLDER", tmp_path)
     monkeypatch.setenv("QUIRE_HOME", str(tmp_path / "home"))
     load = build.load_library.__wrapped__

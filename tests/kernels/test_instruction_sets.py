@@ -18,6 +18,7 @@ import pytest
 
 from quire.backends.cpu import build
 from quire.process import native_library
+from tests.kernels.cpu_support import load_level
 from tests.long_runs import IS_LONG
 
 FOLDER = Path(build.__file__).parent
@@ -46,7 +47,7 @@ def run_library(architecture: str, folder: Path) -> str:
     """The digests of the library that the tests of the kernels use, which is built by now or will
     be used by them.
     """
-    library = Path(build.load_library(architecture)._name)
+    library = Path(load_level(architecture)._name)
     program = folder / f"library-{architecture}"
     source = Path(__file__).with_name("digest.cpp")
     link = [str(library), f"-Wl,-rpath,{library.parent}"]

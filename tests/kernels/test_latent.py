@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.backends.cpu.kernels import CpuKernels
 from quire.kernels.latent import LatentSpec, latent_heads
 from quire.kernels.ops import Kernels, LatentNorm, LayerCache
 from quire.kernels.reference import ReferenceKernels
@@ -24,6 +23,7 @@ from tests.kernels.cpu_support import (
     make_batch,
     make_cache,
     random,
+    variant_kernels,
 )
 
 SIZES = {
@@ -51,7 +51,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
         return ReferenceKernels()
     if is_best_again(request.param):
         pytest.skip("the same as best here")
-    return CpuKernels(*VARIANTS[request.param])
+    return variant_kernels(request.param)
 
 
 def latent_cache(

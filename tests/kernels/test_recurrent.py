@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.backends.cpu.kernels import CpuKernels
 from quire.errors import DeviceError
 from quire.kernels.layer_state import CarriedPart
 from quire.kernels.ops import Kernels, PagedBatch
@@ -27,7 +26,13 @@ from quire.kernels.recurrent import (
     RecurrentSpec,
     RecurrentWeights,
 )
-from tests.kernels.cpu_support import REFERENCE, VARIANTS, assert_close, is_best_again
+from tests.kernels.cpu_support import (
+    REFERENCE,
+    VARIANTS,
+    assert_close,
+    is_best_again,
+    variant_kernels,
+)
 from tests.long_runs import short_or_long
 
 BLOCK = 16
@@ -67,7 +72,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     if is_best_again(request.param):
         pytest.skip("no AMX here: plain vectors are the best variant")
     try:
-        return CpuKernels(*VARIANTS[request.param])
+        return variant_kernels(request.param)
     except DeviceError as error:
         pytest.skip(str(error))
 

@@ -19,17 +19,19 @@ constexpr char type_letter() {
   return 'f';
 }
 
+// A field's type and its place in the struct.
+struct Field {
+  char letter;
+  int64_t offset;
+};
+
 // "x, rows;P0 q8;16": names, types and offsets, and the size of all.
+std::string described(const char* names, const Field* fields, size_t count, size_t size);
+
 template <class... Fields>
 std::string described(const char* names, const void* begin, size_t size, const Fields&... fields) {
-  std::string text = std::string(names) + ";";
-  auto add = [&](const auto& field) {
-    const auto offset = reinterpret_cast<const char*>(&field) - static_cast<const char*>(begin);
-    text += type_letter<std::decay_t<decltype(field)>>() + std::to_string(offset) + " ";
-  };
-  (add(fields), ...);
-  text.back() = ';';
-  return text + std::to_string(size);
+  const Field all[] = {{type_letter<Fields>(), reinterpret_cast<const char*>(&fields) - static_cast<const char*>(begin)}...};
+  return described(names, all, sizeof...(Fields), size);
 }
 
 }  // namespace quire
@@ -38,19 +40,23 @@ std::string described(const char* names, const void* begin, size_t size, const F
 #define QUIRE_ARGUMENTS(...) \
   std::string describe() const { return quire::described(#__VA_ARGS__, this, sizeof(*this), __VA_ARGS__); }
 
+// All else is hidden: two libraries in one process (tests load several) would share what has the same name in both, and
+// tables are of other sizes on other instruction sets.
+#define QUIRE_EXPORT __attribute__((visibility("default")))
+
 // Exports what a struct holds.
 #define QUIRE_DESCRIBE(name, ...)                             \
-  const char* quire_##name##_arguments() {                    \
+  QUIRE_EXPORT const char* quire_##name##_arguments() {       \
     static const std::string text = __VA_ARGS__{}.describe(); \
     return text.c_str();                                      \
   }
 
 // Exports a function that runs `statement` on its arguments, `call`, whose type comes last.
-#define QUIRE_FUNCTION(name, statement, ...)                \
-  void quire_##name(const __VA_ARGS__* call) { statement; } \
+#define QUIRE_FUNCTION(name, statement, ...)                             \
+  QUIRE_EXPORT void quire_##name(const __VA_ARGS__* call) { statement; } \
   QUIRE_DESCRIBE(name, __VA_ARGS__)
 
 // Exports names whose positions are numbers on both sides.
 #define QUIRE_NAMES(name, ...) \
-  const char* quire_##name() { return QUIRE_TEXT(__VA_ARGS__); }
+  QUIRE_EXPORT const char* quire_##name() { return QUIRE_TEXT(__VA_ARGS__); }
 #define QUIRE_TEXT(...) #__VA_ARGS__

@@ -16,7 +16,7 @@ _SOURCE_FOLDER = Path(__file__).parent
 # that sums no longer fit the registers.
 FLAGS = (
     "-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
-    "-fno-schedule-insns",
+    "-fno-schedule-insns", "-fvisibility=hidden",
 )  # fmt: skip
 
 

@@ -238,5 +238,5 @@ QUIRE_FUNCTION(linear_bfloat16, linear_vector(*call), Linear<bf16>)
 QUIRE_FUNCTION(linear_heads_float32, call->run(), LinearHeads<float>)
 QUIRE_FUNCTION(linear_heads_bfloat16, call->run(), LinearHeads<bf16>)
 QUIRE_FUNCTION(linear_amx, linear_amx(*call), Linear<bf16>)
-int quire_has_amx() { return has_amx(); }
+QUIRE_EXPORT int quire_has_amx() { return has_amx(); }
 }

@@ -302,7 +302,7 @@ class TimedSimulation:
         without = [one for one in self._waiting if not shares.rows[one]]
         self.without_row = Counter({one: self.without_row[one] + 1 for one in without})
         scenario = self.scenario
-        one_request = self._longest_prompt / 8 + scenario.answer_tokens + 2
+        one_request = 2 * self._longest_prompt / LEAST_PROMPT_TOKENS + scenario.answer_tokens + 2
         for tenant, steps in self.without_row.items():
             # whoever weighs more has so much more for each token that this one has had
             weight = shares.weight(tenant)
@@ -327,7 +327,7 @@ class TimedSimulation:
         step: Step,
     ) -> None:
         """The first prompt of the tenant that has had least gets half of what a step may compute,
-        at least 8 tokens; the shortest of its others gets what it needs of the rest; prompts of
+        or of the least; the shortest of its others gets what it needs of the rest; prompts of
         tenants that have had more are computed only when it is done.
         """
         promise = step.promise
