@@ -21,6 +21,8 @@ from tests.long_runs import IS_QUICK
 from tests.selection import make_scheduler, mark_slow_cases
 from tests.skips import skipped_lines
 
+gc.disable()  # while tests are collected: nearly all that is made then stays
+
 if not torch.cuda.is_available():
     # Triton's kernels then run on the CPU; read when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -74,6 +76,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

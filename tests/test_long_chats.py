@@ -13,6 +13,7 @@ from quire.backends.cpu.kernels import CpuKernels
 from quire.config import EngineConfig
 from quire.engine import make_requests
 from quire.sampling_params import SamplingParams
+from tests.long_runs import IS_LONG
 from tests.random_models import WITH_STATES, random_decoder
 
 MOST_OLD = 128
@@ -63,6 +64,10 @@ class Chat:
             self.history = [*self.history, *said, *CUE[:2], *answer[most // 2 :]]
 
 
+KINDS = [(True, "off"), (False, "ngram"), (True, "ngram"), (False, "off")]
+"""Whether turns keep the reasoning of those before, and what drafts."""
+
+
 def sizes(chat: Chat, remainders: list[int], least: int) -> int:
     """How many tokens the next turn adds, for its prompt to end so many behind a chunk's begin."""
     wanted = remainders[len(chat.old) % len(remainders)]
@@ -84,8 +89,8 @@ def test_a_turn_computes_at_most_128_old_tokens(model: str, keeps_reasoning: boo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("speculation", ["off", "ngram"])
-@pytest.mark.parametrize("keeps_reasoning", [True, False])
+@pytest.mark.soak
+@pytest.mark.parametrize(("keeps_reasoning", "speculation"), KINDS if IS_LONG else KINDS[:2])
 @pytest.mark.parametrize("model", ["delta rule", "state space"])
 def test_twenty_turns_over_16_000_tokens(
     model: str, keeps_reasoning: bool, speculation: str

@@ -24,6 +24,7 @@ from quire.models.load import open_model
 from quire.models.weight_plan import ModelFiles
 from quire.sampling_params import SamplingParams
 from tests.decoding import load_decoder, make_caches, paged_batch
+from tests.long_runs import short_or_long
 from tests.models.random_configurations import (
     draw_values,
     load_reference,
@@ -38,7 +39,7 @@ from tests.random_models import Bench
 
 CPU = torch.device("cpu")
 FAMILY_NAMES = [family.name for family in FAMILIES if family.name not in RECURRENT]
-SEEDS = 3
+SEEDS = short_or_long(2, 6)
 OF_EXPERTS = {
     *("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"),
     *("input_linear", "output_linear", "layer", "router"),
@@ -172,6 +173,7 @@ def check_family(family: str, seed: int, folder: Path) -> None:
 
 
 @pytest.mark.few(2)
+@pytest.mark.soak
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_adapters_of_every_family_compute_as_peft_does(
