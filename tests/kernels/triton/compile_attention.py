@@ -46,7 +46,7 @@ def attention_kernels() -> dict[str, tuple[int, int]]:
     """The shared memory each takes, and what there is."""
     found = {}
     cases = [*((capability, 256) for capability in LIMITS), (86, 128)] if IS_LONG else [(86, 256)]
-    fp8 = [(89, 256), (90, 128), (90, 256)] if IS_LONG else [(90, 128)]
+    fp8 = [(89, 256), (90, 128), (90, 256)] if IS_LONG else []
     for capability, head_dim, cache in [
         *((*case, "*bf16") for case in cases),
         *((*case, "*i16") for case in fp8),
