@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client import ProcessCollector, generate_latest
 
-from quire.observe.shared_metrics import Counter, Gauge, Histogram, Numbers, Registry
+from quire.observe.shared_metrics import Counter, Gauge, Histogram, Info, Numbers, Registry
 from quire.observe.step_log import NO_ADAPTERS, StepSummary
 from quire.step import RequestMetrics, StepAdapters
 
@@ -179,8 +179,7 @@ class ServerMetrics:
             "vllm:num_requests_waiting_by_reason", text, [*names, "reason"], registry=registry
         )
         text = "Adapters of running requests, and those others wait for room for: when that was so last."
-        self._lora_labels: tuple[str, ...] | None = None
-        self._lora = Gauge(
+        self._lora = Info(
             "vllm:lora_requests_info",
             text,
             [*names, "running_lora_adapters", "waiting_lora_adapters"],
@@ -189,9 +188,8 @@ class ServerMetrics:
         text = "All blocks that requests can use, in bytes."
         self._cache_bytes = Gauge("quire_kv_cache_bytes", text, names, registry=registry)
         text = "The cache of keys and values: always 1, with its sizes as labels."
-        cache_labels = ["block_size", "num_gpu_blocks", "engine"]
-        self._cache_sizes: tuple[str, ...] | None = None
-        self._cache_config = Gauge("vllm:cache_config_info", text, cache_labels, registry=registry)
+        cache_labels = ["engine", "block_size", "num_gpu_blocks"]
+        self._cache_config = Info("vllm:cache_config_info", text, cache_labels, registry=registry)
         self._http = Counter(
             "quire_http_requests", "HTTP requests answered.", ["path", "status"], registry=registry
         )
@@ -245,10 +243,8 @@ class ServerMetrics:
         self._num_blocks = max(1, num_blocks)
         self._bytes_per_block = bytes_per_block
         self._cache_bytes.labels(**self._labels).set(num_blocks * bytes_per_block)
-        if self._cache_sizes is not None:
-            self._cache_config.remove(*self._cache_sizes)
-        self._cache_sizes = (str(block_size), str(num_blocks), self._labels["engine"])
-        self._cache_config.labels(*self._cache_sizes).set(1)
+        sizes = (str(block_size), str(num_blocks))
+        self._cache_config.show((self._labels["engine"],), sizes, 1)
 
     # What the engine client tells
 
@@ -281,12 +277,8 @@ class ServerMetrics:
     def _show_adapters(self, adapters: StepAdapters) -> None:
         """One line, which is there while somebody has or waits for an adapter."""
         shown = (",".join(adapters.running), ",".join(adapters.waiting))
-        labels = (*self._labels.values(), *shown) if any(shown) else None
-        if self._lora_labels not in (None, labels):
-            self._lora.remove(*self._lora_labels)
-        self._lora_labels = labels
-        if labels is not None:
-            self._lora.labels(*labels).set(time.time())
+        texts = shown if any(shown) else ()
+        self._lora.show(tuple(self._labels.values()), texts, time.time())
 
     def memory(self, found: Mapping[str, int]) -> None:
         """What the engine process takes, by the names of `_MEMORY`; those of a GPU stay 0 where

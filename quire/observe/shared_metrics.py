@@ -6,11 +6,14 @@ lock; and with several HTTP processes each has a file of its own, so that whoeve
 adds them up, those of a process that was killed included.
 
 A file holds its numbers and, in front of them, their names: each is appended once, first its text
-and then the length of all texts, so a reader never sees half of one.
+and then the length of all texts, so a reader never sees half of one. So there is room for many
+names but not for ever new ones: texts that change (`Info`) have a place behind the numbers, where
+they replace each other.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -25,7 +28,13 @@ from prometheus_client.utils import floatToGoString
 
 _NAME_BYTES = 512 * 1024
 _NUM_VALUES = 16 * 1024
-_SIZE = 8 + _NAME_BYTES + 8 * _NUM_VALUES
+_SPARE_VALUES = 256
+"""For what finds no room: counted, and shown nowhere."""
+_TEXT_BYTES = 64 * 1024
+_TEXTS_AT = 8 + _NAME_BYTES + 8 * _NUM_VALUES
+_SIZE = _TEXTS_AT + 16 + _TEXT_BYTES
+
+logger = logging.getLogger(__name__)
 
 
 class _Entry(msgspec.Struct, array_like=True, frozen=True):
@@ -51,24 +60,54 @@ class Numbers:
                 file.truncate(_SIZE)
                 self._map = mmap.mmap(file.fileno(), _SIZE)
         self._used = memoryview(self._map)[:8].cast("q")
-        self.values = memoryview(self._map)[8 + _NAME_BYTES :].cast("d")
+        self.values = memoryview(self._map)[8 + _NAME_BYTES : _TEXTS_AT].cast("d")
         self._places = {(one.name, one.labels): one.offset for one in self.entries()}
         self._next = max((one.offset + one.count for one in self.entries()), default=0)
+        self._is_full = False
+        self._texts: dict[int, tuple[str, ...]] = {}
+        self._text_state = memoryview(self._map)[_TEXTS_AT : _TEXTS_AT + 16].cast("q")
+        """How often texts were written, odd while they are; how many bytes they have."""
 
     def place(self, name: str, labels: tuple[str, ...], count: int) -> int:
-        """Where the numbers of a metric are; they are 0 at first."""
+        """Where the numbers of a metric are; they are 0 at first. Whoever counts goes on when there
+        is no room: a server must not end for its metrics.
+        """
         found = self._places.get((name, labels))
         if found is not None:
             return found
         written = msgspec.json.encode(_Entry(name, labels, self._next, count)) + b"\n"
         end = self._used[0] + len(written)
-        if end > _NAME_BYTES or self._next + count > _NUM_VALUES:
-            raise ValueError(f"there are too many metrics: no room for {name} {labels}")
+        if end > _NAME_BYTES or self._next + count > _NUM_VALUES - _SPARE_VALUES:
+            assert count <= _SPARE_VALUES
+            if not self._is_full:
+                logger.warning("there are too many metrics: %s %s is not shown", name, labels)
+            self._is_full = True
+            return _NUM_VALUES - _SPARE_VALUES
         self._map[8 + self._used[0] : 8 + end] = written
         self._used[0] = end
         self._places[name, labels] = place = self._next
         self._next += count
         return place
+
+    def set_texts(self, place: int, texts: tuple[str, ...]) -> None:
+        """What the number at this place has as further labels; none: it is not shown."""
+        self._texts[place] = texts
+        written = msgspec.json.encode(self._texts)
+        if len(written) > _TEXT_BYTES:
+            written = b"{}"
+        state = self._text_state
+        state[0] |= 1
+        self._map[_TEXTS_AT + 16 : _TEXTS_AT + 16 + len(written)] = written
+        state[1] = len(written)
+        state[0] += 1
+
+    def texts(self) -> dict[int, tuple[str, ...]]:
+        """By places. None where they are being written, or whoever did so was killed."""
+        version, size = self._text_state
+        data = self._map[_TEXTS_AT + 16 : _TEXTS_AT + 16 + size]
+        if version % 2 or self._text_state[0] != version or not data:
+            return {}
+        return msgspec.json.decode(data, type=dict[int, tuple[str, ...]])
 
     def entries(self) -> list[_Entry]:
         lines = self._map[8 : 8 + self._used[0]].splitlines()
@@ -83,7 +122,6 @@ class Registry:
         self._all: tuple[Numbers, ...] = (self.numbers,)
         self._families: dict[str, _Family] = {}
         self._other_names: dict[str, str] = {}
-        self.removed: set[tuple[str, tuple[str, ...]]] = set()
         self.prometheus = CollectorRegistry()
         self.prometheus.register(self)
 
@@ -102,12 +140,16 @@ class Registry:
         """For `prometheus_client`."""
         sums: dict[str, dict[tuple[str, ...], list[float]]] = {}
         for numbers in self._all:
+            texts = numbers.texts()
             for one in numbers.entries():
-                if (one.name, one.labels) in self.removed:
-                    continue
+                labels = one.labels
+                if isinstance(self._families.get(one.name), Info):
+                    if not texts.get(one.offset):
+                        continue
+                    labels = (*labels, *texts[one.offset])
                 found = numbers.values[one.offset : one.offset + one.count].tolist()
-                before = sums.setdefault(one.name, {}).get(one.labels, [0.0] * one.count)
-                sums[one.name][one.labels] = [a + b for a, b in zip(before, found, strict=True)]
+                before = sums.setdefault(one.name, {}).get(labels, [0.0] * one.count)
+                sums[one.name][labels] = [a + b for a, b in zip(before, found, strict=True)]
         for name, family in self._families.items():
             metric = family.metric()
             for labels, values in sorted(sums.get(self._other_names.get(name, name), {}).items()):
@@ -135,7 +177,6 @@ class _Family:
         return tuple(values) if values else tuple(named[name] for name in self.labelnames)
 
     def _place(self, key: tuple[str, ...]) -> tuple[memoryview[float], int]:
-        self._registry.removed.discard((self.name, key))
         numbers = self._registry.numbers
         return numbers.values, numbers.place(self.name, key, self.num_values)
 
@@ -182,8 +223,21 @@ class Gauge(_Family):
     def labels(self, *values: str, **named: str) -> _Settable:
         return _Settable(*self._place(self._key(values, named)))
 
-    def remove(self, *values: str) -> None:
-        self._registry.removed.add((self.name, values))
+    def metric(self) -> GaugeMetricFamily:
+        return GaugeMetricFamily(self.name, self.text, labels=self.labelnames)
+
+
+class Info(_Family):
+    """Texts that change, as the last labels of a number."""
+
+    def show(self, labels: tuple[str, ...], texts: tuple[str, ...], value: float) -> None:
+        """No texts: it is not shown until there are some again."""
+        numbers = self._registry.numbers
+        place = numbers.place(self.name, labels, self.num_values)
+        if self._children.get(labels, ()) != texts:
+            self._children[labels] = texts
+            numbers.set_texts(place, texts)
+        numbers.values[place] = value
 
     def metric(self) -> GaugeMetricFamily:
         return GaugeMetricFamily(self.name, self.text, labels=self.labelnames)
