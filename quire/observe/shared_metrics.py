@@ -30,7 +30,9 @@ _NAME_BYTES = 512 * 1024
 _NUM_VALUES = 16 * 1024
 _SPARE_VALUES = 256
 """For what finds no room: counted, and shown nowhere."""
-_TEXT_BYTES = 64 * 1024
+_TEXT_BYTES = 512 * 1024
+_MOST_READS = 100
+"""Of texts that are being written: that takes some microseconds."""
 _TEXTS_AT = 8 + _NAME_BYTES + 8 * _NUM_VALUES
 _SIZE = _TEXTS_AT + 16 + _TEXT_BYTES
 
@@ -90,11 +92,14 @@ class Numbers:
         return place
 
     def set_texts(self, place: int, texts: tuple[str, ...]) -> None:
-        """What the number at this place has as further labels; none: it is not shown."""
+        """What the number at this place has as further labels; none, or more than there is room for:
+        it is not shown.
+        """
         self._texts[place] = texts
         written = msgspec.json.encode(self._texts)
         if len(written) > _TEXT_BYTES:
-            written = b"{}"
+            self._texts[place] = ()
+            written = msgspec.json.encode(self._texts)
         state = self._text_state
         state[0] |= 1
         self._map[_TEXTS_AT + 16 : _TEXTS_AT + 16 + len(written)] = written
@@ -102,12 +107,13 @@ class Numbers:
         state[0] += 1
 
     def texts(self) -> dict[int, tuple[str, ...]]:
-        """By places. None where they are being written, or whoever did so was killed."""
-        version, size = self._text_state
-        data = self._map[_TEXTS_AT + 16 : _TEXTS_AT + 16 + size]
-        if version % 2 or self._text_state[0] != version or not data:
-            return {}
-        return msgspec.json.decode(data, type=dict[int, tuple[str, ...]])
+        """By places. None where whoever was writing them was killed."""
+        for _ in range(_MOST_READS):
+            version, size = self._text_state
+            data = self._map[_TEXTS_AT + 16 : _TEXTS_AT + 16 + size]
+            if version % 2 == 0 and self._text_state[0] == version:
+                return msgspec.json.decode(data or b"{}", type=dict[int, tuple[str, ...]])
+        return {}
 
     def entries(self) -> list[_Entry]:
         lines = self._map[8 : 8 + self._used[0]].splitlines()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -37,10 +40,36 @@ def test_texts_that_change_replace_each_other(tmp_path: Path) -> None:
     assert [line.partition("}")[0] for line in page(reader)] == [
         'names{engine="1",running="x",waiting="y"'
     ]
-    info.show(("0",), ("z" * 100_000, ""), 7.0)  # has no room
-    assert page(reader) == []
+    info.show(("0",), ("z" * 600_000, ""), 7.0)  # has no room, and takes none from others
+    assert len(page(reader)) == 1
     info.show(("0",), ("z", ""), 7.0)
     assert len(page(reader)) == 2
+
+
+def test_readers_never_see_half_of_a_text(tmp_path: Path) -> None:
+    """Another process writes all the time; long texts follow short ones."""
+    path = tmp_path / "numbers"
+    numbers = Numbers(path)
+    numbers.set_texts(1, ("0",))
+    code = f"""
+from pathlib import Path
+from quire.observe.shared_metrics import Numbers
+numbers = Numbers(Path({str(path)!r}))
+while True:
+    for number in range(10):
+        numbers.set_texts(1, (str(number) * (1 + 400 * number),))
+"""
+    with subprocess.Popen([sys.executable, "-c", code]) as writer:
+        try:
+            seen = set()
+            deadline = time.monotonic() + 60
+            while len(seen) < 10 and time.monotonic() < deadline:
+                for (text,) in numbers.texts().values():
+                    assert text == text[0] * (1 + 400 * int(text[0]))
+                    seen.add(text[0])
+        finally:
+            writer.kill()
+    assert len(seen) == 10
 
 
 def test_who_is_killed_while_writing_texts_harms_nobody(tmp_path: Path) -> None:

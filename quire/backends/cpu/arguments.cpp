@@ -1,3 +1,4 @@
+// What all structs of arguments share: the text that tells them.
 #include "arguments.h"
 
 namespace quire {
