@@ -20,6 +20,13 @@ __device__ inline half_bits half_of_float(float x) {
 
 __device__ inline float inverse_root(float x) { return rsqrtf(x); }
 
+// Tells the compiler that an address made of a number lies in global memory.
+template <typename T>
+__device__ inline T* in_global_memory(T* place) {
+  __builtin_assume(__isGlobal(place));
+  return place;
+}
+
 // Programmatic dependent launch: see quire/backends/triton/launch.py.
 __device__ inline void begin_kernel() {
 #if PDL

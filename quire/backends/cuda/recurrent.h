@@ -119,7 +119,7 @@ __device__ inline T* carried(const Call& call, const int64* places, int head, in
   const int64 which = places[3 * head];
   const int64 block =
       call.state_tables[begin / CHUNK % 2 * call.state_stride + table * call.state_width + which];
-  return reinterpret_cast<T*>(places[3 * head + 1] + block * places[3 * head + 2]);
+  return in_global_memory(reinterpret_cast<T*>(places[3 * head + 1] + block * places[3 * head + 2]));
 }
 
 // log(1 + e^x) as max(x, 0) + log(1 + y) with y = e^-|x|; see recurrent.cpp.

@@ -164,8 +164,8 @@ __device__ inline void ask_changes(
 // The next `count` tokens of a run, at most TOKENS, from the chunk's token `first` on.
 template <int V, int TOKENS>
 __device__ inline void compute_few(
-    const Call& call, int64 row, int head, int column, const float* state, int first, int count,
-    ChunkShared& chunk, Shared<TOKENS>& shared) {
+    const Call& call, int64 row, int head, int column, const float* state, bool has_state, int first,
+    int count, ChunkShared& chunk, Shared<TOKENS>& shared) {
   const int lane = threadIdx.x, key_head = head / HEADS_OF_A_KEY;
   const bool inside = column < VALUE_DIM;
   __syncwarp();
@@ -203,7 +203,7 @@ __device__ inline void compute_few(
   }
   __syncwarp();
   Sums<V, TOKENS> sums = {};
-  if (state != nullptr) ask_state(sums, state + column, inside, shared);
+  if (has_state) ask_state(sums, state + column, inside, shared);
 #pragma unroll
   for (int t = 0; t < TOKENS; ++t) {
     const float since = expf(now[t]);
@@ -256,7 +256,7 @@ __device__ inline void compute_few(
 // The state at the chunk's end, whose records are all there.
 template <int V>
 __device__ inline void carry_on(
-    const Call& call, int head, int column, const float* state, float* next_state, ChunkShared& chunk) {
+    const Call& call, int head, int column, const float* state, bool has_state, float* next_state, ChunkShared& chunk) {
   constexpr int SIZE = V == 4 ? 8 : 16, EVERY = 4;
   const int lane = threadIdx.x, key_head = head / HEADS_OF_A_KEY;
   const bool inside = column < VALUE_DIM;
@@ -267,7 +267,7 @@ __device__ inline void carry_on(
     Columns<V> total[SIZE];
 #pragma unroll
     for (int e = 0; e < SIZE; ++e) {
-      total[e] = read_columns<V>(state + (k + e) * VALUE_DIM + column, state != nullptr && inside && k + e < KEY_DIM);
+      total[e] = read_columns<V>(state + (k + e) * VALUE_DIM + column, has_state && inside && k + e < KEY_DIM);
 #pragma unroll
       for (int v = 0; v < V; ++v) total[e].at[v] = __fmul_rn(total[e].at[v], left);
     }
@@ -327,7 +327,8 @@ __device__ inline void few_tokens(const Call& call) {
   if (!call.single && in_step(call, row + call.limit, table, position + static_cast<int>(call.limit))) return;
   while (true) {
     const int begin = position / CHUNK * CHUNK, count = rows_in_chunk(call, row, table, position);
-    const float* state = begin > 0 ? carried<const float>(call, call.state_places, head, table, begin) : nullptr;
+    const bool has_state = begin > 0;
+    const float* state = carried<const float>(call, call.state_places, head, table, begin);
     const int known = position - begin;
     __syncwarp();
     for (int i = lane; i < BLOCKS; i += LANES)
@@ -335,15 +336,16 @@ __device__ inline void few_tokens(const Call& call) {
     __syncwarp();
     for (int j = lane; j < known; j += LANES) chunk.decays[j] = *decay_record(call, chunk.blocks[j / BLOCK_SIZE], head, j);
     if (count == 1) {
-      compute_few<V, 1>(call, row, head, column, state, known, 1, chunk, shared.one);
+      compute_few<V, 1>(call, row, head, column, state, has_state, known, 1, chunk, shared.one);
     } else {
       for (int t = 0; t < count; t += TOKENS)
         compute_few<V, TOKENS>(
-            call, row + t, head, column, state, known + t, least(TOKENS, count - t), chunk, shared.some);
+            call, row + t, head, column, state, has_state, known + t, least(TOKENS, count - t), chunk, shared.some);
     }
     if (known + count < CHUNK) return;
     __syncwarp();
-    carry_on<V>(call, head, column, state, carried<float>(call, call.state_places, head, table, begin + CHUNK), chunk);
+    float* next_state = carried<float>(call, call.state_places, head, table, begin + CHUNK);
+    carry_on<V>(call, head, column, state, has_state, next_state, chunk);
     row += count;
     position += count;
     if (!in_step(call, row, table, position)) return;
