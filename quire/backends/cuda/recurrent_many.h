@@ -9,7 +9,9 @@ extern "C" __global__ void __launch_bounds__(MANY_THREADS, 2) many_scores(const 
   SHARED_MEMORY(shared);
   __shared__ unsigned leads[CHUNK / LANES];
   __shared__ int found[3];  // of the part: table, position, count
-  const int key_head = blockIdx.y, thread = threadIdx.x, warp = thread / LANES, lane = thread % LANES;
+  // decays, which are one sum after the other, are begun first
+  const int key_head = blockIdx.y == 0 ? KEY_HEADS : blockIdx.y - 1;
+  const int thread = threadIdx.x, warp = thread / LANES, lane = thread % LANES;
   if (thread < CHUNK) {
     const int64 row = static_cast<int64>(blockIdx.x) * CHUNK + thread;
     bool leads_part = false;
@@ -23,10 +25,13 @@ extern "C" __global__ void __launch_bounds__(MANY_THREADS, 2) many_scores(const 
   float* const keys = shared;
   float* const queries = shared + KEYS_SIZE;
   __syncthreads();
-  unsigned left[CHUNK / LANES] = {leads[0], leads[1]};
-  while ((left[0] | left[1]) != 0) {
-    const int half = left[0] == 0 ? 1 : 0, index = half * LANES + __ffs(left[half]) - 1;
-    left[half] &= left[half] - 1;
+  unsigned first_half = leads[0], second_half = leads[1];
+  while ((first_half | second_half) != 0) {
+    const int index = first_half != 0 ? __ffs(first_half) - 1 : LANES + __ffs(second_half) - 1;
+    if (first_half != 0)
+      first_half &= first_half - 1;
+    else
+      second_half &= second_half - 1;
     __syncthreads();
     const int64 row = static_cast<int64>(blockIdx.x) * CHUNK + index;
     if (warp == 0) {
@@ -46,18 +51,20 @@ extern "C" __global__ void __launch_bounds__(MANY_THREADS, 2) many_scores(const 
     constexpr int AT_ONCE = PIECES == 1 ? 4 : 1;
     for (int first = warp; first < end; first += AT_ONCE * MANY_WARPS) {
       Number given[AT_ONCE][2][PIECES][4];  // queries and keys, all of which are asked for at once
+      int64 blocks[AT_ONCE];
 #pragma unroll
       for (int t = 0; t < AT_ONCE; ++t) {
         const int i = most(least(first + t * MANY_WARPS, end - 1), known);
         const Number* source = call.mixed + (row + (i - known)) * call.mixed_stride + key_head * KEY_DIM;
         read_vector(source, given[t][0]);
         read_vector(source + KEY_HEADS * KEY_DIM, given[t][1]);
+        blocks[t] = block_of(call, table, begin + least(first + t * MANY_WARPS, end - 1));
       }
 #pragma unroll
       for (int t = 0; t < AT_ONCE; ++t) {
         const int i = first + t * MANY_WARPS;
         if (i >= end) break;
-        float* record = key_record(call, block_of(call, table, begin + i), key_head, begin + i);
+        float* record = key_record(call, blocks[t], key_head, begin + i);
         float* key = keys + row_place(i, ROW);
         if (i < known) {
           copy_numbers(key, record, KEY_DIM, lane, LANES);

@@ -32,10 +32,17 @@ SPECS = {
     "state space": SSD,
     "state space, aligned": replace(SSD, key_dim=16, value_dim=8),
 }
-WIDE = {
-    "delta": RecurrentSpec(1, 2, 128, 128, taps=4),
-    "state space": replace(SSD, num_key_heads=1, num_value_heads=2, key_dim=128, value_dim=64),
-}
+# Each takes the compiler some seconds.
+QUICK = ("delta, aligned", "state space")
+EACH_SPEC = pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(spec, id=name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name, spec in SPECS.items()
+    ],
+)
+WIDE_DELTA = RecurrentSpec(1, 1, 128, 128, taps=4)
+WIDE_SSD = replace(SSD, num_key_heads=1, num_value_heads=1, key_dim=128, value_dim=64)
 BOUNDS = [0, 1, 5, 17, 63, 64, 66, 79, 88, 89, 129, 140]
 
 
@@ -53,8 +60,9 @@ def launched(kernels: EmulatedKernels) -> set[str]:
     return {name for module in kernels.modules.values() for name in module.launched}
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@EACH_SPEC
 @pytest.mark.parametrize("length", [1, 8, 9, 63, 64, 65, 150])
+@pytest.mark.few(4)
 def test_it_is_what_the_recurrence_gives_and_may_be_divided(
     kernels: EmulatedKernels, spec: RecurrentSpec, length: int
 ) -> None:
@@ -67,20 +75,24 @@ def test_it_is_what_the_recurrence_gives_and_may_be_divided(
     assert torch.equal(by_steps(alone, range(length + 1)), found)
 
 
-@pytest.mark.parametrize("spec", WIDE.values(), ids=WIDE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [(WIDE_DELTA, torch.float32), (WIDE_DELTA, torch.bfloat16), (WIDE_SSD, torch.float16)],
+    ids=["delta, float32", "delta, bfloat16", "state space, float16"],
+)
 def test_wide_heads_are(kernels: EmulatedKernels, spec: RecurrentSpec, dtype: torch.dtype) -> None:
-    layer = Layer(kernels, spec, [200], dtype=dtype)
-    (found,) = layer.step([(0, 0, 200)])
+    layer = Layer(kernels, spec, [140], dtype=dtype)
+    (found,) = layer.step([(0, 0, 140)])
     wanted = layer.by_definition(0)
     error = (found.double() - wanted).norm() / wanted.norm()  # inputs are rounded, so not by number
     assert error < {torch.float32: 1e-6, torch.float16: 2e-3}.get(dtype, 0.01)
-    again = Layer(kernels, spec, [200], dtype=dtype)
-    assert torch.equal(by_steps(again, [0, 60, *range(61, 68), 128, 131, 200]), found)
+    again = Layer(kernels, spec, [140], dtype=dtype)
+    assert torch.equal(by_steps(again, [0, 60, *range(61, 68), 128, 131, 140]), found)
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@settings(max_examples=short_or_long(5, 60, quick=2), deadline=None)
+@EACH_SPEC
+@settings(max_examples=short_or_long(3, 60, quick=1), deadline=None)
 @given(data=st.data())
 def test_bits_do_not_depend_on_how_tokens_are_divided_into_steps(
     kernels: EmulatedKernels, spec: RecurrentSpec, data: st.DataObject
@@ -107,7 +119,7 @@ def test_bits_do_not_depend_on_how_tokens_are_divided_into_steps(
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@EACH_SPEC
 def test_the_same_states_and_records_are_left(
     kernels: EmulatedKernels, spec: RecurrentSpec
 ) -> None:
@@ -129,7 +141,7 @@ def _kept(layer: Layer) -> list[Tensor]:
     return [cache.keys, cache.changes, cache.decays, *carried]
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@EACH_SPEC
 def test_neighbouring_parts_of_a_sequence_are_one_run(
     kernels: EmulatedKernels, spec: RecurrentSpec
 ) -> None:
@@ -141,7 +153,7 @@ def test_neighbouring_parts_of_a_sequence_are_one_run(
         assert torch.equal(torch.cat([begin, *parts]), expected[: bounds[-1]])
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@EACH_SPEC
 def test_rows_of_a_graph_find_those_before_them(
     kernels: EmulatedKernels, spec: RecurrentSpec
 ) -> None:
