@@ -253,11 +253,12 @@ def test_kernels_for_all_devices_compile_and_fit_into_what_each_has() -> None:
     assert len(found["attention"]) == short_or_long(2, 16)
     for name, (shared, limit) in found["attention"].items():
         assert shared <= limit, name
-    assert len(found["latent"]) == short_or_long(0, 10)
+    assert len(found["latent"]) == short_or_long(2, 16)
     assert len(found["adapters"]) == short_or_long(0, 4)
     for name, used in (found["latent"] | found["adapters"]).items():
-        assert used["stack"] <= (1200 if name.startswith("latent") else 16), name
-        assert used["shared"] <= 227 * 1024, name
+        assert used["stack"] <= (1200 if name.startswith("latent") else 32), name
+        is_small = name.startswith(("scores", "values"))  # two programs on a multiprocessor
+        assert used["shared"] <= (113 if is_small else 227) * 1024, name
     assert len(found["recurrent"]) == short_or_long(4, 20)
     for name, used in found["recurrent"].items():
         # Recurrences of 64 columns have 128 registers, for a fourth program: Triton 3.6 spills 16.
