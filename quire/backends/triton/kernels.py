@@ -222,6 +222,10 @@ class TritonKernels(ReferenceKernels):
         second_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         if second_bias is None and linear_pair.takes(x, first, second):
+            weights = first.tensor, second.tensor
+            is_exact = first_bias is None and are_exact(x.device, x.dtype)
+            if is_exact and single_row_linear.takes_pair(len(x), *weights):
+                return single_row_linear.single_row_pair(x, *weights)
             return linear_pair.linear_pair(x, first, second, first_bias)
         return super().linear_pair(x, first, first_bias, second, second_bias)
 

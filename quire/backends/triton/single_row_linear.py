@@ -87,20 +87,25 @@ def _stage_row(x, staged, K: gl.constexpr, TILE: gl.constexpr):
 def _single_row_kernel(
     x,
     weight,
+    second,
     scales,
     bias,
     out,
+    second_out,
     N,
     K: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     SILU_MUL: gl.constexpr,
+    PAIR: gl.constexpr,
     OUT: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     SHARES_INPUT: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Computes OUT outputs; with SILU_MUL OUT / 2 of silu(output[i]) * output[i + N]."""
+    """Computes OUT outputs; with SILU_MUL OUT / 2 of silu(output[i]) * output[i + N]. PAIR: after the
+    N outputs of the weight those of the second one.
+    """
     number: gl.constexpr = weight.dtype.element_ty
     dtype: gl.constexpr = out.dtype.element_ty
     IS_FP8: gl.constexpr = number == gl.float8e4nv
@@ -114,6 +119,11 @@ def _single_row_kernel(
     if PDL and not SHARES_INPUT:
         cuda.gdc_launch_dependents()
     first = gl.program_id(0) * HALF
+    if PAIR:
+        is_second = first >= N
+        weight = second if is_second else weight
+        out = second_out if is_second else out
+        first -= N if is_second else 0
     staged = gl.allocate_shared_memory(number, [STAGES, OUT, TILE], shared)
     for i in gl.static_range(STAGES - 1):
         _copy_weights(
@@ -197,6 +207,50 @@ def _tile_of(size: int, inner: int, itemsize: int, silu_mul: bool) -> tuple[int,
     return each, tile, max(2, min(stages, inner // tile))
 
 
+def takes_pair(rows: int, first: Tensor, second: Tensor) -> bool:
+    """Whether `single_row_pair` can do it: the products that `takes` says are its own, if there were
+    one of both weights.
+    """
+    each, _, _ = _tile_of(first.shape[0] + second.shape[0], first.shape[1], first.itemsize, False)
+    return (
+        first.itemsize == 2
+        and first.shape[0] % each == 0
+        and second.shape[0] % each == 0
+        and takes(rows, first, silu_mul=False)
+        and takes(rows, second, silu_mul=False)
+    )
+
+
+def single_row_pair(x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """x [1, in] times two weights [out, in] transposed, in one launch."""
+    size, inner = first.shape
+    outs = room_for(x, size), room_for(x, second.shape[0])
+    each, tile, _ = _tile_of(size + second.shape[0], inner, first.itemsize, False)
+    _single_row_kernel[((size + second.shape[0]) // each,)](
+        x=x.contiguous(),
+        weight=first,
+        second=second,
+        scales=x,
+        bias=x,
+        out=outs[0],
+        second_out=outs[1],
+        N=size,
+        K=inner,
+        HAS_BIAS=False,
+        SILU_MUL=False,
+        PAIR=True,
+        OUT=each,
+        TILE=tile,
+        STAGES=max(2, min(8, inner // tile)),
+        SHARES_INPUT=False,
+        PDL=USE_PDL,
+        num_warps=4,
+        **ROUND_ALWAYS,
+        **LAUNCH,
+    )
+    return outs
+
+
 def single_row_linear(
     x: Tensor,
     weight: Tensor,
@@ -217,13 +271,16 @@ def single_row_linear(
     _single_row_kernel[(size // each,)](
         x=x.contiguous(),
         weight=weight,
+        second=weight,
         scales=x if scales is None else scales,
         bias=x if bias is None else bias,
         out=out,
+        second_out=out,
         N=out.shape[1],
         K=inner,
         HAS_BIAS=bias is not None,
         SILU_MUL=silu_mul,
+        PAIR=False,
         OUT=each,
         TILE=tile,
         STAGES=stages,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -15,6 +16,7 @@ from quire.backends.triton.latent import (
     _heads_kernel,
     _latent_cache_kernel,
     _latent_query_kernel,
+    heads_tile,
 )
 from quire.backends.triton.latent_attention import _latent_kernel
 from tests.kernels.triton.compile_small_batches import resources, stack_size
@@ -91,11 +93,12 @@ def latent_kernels() -> dict[str, dict[str, int]]:
         constants = _LATENT | {"HEADS": heads, "SCALED": cache != "*bf16"}
         types = _TYPES | {"keys": cache}
         found[f"latent {heads} {cache}"] = compiled(_latent_kernel, constants, 8, types)
-    for rows, outputs, stages, warps in ((16, 32, 4, 4), (64, 64, 4, 4), (128, 128, 3, 8)):
-        constants = {"HEADS": 20, "N": 512, "K": 192, "PDL": True}
-        constants |= {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": 64}
-        found[f"heads {rows}"] = compiled(
-            _heads_kernel, constants, warps, _TYPES, num_stages=stages
+    for rows, inner in ((16, 192), (16, 512), (64, 192), (128, 192)):
+        tile, is_early = heads_tile(rows, torch.bfloat16, 512, inner)
+        constants = {"HEADS": 20, "N": 512, "K": inner, "EARLY": is_early, "PDL": True}
+        constants |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inner}
+        found[f"heads {rows} {inner}"] = compiled(
+            _heads_kernel, constants, tile.warps, _TYPES, num_stages=tile.stages
         )
     for scaled, cache in ((False, "*bf16"), (True, "*fp8e4nv")):
         constants = {"HEADS": 20, "RANK": 512, "ROPE": 64, "RANK_PAD": 512, "HALF_PAD": 32}
@@ -105,8 +108,8 @@ def latent_kernels() -> dict[str, dict[str, int]]:
         types |= {"eps": "fp32", "key_scale": "fp32"}
         found[f"to cache {cache}"] = compiled(_latent_cache_kernel, constants, 4, types)
         types |= {"plain": "*bf16", "weight": "*bf16"}
-        constants |= {"NOPE": 192, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64}
+        constants |= {"NOPE": 192, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64, "EARLY": True}
         found[f"queries {cache}"] = compiled(
-            _latent_query_kernel, constants, 4, types, num_stages=4
+            _latent_query_kernel, constants, 4, types, num_stages=1
         )
     return found

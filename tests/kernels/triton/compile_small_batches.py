@@ -47,7 +47,7 @@ EXPERTS_TYPES = {
     **dict.fromkeys(("x", "bias", "out"), "*bf16"),
     **dict.fromkeys(("codes", "tile_experts", "tile_counts", "order"), "*i32"),
 }
-PRODUCT_TYPES = dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
+PRODUCT_TYPES = dict.fromkeys(("x", "weight", "second", "bias", "out", "second_out"), "*bf16")
 
 
 def resources(
@@ -117,11 +117,13 @@ def small_batch_kernels() -> dict[str, dict[str, int]]:
             "K": inner,
             "HAS_BIAS": True,
             "SILU_MUL": silu_mul,
+            "PAIR": not silu_mul,
             "OUT": 32,
             "STAGES": 8 if silu_mul else 6,
         }
         constants |= {"TILE": 512 if number != "bf16" else 256, "SHARES_INPUT": False, "PDL": True}
-        types = PRODUCT_TYPES | {"weight": f"*{number}", "scales": "*fp32"}
+        types = PRODUCT_TYPES | {"scales": "*fp32"}
+        types |= dict.fromkeys(("weight", "second"), f"*{number}")
         found[f"product {inner}"] = resources(_single_row_kernel, types, constants, 4)
     low, high = (expanding_asm(torch.bfloat16, shift, has_minimum=True) for shift in (0, 4))
     for group, rows, ahead, warps in ((128, 8, 8, 4), (32, 128, 4, 8))[first:]:

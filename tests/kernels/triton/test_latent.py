@@ -432,7 +432,8 @@ HEADS_COUNTS = (1, 17, 300, 2048) if ON_GPU else (1, 17)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "size", "inner"), [(20, 512, 192), (20, 256, 512)] if ON_GPU else [(3, 40, 72)]
+    ("heads", "size", "inner"),
+    [(20, 512, 192), (20, 256, 512)] if ON_GPU else [(3, 40, 72), (2, 32, 384)],
 )
 def test_each_head_is_multiplied_with_its_own_matrix_as_linear_does_it(
     heads: int, size: int, inner: int, dtype: torch.dtype
