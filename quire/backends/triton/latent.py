@@ -71,7 +71,7 @@ def _head_product(
     if EARLY:
         loaded = ()
         for i in tl.static_range(K // BLOCK_K):
-            loaded = loaded + (tl.load(weights + i * BLOCK_K),)
+            loaded = loaded + (tl.load(weights + i * BLOCK_K),)  # type: ignore
         wait_for_previous(PDL)
         for i in tl.static_range(K // BLOCK_K):
             tile = tl.trans(tl.load(inputs + i * BLOCK_K))

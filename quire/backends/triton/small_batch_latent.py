@@ -13,7 +13,7 @@ a split's values need too many.
 """
 
 # ruff: noqa: RUF005  (Triton knows no * within a tuple)
-# mypy: disable-error-code=unreachable
+# mypy: disable-error-code="assignment,unreachable,var-annotated"
 from __future__ import annotations
 
 import math
