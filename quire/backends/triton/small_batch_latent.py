@@ -341,17 +341,18 @@ def _small_values_kernel(
         tile_scores = ()
         tile_highest = ()
         for tile in gl.static_range(TILES):
-            exists = first_key + tile * KEYS + tile_key < context_len
-            tile_scores = tile_scores + (
-                gl.load(
-                    row_scores + tile * KEYS,
-                    mask=used[:, None] & exists[None, :],
-                    other=float("-inf"),
-                ),
+            begin = first_key + tile * KEYS
+            # by rows only, so that two neighbours are one load; what nobody wrote is not used
+            loaded = gl.load(
+                row_scores + tile * KEYS,
+                mask=(used & (begin < context_len))[:, None],
+                other=float("-inf"),
             )
+            exists = (begin + tile_key < context_len)[None, :]
+            tile_scores = tile_scores + (gl.where(exists, loaded, float("-inf")),)
             top = gl.full((ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, acc))
             for i in gl.static_range(EACH):
-                chunk_exists = used & (first_key + tile * KEYS + i * CHUNK < context_len)
+                chunk_exists = used & (begin + i * CHUNK < context_len)
                 of_chunk = row_highest + (tile * EACH + i) * ROWS
                 top = gl.maximum(top, gl.load(of_chunk, mask=chunk_exists, other=float("-inf")))
             tile_highest = tile_highest + (top,)
