@@ -17,7 +17,7 @@ export PROMPT
 # Tests start hundreds of processes of Quire: compiled once, it starts sooner.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run serve test test-all check bench clients soak clean
+.PHONY: run serve test quick-tests test-all check bench clients soak clean
 
 run: .venv/run-installed
 	@$(BIN)/quire run "$$PROMPT"
@@ -29,22 +29,19 @@ serve: .venv/serve-installed
 # numpy's threads would wait for each other's cores: small systems of equations take it four times as long then.
 PYTEST := OPENBLAS_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest \
 	-p _hypothesis_pytestplugin
-WORKERS := -p xdist.plugin -n 4
+PROCESSES := --processes 4
 
-# Tests of one server or one file share a worker (tests/selection.py).
+# The type checker has one core: tests begin beside it.
 test: .venv/test-installed
-	@$(MAKE) --no-print-directory -j2 check .venv/tests-compiled
-	QUIRE_QUICK_TESTS=1 $(PYTEST) $(WORKERS) -m "not slow and not gpu" --dist loadgroup $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory -j2 check quick-tests
 
-# Once, beside the type checker, which has one core: in a fresh clone each of pytest's workers would compile every test
-# file.
-.venv/tests-compiled: .venv/test-installed
-	@QUIRE_QUICK_TESTS=1 $(PYTEST) --collect-only -qq > .venv/collected.txt || { cat .venv/collected.txt; exit 1; }
-	@touch $@
+# Tests of one server or one file share a process (tests/processes.py).
+quick-tests: .venv/test-installed
+	QUIRE_QUICK_TESTS=1 $(PYTEST) $(PROCESSES) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 # Some of these take a minute alone: whoever is done takes single tests from the others.
 test-all: .venv/test-installed
-	$(PYTEST) $(WORKERS) -m "slow or soak or hypothesis or gpu" --dist worksteal $(PYTEST_ARGS)
+	$(PYTEST) $(PROCESSES) --each -m "slow or soak or hypothesis or gpu" $(PYTEST_ARGS)
 
 check: .venv/test-installed
 	$(BIN)/ruff check .
@@ -64,7 +61,7 @@ clients: .venv/test-installed
 	$(BIN)/python -m tests.server.client_packages
 
 soak: .venv/test-installed
-	QUIRE_LONG_TESTS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m soak
+	QUIRE_LONG_TESTS=1 $(BIN)/python -m pytest --processes 2 --each -m soak
 	$(BIN)/python scripts/soak.py
 
 .venv/bin/python:

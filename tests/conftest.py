@@ -10,15 +10,16 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # read when it is imported, so b
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TQDM_DISABLE"] = "1"
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from tests.long_runs import IS_QUICK
-from tests.selection import make_scheduler, mark_slow_cases
+from tests.processes import Processes, add_options
+from tests.selection import mark_slow_cases
 from tests.skips import skipped_lines
 
 gc.disable()  # while tests are collected: nearly all that is made then stays
@@ -41,17 +42,30 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick" if IS_QUICK e
 collect_ignore = ["gpu"] if IS_QUICK else []
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    add_options(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Started in the background, a shell has us ignore Ctrl-C, and every process that a test
     # interrupts would, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Workers of pytest-xdist share the cores between them: with more threads than cores, OpenMP
-    # spends its time waiting at barriers. The variable is for the processes that tests start.
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if config.option.processes > 1:
+        config.pluginmanager.register(
+            Processes(config, begin=partial(share_cores, config.option.processes))
+        )
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))  # who has pytest-xdist
     if workers > 1:
-        threads = max(1, (os.cpu_count() or 1) // workers)
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
+        share_cores(workers)
+
+
+def share_cores(count: int) -> None:
+    """With more threads than cores, OpenMP spends its time waiting at barriers. The variable is for
+    the processes that tests start.
+    """
+    threads = max(1, (os.cpu_count() or 1) // count)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest takes out what -m does not want
@@ -63,11 +77,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
-
-
-@pytest.hookimpl(optionalhook=True)  # without pytest-xdist there is no such hook
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    return make_scheduler(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,4 @@
-"""Libraries that only some tests need: every worker of pytest-xdist imports all test files, but
-runs a part of them.
-"""
+"""Libraries that only some tests need, while all test files are imported before the first one runs."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Which tests `make test` runs, and which of them share a worker.
+"""Which tests `make test` runs, and which of them share a process.
 
 `make test` leaves out what is marked `slow`. `few(count)` on a test with parameters keeps that
 many of its cases, evenly spread, and makes the others slow. `make test-all` runs what was left out,
 and tests that search once more, for longer.
 
-With `--dist loadgroup` the tests of one file share a worker, and so do files whose tests talk to
-the same server. We say ourselves which: the groups of pytest-xdist 3.8 are lost with pytest 9.2,
-and it asks for a mark on every test.
+The tests of one file share a process (tests/processes.py), and so do files whose tests talk to the
+same server.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -49,7 +47,7 @@ def evenly_spread(count: int, wanted: int) -> set[int]:
 
 @cache
 def worker_group(path: str) -> str:
-    """Files with the same group are tested by one worker: the shared server that its tests name
+    """Files with the same group are tested by one process: the shared server that its tests name
     first, or the file itself.
     """
     text = (_ROOT / path).read_text()
@@ -57,16 +55,3 @@ def worker_group(path: str) -> str:
     if found is None or "def server(" in text:  # one of its own
         return path
     return found[1].replace("shared_", "")
-
-
-def make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """For `pytest_xdist_make_scheduler`: None leaves the choice to pytest-xdist."""
-    if config.getvalue("dist") != "loadgroup":
-        return None
-    from xdist.scheduler import LoadScopeScheduling
-
-    class GroupScheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return worker_group(nodeid.partition("::")[0])
-
-    return GroupScheduling(config, log)

@@ -86,7 +86,7 @@ def _sources() -> dict[str, Path]:
 SOURCES = _sources()
 
 
-@cache  # when a test asks: every worker of pytest-xdist imports this file
+@cache  # when a test asks, not when tests are collected
 def _nodes(name: str) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(ast.parse(SOURCES[name].read_text())))
 

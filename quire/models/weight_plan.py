@@ -21,7 +21,6 @@ from quire.errors import (
 from quire.kernels.formats import FORMATS, PLAIN, Format
 from quire.kernels.ops import AttentionSpec, Kernels
 from quire.kernels.quantize import FP8, INT8, Q4_0
-from quire.kernels.recurrent import RecurrentSpec
 from quire.kernels.weights import Part, Weight
 from quire.models.names import ignored_names
 from quire.models.pieces import Piece
@@ -220,11 +219,9 @@ def plan_weights(
 def _check_can_compute(spec: ModelSpec, kernels: Kernels) -> None:
     for mixer in dict.fromkeys(spec.mixers):
         if not kernels.has_kernels_for(mixer):
-            what = "attention with slopes (ALiBi)"
-            if isinstance(mixer, AttentionSpec) and mixer.chunk is not None:
+            what = "Kimi Delta Attention"
+            if isinstance(mixer, AttentionSpec):
                 what = f"attention in chunks (attention_chunk_size {mixer.chunk})"
-            if isinstance(mixer, RecurrentSpec):
-                what = "Kimi Delta Attention"
             raise UnsupportedModelError(
                 f"{spec.family} has {what}, which does not run on GPUs yet: the {kernels.name} kernels lack it. "
                 'Use device="cpu".'

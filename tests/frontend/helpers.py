@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
@@ -21,6 +20,9 @@ from tokenizers import (
     trainers,
 )
 from transformers import AutoTokenizer
+
+if TYPE_CHECKING:
+    import gguf
 
 TEXTS = [
     "The quick brown fox doesn't jump; it's lazy, isn't it?  I'LL see.",
@@ -206,6 +208,8 @@ def _sentencepiece(pieces: list[str], scores: list[float], space_prefix: bool) -
 
 def transformers_from_gguf(metadata: Mapping[str, Any], folder: Path) -> Any:
     """What transformers makes of a GGUF file with this metadata."""
+    import gguf  # not on every machine with a GPU, where others of these functions are wanted
+
     writer = gguf.GGUFWriter(folder / "tokenizer.gguf", "llama")
     writer.add_context_length(64)
     writer.add_block_count(1)

@@ -24,6 +24,7 @@ from quire.errors import InvalidRequestError, ModelFormatError
 from quire.models.decoder import Decoder
 from quire.models.prediction import Predictor
 from quire.sampling_params import SamplingParams
+from tests.long_runs import IS_LONG
 from tests.random_models import (
     SPECS,
     WITH_STATES,
@@ -458,7 +459,8 @@ def drafts_of(engine: Engine) -> list[tuple[str, tuple[int, ...]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS if IS_LONG else ["qwen3_next", "deepseek_v3", "glm4_moe"])
 def test_two_processes_draft_and_answer_as_one(kind: str, tmp_path: Path) -> None:
     """Each has a part of the layer; every rank makes the same drafts."""
     Published(KINDS[kind], 3).save(tmp_path)

@@ -62,7 +62,8 @@ class CudaDevice(Device):
         torch.empty(1, device=self.torch_device)
 
     def make_current(self) -> None:
-        torch.cuda.set_device(self.torch_device)
+        if self.torch_device.index is not None:  # else it is the current one by definition
+            torch.cuda.set_device(self.torch_device)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

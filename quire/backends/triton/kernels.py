@@ -336,9 +336,7 @@ class TritonKernels(ReferenceKernels):
     def has_kernels_for(self, mixer: object) -> bool:
         if isinstance(mixer, RecurrentSpec):
             return not (mixer.gate_rank or mixer.norm.sigmoid)
-        # Of slopes there is a kernel, which no card has run yet (docs/performance.md, "State of the
-        # tests on a card").
-        return not isinstance(mixer, AttentionSpec) or (mixer.chunk is None and not mixer.slopes)
+        return not isinstance(mixer, AttentionSpec) or mixer.chunk is None
 
     def attention_work(
         self,

@@ -32,7 +32,7 @@ class CardKernels(ReferenceKernels):
     def has_kernels_for(self, mixer: object) -> bool:
         if isinstance(mixer, RecurrentSpec):
             return not (mixer.gate_rank or mixer.norm.sigmoid)
-        return not isinstance(mixer, AttentionSpec) or (mixer.chunk is None and not mixer.slopes)
+        return not isinstance(mixer, AttentionSpec) or mixer.chunk is None
 
     def packed_bytes(self, parts: Sequence[tuple[Format, tuple[int, ...]]]) -> int:
         return packed_bytes(parts, self._dtype, self.capability)
