@@ -2,8 +2,6 @@
 to queries and the cache.
 """
 
-# ruff: noqa: RUF005  (Triton knows no * within a tuple)
-
 from __future__ import annotations
 
 import torch
@@ -22,6 +20,7 @@ from quire.backends.triton.launch import (
 )
 from quire.backends.triton.linear import Tile, room_for
 from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, row_stride
+from quire.backends.triton.tile_product import prefetch
 from quire.kernels.ops import LatentNorm, LayerCache
 from quire.kernels.weights import Weight
 
@@ -31,8 +30,6 @@ _MOST_JOINED = 256
 """Rows up to which products and what else a query needs are one launch: both have 4 warps there, and
 with more of them norms would add in another order.
 """
-_MOST_EARLY = 512
-"""Inputs of a head of which a program has room for all weights of 32 outputs in its registers."""
 
 
 @triton.jit
@@ -53,13 +50,16 @@ def _head_product(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`linear._linear_kernel` for one head, whose rows lie x_stride apart: the same order of sums.
-    EARLY: all weights are loaded before the wait.
+    """`linear._linear_kernel` for one head, whose rows lie x_stride apart: the same order of sums. The
+    head's weights are asked for in the L2 cache before the wait.
     """
     outputs = output_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if PDL:
+        LINES: tl.constexpr = (K * weight.dtype.element_ty.primitive_bitwidth + 1023) // 1024
+        prefetch(weight, head * N + outputs, outputs < N, K, triton.next_power_of_2(LINES))
+    wait_for_previous(PDL)
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inner = tl.arange(0, BLOCK_K)
     weights = weight + head * N * K + outputs[:, None] * K + inner[None, :]
@@ -68,26 +68,16 @@ def _head_product(
     inputs = first + tl.minimum(rows, M - 1)[:, None].to(tl.int64) * x_stride + inner[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     EVEN: tl.constexpr = N % BLOCK_N == 0 and K % BLOCK_K == 0
-    if EARLY:
-        loaded = ()
-        for i in tl.static_range(K // BLOCK_K):
-            loaded = loaded + (tl.load(weights + i * BLOCK_K),)  # type: ignore
-        wait_for_previous(PDL)
-        for i in tl.static_range(K // BLOCK_K):
-            tile = tl.trans(tl.load(inputs + i * BLOCK_K))
-            total = tl.dot(loaded[i], tile, total, input_precision="ieee")
-    else:
-        wait_for_previous(PDL)
-        for k in range(0, K, BLOCK_K):
-            within = None if EVEN else inner[None, :] < K - k
-            mask = None if EVEN else (outputs[:, None] < N) & within
-            other = None if EVEN else 0.0
-            tile = tl.trans(tl.load(inputs, mask=within, other=other))
-            total = tl.dot(
-                tl.load(weights, mask=mask, other=other), tile, total, input_precision="ieee"
-            )
-            inputs += BLOCK_K
-            weights += BLOCK_K
+    for k in range(0, K, BLOCK_K):
+        within = None if EVEN else inner[None, :] < K - k
+        mask = None if EVEN else (outputs[:, None] < N) & within
+        other = None if EVEN else 0.0
+        tile = tl.trans(tl.load(inputs, mask=within, other=other))
+        total = tl.dot(
+            tl.load(weights, mask=mask, other=other), tile, total, input_precision="ieee"
+        )
+        inputs += BLOCK_K
+        weights += BLOCK_K
     target = out + rows[None, :].to(tl.int64) * OUT_STRIDE + head * OUT_HEAD_STRIDE
     stored = (rows[None, :] < M) & (outputs < N)[:, None]
     tl.store(target + outputs[:, None], total.to(out.dtype.element_ty), mask=stored)
@@ -107,7 +97,6 @@ def _heads_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -128,7 +117,6 @@ def _heads_kernel(
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
-        EARLY,
         PDL,
     )
 
@@ -141,7 +129,7 @@ def linear_heads(x: Tensor, weight: Weight) -> Tensor:
         raise ValueError(f"the weight {weight.shape} was not packed for x {tuple(x.shape)}")
     x = _aligned(x)
     out = room_for(x, heads * size).view(rows, heads, size)
-    tile, is_early = heads_tile(rows, x.dtype, size, inner)
+    tile = heads_tile(rows, x.dtype)
     if rows:
         _heads_kernel[(cdiv(size, tile.outputs), cdiv(rows, tile.rows), heads)](
             x=x,
@@ -156,7 +144,6 @@ def linear_heads(x: Tensor, weight: Weight) -> Tensor:
             BLOCK_M=tile.rows,
             BLOCK_N=tile.outputs,
             BLOCK_K=tile.inner,
-            EARLY=is_early,
             PDL=USE_PDL,
             num_stages=tile.stages,
             num_warps=tile.warps,
@@ -172,20 +159,15 @@ def _aligned(x: Tensor) -> Tensor:
     return x
 
 
-def heads_tile(rows: int, dtype: torch.dtype, size: int, inner: int) -> tuple[Tile, bool]:
-    """Bits don't depend on it. A head's matrix is small: with few rows it is read by many programs.
-    And whether these load all of their weights into registers before they wait for their input.
-    """
+def heads_tile(rows: int, dtype: torch.dtype) -> Tile:
+    """Bits don't depend on it. A head's matrix is small: with few rows it is read by many programs."""
     if dtype == torch.float32:
-        return Tile(16, 64, 32, 2, 4), False
+        return Tile(16, 64, 32, 2, 4)
     if rows <= 16:
-        whole = inner & -inner  # the largest power of two that divides it
-        if inner <= _MOST_EARLY and whole >= 64 and size % 32 == 0:
-            return Tile(16, 32, whole, 1, 4), True
-        return Tile(16, 32, 64, 4, 4), False
+        return Tile(16, 32, 64, 4, 4)
     if rows <= 256:
-        return Tile(32 if rows <= 32 else 64, 64, 64, 4, 4), False
-    return Tile(128, 128, 64, 3, 8), False
+        return Tile(32 if rows <= 32 else 64, 64, 64, 4, 4)
+    return Tile(128, 128, 64, 3, 8)
 
 
 @triton.jit
@@ -361,7 +343,6 @@ def _latent_query_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Both, which do not need each other: programs of products first."""
@@ -388,7 +369,6 @@ def _latent_query_kernel(
             BLOCK_M,
             BLOCK_N,
             BLOCK_K,
-            EARLY,
             PDL,
         )
     else:
@@ -506,7 +486,7 @@ def latent_queries_(
     rotated = rotated if rotated.stride(2) == 1 else rotated.contiguous()
     positions, cos_sin = _angles(positions, cos_sin, rope)
     query = plain.new_empty(rows, heads, rank + rope)
-    tile, is_early = heads_tile(rows, plain.dtype, rank, depth)
+    tile = heads_tile(rows, plain.dtype)
     products = cdiv(rank, tile.outputs) * heads * cdiv(rows, tile.rows)
     _latent_query_kernel[(products + rows * (1 + cdiv(heads, _HEADS)),)](
         plain=plain,
@@ -540,7 +520,6 @@ def latent_queries_(
         BLOCK_M=tile.rows,
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.inner,
-        EARLY=is_early,
         PDL=USE_PDL,
         num_stages=tile.stages,
         num_warps=tile.warps,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.backends.triton.attention_work import SPLIT, _best_run, new_keys
+from quire.backends.triton.attention_work import KEY_TILE, SPLIT, _best_run, new_keys
 from quire.kernels.ops import HeadShape, Int32Array
 
 LATENT_ROWS = 64
@@ -20,8 +20,12 @@ LATENT_ROWS = 64
 MAX_LATENT_PARTIALS = 512
 """The most splits of a step that wait in memory to be merged; 128 KiB each."""
 
-MAX_SMALL_ITEMS = 512
-"""With more items the kernel for all is quicker (an estimate)."""
+MAX_SMALL_TILES = 384
+"""Tiles of keys, of each item's heads, up to which the kernels for few sequences are the quicker ones
+(H200; docs/performance.md, attempt 61).
+"""
+MAX_SMALL_TILES_OF_SPLITS = 640
+"""The same where a sequence has several splits, with which the kernel for all takes longer."""
 
 
 def small_rows(heads: int) -> int:
@@ -39,12 +43,21 @@ def latent_work(
 ) -> dict[str, Int32Array]:
     """The list of a step. `has_small`: whether it may be the list `small`."""
     if has_small and query_lens.max() == 1:
-        tiles = -(-shape.num_heads // small_rows(shape.num_heads))
-        if int((-(-context_lens // SPLIT)).sum()) * tiles <= MAX_SMALL_ITEMS:
+        tiles = int((-(-context_lens // KEY_TILE)).sum()) * _small_tiles(shape)
+        if _is_small(tiles, int(context_lens.max())):
             return {"small": _small_work(context_lens, table_rows, shape.num_heads)}
     return {
         "decode": _work_of_all(query_lens, context_lens, table_rows, shape, num_multiprocessors)
     }
+
+
+def _small_tiles(shape: HeadShape) -> int:
+    """Items of a query for each of its splits."""
+    return -(-shape.num_heads // small_rows(shape.num_heads))
+
+
+def _is_small(tiles: int, longest: int) -> bool:
+    return tiles <= (MAX_SMALL_TILES if longest <= SPLIT else MAX_SMALL_TILES_OF_SPLITS)
 
 
 def _small_work(context_lens: Int32Array, table_rows: Int32Array, heads: int) -> Int32Array:
@@ -125,14 +138,34 @@ def latent_decode_lists(
     """
     lists = {}
     splits = -(-max_context_len // SPLIT)
-    small_tiles = -(-shape.num_heads // small_rows(shape.num_heads))
-    most_small = most * small_tiles * splits
-    if has_small and fewest * small_tiles <= MAX_SMALL_ITEMS:
-        lists["small"] = min(most_small, MAX_SMALL_ITEMS)
-    if not has_small or most_small > MAX_SMALL_ITEMS:
+    in_one = min(max_context_len, SPLIT)
+    each = _small_tiles(shape)
+    # the fewest tiles: one for each query, or one query has all keys of a split and one more
+    further = SPLIT // KEY_TILE * each
+    if has_small and (
+        _is_small(fewest * each, in_one)
+        or (splits > 1 and _is_small(fewest * each + further, max_context_len))
+    ):
+        lists["small"] = _most_small_items(most * each, max_context_len)
+    longest = (in_one, max_context_len)
+    if not has_small or any(
+        not _is_small(most * each * -(-length // KEY_TILE), length) for length in longest
+    ):
         tiles = most * -(-shape.num_heads // LATENT_ROWS)
         lists["decode"] = min(tiles * splits, tiles + MAX_LATENT_PARTIALS)
     return lists
+
+
+def _most_small_items(tiles_of_rows: int, max_context_len: int) -> int:
+    """Every first split has a tile at least, and every further one the tiles of a whole split before
+    it.
+    """
+    splits = -(-max_context_len // SPLIT)
+    most = MAX_SMALL_TILES if splits == 1 else MAX_SMALL_TILES_OF_SPLITS
+    if tiles_of_rows >= most:
+        return most
+    further = (most - tiles_of_rows) // (SPLIT // KEY_TILE)
+    return min(tiles_of_rows * splits, tiles_of_rows + further)
 
 
 def _run(splits: Int32Array, num_multiprocessors: int) -> int:

@@ -94,8 +94,8 @@ def latent_kernels() -> dict[str, dict[str, int]]:
         types = _TYPES | {"keys": cache}
         found[f"latent {heads} {cache}"] = compiled(_latent_kernel, constants, 8, types)
     for rows, inner in ((16, 192), (16, 512), (64, 192), (128, 192)):
-        tile, is_early = heads_tile(rows, torch.bfloat16, 512, inner)
-        constants = {"HEADS": 20, "N": 512, "K": inner, "EARLY": is_early, "PDL": True}
+        tile = heads_tile(rows, torch.bfloat16)
+        constants = {"HEADS": 20, "N": 512, "K": inner, "PDL": True}
         constants |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inner}
         found[f"heads {rows} {inner}"] = compiled(
             _heads_kernel, constants, tile.warps, _TYPES, num_stages=tile.stages
@@ -108,8 +108,8 @@ def latent_kernels() -> dict[str, dict[str, int]]:
         types |= {"eps": "fp32", "key_scale": "fp32"}
         found[f"to cache {cache}"] = compiled(_latent_cache_kernel, constants, 4, types)
         types |= {"plain": "*bf16", "weight": "*bf16"}
-        constants |= {"NOPE": 192, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64, "EARLY": True}
+        constants |= {"NOPE": 192, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64}
         found[f"queries {cache}"] = compiled(
-            _latent_query_kernel, constants, 4, types, num_stages=1
+            _latent_query_kernel, constants, 4, types, num_stages=4
         )
     return found

@@ -19,6 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from quire.backends.triton.expert_layouts import BYTES, MINIMA, ZEROS
 from quire.backends.triton.few_rows_int4 import _few_rows_kernel, chunks_of
 from quire.backends.triton.prompt_attention import _REGISTERS, _prompt_kernel
+from quire.backends.triton.shapes import next_power_of_2
 from quire.backends.triton.single_row_linear import _single_row_kernel
 from quire.backends.triton.small_batch_attention import _small_batch_kernel
 from quire.backends.triton.streamed_experts import (
@@ -115,6 +116,7 @@ def small_batch_kernels() -> dict[str, dict[str, int]]:
     for inner, silu_mul, number in ((3072, False, "bf16"), (12288, True, "fp8e4nv"))[first:]:
         constants = {
             "K": inner,
+            "PADDED": next_power_of_2(inner),
             "HAS_BIAS": True,
             "SILU_MUL": silu_mul,
             "PAIR": not silu_mul,

@@ -33,7 +33,8 @@ from quire.backends.triton.kernels import TritonKernels  # isort: skip
 from quire.backends.triton.latent_attention import latent_attention  # isort: skip
 from quire.backends.triton.latent_work import (  # isort: skip
     MAX_LATENT_PARTIALS,
-    MAX_SMALL_ITEMS,
+    MAX_SMALL_TILES,
+    MAX_SMALL_TILES_OF_SPLITS,
     latent_decode_lists,
     latent_work,
     small_rows,
@@ -307,16 +308,43 @@ def test_the_list_is_chosen_by_the_work() -> None:
         assert count > 1 or len(work) - 1 <= most[name]
         return name
 
-    most = MAX_SMALL_ITEMS
-    assert (
-        kind([512] * most, 20) == kind([512 * most], 20) == kind([9] * (most // 4), 128) == "small"
-    )
-    assert kind([512] * (most + 1), 20) == kind([512 * most + 1], 20) == "decode"
-    assert kind([9] * (most // 4 + 1), 128) == kind([20], 20, count=2) == "decode"
+    most, more = MAX_SMALL_TILES, MAX_SMALL_TILES_OF_SPLITS
+    assert kind([64] * most, 20) == kind([9] * (most // 4), 128) == "small"
+    assert kind([200] * (most // 4), 20) == kind([200] * (most // 4 - 1) + [256], 20) == "small"
+    assert kind([64] * (most + 1), 20) == kind([9] * (most // 4 + 1), 128) == "decode"
+    assert kind([200] * (most // 4) + [1], 20) == kind([20], 20, count=2) == "decode"
+    assert kind([64 * more], 20) == kind([64] * (more - 9) + [513], 20) == "small"
+    assert kind([512] * (more // 8 - 1) + [640 - 128], 20) == "decode"  # none has several splits
+    assert kind([64 * more + 1], 20) == kind([64] * (more - 8) + [513], 20) == "decode"
     assert latent_decode_lists(1, 1, 8192, glm, True) == {"small": 16}
+    assert latent_decode_lists(4, 8, 200, glm, True) == {"small": 8}
     assert set(latent_decode_lists(33, 64, 200_000, glm, True)) == {"small", "decode"}
+    assert set(latent_decode_lists(64, 64, 512, glm, True)) == {"small", "decode"}
     assert set(latent_decode_lists(most + 1, 2 * most, 512, glm, True)) == {"decode"}
+    assert set(latent_decode_lists(more - 7, more, 513, glm, True)) == {"decode"}
+    assert set(latent_decode_lists(more - 8, more, 513, glm, True)) == {"small", "decode"}
     assert set(latent_decode_lists(1, 1, 8192, glm)) == {"decode"}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_graphs_have_room_for_every_step(seed: int) -> None:
+    """And for little more: a list as long as they expect can be met."""
+    random = np.random.default_rng(seed)
+    for heads in (20, 128):
+        shape = latent_heads(heads, 512, 64)
+        for _ in range(200):
+            count, longest = (
+                int(random.integers(1, 700)),
+                int(random.choice([300, 512, 2000, 60_000])),
+            )
+            lengths = random.integers(1, random.integers(2, longest + 2), count).clip(max=longest)
+            rows = np.arange(count, dtype=np.int32)
+            arguments = np.ones_like(rows), lengths.astype(np.int32), rows, shape, 132, True
+            ((name, work),) = latent_work(*arguments).items()
+            fewest = int(random.integers(1, count + 1))
+            lists = latent_decode_lists(fewest, count, longest, shape, True)
+            assert len(work) - 1 <= lists[name]
+    assert latent_decode_lists(8, 8, 60_000, shape, True)["small"] == 32 + (640 - 32) // 8
 
 
 def test_the_list_says_which_keys_the_step_writes() -> None:
