@@ -148,7 +148,8 @@ class TritonKernels(ReferenceKernels):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._device = device
         if device.type == "cuda" and not recurrent.has_compiler(device):
-            self.name = "triton without CUDA C++"  # other bits: engines that have it are not the same
+            # It gives other bits: the engine's fingerprint says so.
+            self.name = "triton without CUDA C++"
         self._num_multiprocessors = num_multiprocessors(device)
 
     def computes(self, format: Format) -> bool:
