@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.backends.cuda import recurrent
 from quire.backends.triton import (
     adapters,
     convolution,
@@ -28,7 +29,6 @@ from quire.backends.triton import (
     linear_pair,
     logprobs,
     quantized,
-    recurrent,
     repeats,
     router_linear,
     rowwise,
@@ -152,6 +152,9 @@ class TritonKernels(ReferenceKernels):
         self._row_tiles = adapters.RowTiles()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._device = device
+        if device.type == "cuda" and not recurrent.has_compiler(device):
+            # It gives other bits: the engine's fingerprint says so.
+            self.name = "triton without CUDA C++"
         self._num_multiprocessors = num_multiprocessors(device)
 
     def computes(self, format: Format) -> bool:

@@ -2,7 +2,7 @@
 
     python -m quire.tools.bench.gpu.recurrence                  # Qwen3.5's shape, 1 to 256 requests, prompts
     python -m quire.tools.bench.gpu.recurrence --heads 1:48:128:64 --no-delta
-    python -m quire.tools.bench.gpu.recurrence --forms tiles,64:4:168,64:8:0,32:4:128,128:8:0
+    python -m quire.tools.bench.gpu.recurrence --forms tiles,cuda,cuda:1,cuda:2,cuda:4,64:4:168
 
 Convolution and recurrence, captured in a graph; each request is at the 32nd token of its 17th chunk.
 Beside the times stands what the bytes take that must be moved, and how far outputs are from those of
@@ -22,7 +22,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quire.backends.cuda import recurrent as cuda_recurrent
 from quire.backends.triton.kernels import TritonKernels
+from quire.backends.triton.recurrent import recur_ as recur_by_tiles
 from quire.kernels.layer_state import CarriedPart
 from quire.kernels.ops import PagedBatch
 from quire.kernels.recurrent import (
@@ -128,8 +130,17 @@ class OneLayer:
         return self.spec.bytes_read(CHUNK, 2.0) + state / CHUNK
 
 
+class _Tiles(TritonKernels):
+    """Where CUDA kernels can't be compiled."""
+
+    recur_ = staticmethod(recur_by_tiles)
+
+
 def kernels_of(form: str) -> TritonKernels:
     if form == "tiles":
+        return _Tiles(torch.bfloat16)
+    if form.startswith("cuda"):
+        cuda_recurrent.columns_of_a_lane = int(form.partition(":")[2] or 0)
         return TritonKernels(torch.bfloat16)
     columns, warps, registers = map(int, form.split(":"))
     token_recurrence.COLUMNS = columns

@@ -1,0 +1,51 @@
+// What the kernels need of the device beyond C++: put before each source by the compiler's options. Tests put another file
+// in its place, which has the same names, and so run the same kernels on a CPU.
+#pragma once
+
+#define SHARED_MEMORY(name) extern __shared__ float4 name##_[]; float* const name = reinterpret_cast<float*>(name##_)
+
+using half_bits = unsigned short;
+
+__device__ inline float float_of_half(half_bits x) {
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x));
+  return result;
+}
+
+__device__ inline half_bits half_of_float(float x) {
+  half_bits result;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(x));
+  return result;
+}
+
+__device__ inline float inverse_root(float x) { return rsqrtf(x); }
+
+// Tells the compiler that an address made of a number lies in global memory.
+template <typename T>
+__device__ inline T* in_global_memory(T* place) {
+  __builtin_assume(__isGlobal(place));
+  return place;
+}
+
+// Programmatic dependent launch: see quire/backends/triton/launch.py.
+__device__ inline void begin_kernel() {
+#if PDL
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// 16 bytes from global to shared memory, on their way while the thread goes on.
+__device__ inline void copy16_async(float* to, const float* from) {
+  const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(from) : "memory");
+}
+
+// Ends a group of copies.
+__device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until at most `pending` of this thread's groups are on their way.
+template <int pending>
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}

@@ -1,0 +1,315 @@
+"""The recurrences of layers with a state by CUDA kernels: which are launched, and with what.
+`recurrent.h` has the order of all sums.
+
+Steps have runs of few tokens (decoded ones, drafts) and of many (prompts). For each kind there is a
+kernel of scores and one of the recurrence, and both kinds give the same bits; a step that may have
+both launches all four, each of which leaves the other kind's runs alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import c_float, c_int64, c_void_p
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quire.backends.cuda import build, driver
+from quire.backends.triton import recurrent as by_tiles
+from quire.backends.triton.launch import USE_PDL
+from quire.backends.triton.sequences import TILE, rows_of
+from quire.backends.triton.shapes import as_rows, cdiv, row_stride
+from quire.errors import DeviceError
+from quire.kernels.ops import PagedBatch
+from quire.kernels.recurrent import CHUNK, RecurrentCache, RecurrentSpec, RecurrentWeights
+
+logger = logging.getLogger(__name__)
+
+_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+FEW_TOKENS = 8
+"""A run of up to so many tokens is one of few; all are where each row is a sequence (graphs)."""
+FEW_PROGRAMS = 2112
+"""With fewer programs for few tokens (16 for a multiprocessor) there are more, of fewer columns."""
+columns_of_a_lane = 0
+"""1, 2 or 4 for benchmarks; 0: by the number of programs. The bits are the same."""
+_FEW_THREADS, _MANY_THREADS, _LANES = 128, 256, 32
+_COLUMNS = 32
+_QUERIES_AT_ONCE = 8
+_STATIC_SHARED = 4096
+"""Bytes at most, of a kernel that takes dynamic memory, too."""
+_MOST_SHARED = 227 * 1024 - _STATIC_SHARED
+"""Of an H100 or H200; there two chunks' keys fit beside the rest."""
+
+
+class Call(ctypes.Structure):
+    """`Call` of recurrent.h."""
+
+    _fields_ = (
+        *(
+            (name, c_void_p)
+            for name in (
+                *("mixed", "gates", "log_rate", "time_bias", "skip", "out", "queries", "scores"),
+                *("keys", "changes", "decays", "inputs", "tail_places", "state_places"),
+                *("starts", "tables", "positions", "block_tables", "state_tables"),
+            )
+        ),
+        *(
+            (name, c_int64)
+            for name in (
+                *("rows", "single", "limit", "mixed_stride", "gates_stride", "table_stride"),
+                *("key_stride", "change_stride", "decay_stride", "input_stride"),
+                *("state_stride", "state_width"),
+            )
+        ),
+        *((name, c_float) for name in ("least_step", "largest_step", "beta_scale", "query_scale")),
+    )
+
+
+def _rows_size(size: int) -> int:
+    """Numbers that a chunk's vectors take in shared memory: see `rows_size`."""
+    return int(CHUNK) * (cdiv(size, 4) * 4 + 4) + int(CHUNK) // 8 * 16
+
+
+def shared_sizes(spec: RecurrentSpec) -> dict[str, int]:
+    """Bytes of dynamic shared memory of each kernel."""
+    keys, scores = _rows_size(spec.key_dim), _rows_size(int(CHUNK))
+    row = cdiv(spec.key_dim, 4) * 4 + 4
+    many = (
+        spec.key_dim * _COLUMNS
+        + int(CHUNK) * _COLUMNS
+        + (2 if spec.is_delta else 1) * scores
+        + keys
+    )
+    buffers = 2 if 4 * (many + 2 * keys) <= _MOST_SHARED else 1
+    few = {f"few_tokens_{columns}": 0 for columns in (1, 2, 4)}
+    return {
+        "few_scores": 4 * (keys + _QUERIES_AT_ONCE * row),
+        "many_scores": 4 * 2 * keys,
+        "many_tokens": 4 * (many + buffers * keys),
+        **few,
+    }
+
+
+def _fits(spec: RecurrentSpec, device: torch.device) -> bool:
+    """Whether heads of this size fit into a multiprocessor's memory."""
+    needed = max(shared_sizes(spec).values()) + _STATIC_SHARED
+    return needed <= driver.most_shared_bytes(device)
+
+
+def constants(
+    spec: RecurrentSpec,
+    block_size: int,
+    dtype: torch.dtype,
+    has_skip: bool,
+    aligned: bool,
+    pdl: bool,
+) -> dict[str, int]:
+    """What the kernels are compiled for."""
+    return {
+        "KEY_HEADS": spec.num_key_heads,
+        "VALUE_HEADS": spec.num_value_heads,
+        "KEY_DIM": spec.key_dim,
+        "VALUE_DIM": spec.value_dim,
+        "BLOCK_SIZE": block_size,
+        "TAPS": spec.taps,
+        "DELTA": int(spec.is_delta),
+        "SKIP": int(has_skip),
+        "NUMBER": _NUMBERS[dtype],
+        "ALIGNED": int(aligned),
+        "PDL": int(pdl),
+    }
+
+
+@cache
+def has_compiler(device: torch.device) -> bool:
+    """Whether kernels can be compiled and launched here at all; what is missing is said once."""
+    if device.type != "cuda":
+        return False
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    reason = ""
+    if driver.find_driver() is None:
+        reason = "the CUDA driver's library was not found, or it is older than 11.8"
+    elif not build.compiler_version():
+        reason = "neither NVRTC (nvidia-cuda-nvrtc) nor nvcc was found"
+    if reason:
+        logger.warning("%s: layers with a state are computed by slower kernels", reason)
+    return not reason
+
+
+@cache
+def _module(
+    spec: RecurrentSpec,
+    block_size: int,
+    dtype: torch.dtype,
+    has_skip: bool,
+    aligned: bool,
+    device: torch.device,
+) -> driver.Module:
+    major, minor = torch.cuda.get_device_capability(device)
+    given = constants(spec, block_size, dtype, has_skip, aligned, USE_PDL)
+    with torch.cuda.device(device):
+        sizes = shared_sizes(spec)
+        if not aligned:
+            sizes = {name: size for name, size in sizes.items() if name[-2:] not in ("_2", "_4")}
+        code = build.build("recurrent.cu", given, f"sm_{major}{minor}")
+        return driver.Module(code, sizes, USE_PDL)
+
+
+@cache
+def is_used(spec: RecurrentSpec, device: torch.device) -> bool:
+    """Whether these kernels compute layers of this kind: in all steps, as others give other bits."""
+    return not spec.gate_rank and has_compiler(device) and _fits(spec, device)
+
+
+def recur_(
+    mixed: Tensor,
+    gates: Tensor,
+    weights: RecurrentWeights,
+    spec: RecurrentSpec,
+    cache: RecurrentCache,
+    batch: PagedBatch,
+    decay_gates: Tensor | None = None,
+) -> Tensor:
+    """`Kernels.recur_`; it keeps the last inputs of the convolution, too."""
+    if not is_used(spec, mixed.device):
+        return by_tiles.recur_(mixed, gates, weights, spec, cache, batch, decay_gates)
+    return Launches(mixed, gates, weights, spec, cache, batch).run()
+
+
+class Launches:
+    """Of one layer in one step."""
+
+    def __init__(
+        self,
+        mixed: Tensor,
+        gates: Tensor,
+        weights: RecurrentWeights,
+        spec: RecurrentSpec,
+        cache: RecurrentCache,
+        batch: PagedBatch,
+    ) -> None:
+        tail, states = cache.convolution.tail, batch.state_tables
+        if states is None or tail is None:
+            raise ValueError("A recurrent layer needs the tables of its states.")
+        if cache.block_size % int(TILE):
+            raise DeviceError(
+                f"block_size is {cache.block_size}, but must be a multiple of {int(TILE)} for layers with "
+                f"a state on a GPU."
+            )
+        if gates.dtype != mixed.dtype or cache.convolution.inputs.dtype != mixed.dtype:
+            raise TypeError(
+                f"values are {mixed.dtype}, gates {gates.dtype}, kept inputs {cache.convolution.inputs.dtype}"
+            )
+        self.spec, self.block_size, self.device = spec, cache.block_size, mixed.device
+        self.aligned = _is_aligned(spec, cache)
+        source, gates = as_rows(mixed), as_rows(gates)
+        if (source.data_ptr() | row_stride(source) * source.itemsize) % 16:
+            source = source.clone(memory_format=torch.contiguous_format)
+        tables, positions = rows_of(batch)
+        self.dtype, self.rows = mixed.dtype, source.shape[0]
+        self.count = len(batch.context_lens)
+        self.has_skip = weights.skip is not None
+        least, largest = spec.time_limits
+        empty = torch.empty
+        out = empty(self.rows, spec.value_size, dtype=mixed.dtype, device=mixed.device)
+        queries = empty(self.rows, spec.query_size, device=mixed.device)
+        scores = empty(self.rows, spec.num_key_heads, 2, int(CHUNK), device=mixed.device)
+        tensors = {
+            "mixed": source,
+            "gates": gates,
+            "log_rate": weights.log_rate.float(),
+            "time_bias": weights.time_bias.float(),
+            "skip": None if weights.skip is None else weights.skip.float(),
+            "out": out,
+            "queries": queries,
+            "scores": scores,
+            "keys": cache.keys,
+            "changes": cache.changes,
+            "decays": cache.decays,
+            "inputs": cache.convolution.inputs,
+            "tail_places": tail.places,
+            "state_places": cache.state.places,
+            "starts": batch.query_start,
+            "tables": tables,
+            "positions": positions,
+            "block_tables": batch.block_tables,
+            "state_tables": states,
+        }
+        for name in ("starts", "tables", "positions", "block_tables", "state_tables"):
+            found = tensors[name]
+            if found is not None and found.dtype != torch.int32:
+                raise TypeError(f"{name} are {found.dtype}, not int32")
+        self.tensors = tensors  # kept until the launches are queued
+        self.out = out
+        self.call = Call(
+            rows=self.rows,
+            single=int(self.count == self.rows),
+            limit=0,
+            mixed_stride=row_stride(source),
+            gates_stride=row_stride(gates),
+            table_stride=batch.block_tables.stride(0),
+            key_stride=cache.keys.stride(0),
+            change_stride=cache.changes.stride(0),
+            decay_stride=cache.decays.stride(0),
+            input_stride=cache.convolution.inputs.stride(0),
+            state_stride=states.stride(0),
+            state_width=states.stride(1),
+            least_step=least,
+            largest_step=min(largest, torch.finfo(torch.float32).max),
+            beta_scale=spec.beta_scale,
+            query_scale=spec.key_dim**-0.5,
+            **{name: None if one is None else one.data_ptr() for name, one in tensors.items()},
+        )
+
+    def run(self) -> Tensor:
+        if self.rows == 0:
+            return self.out
+        has_few = self.call.single or self.count > 1 or self.rows <= FEW_TOKENS
+        has_many = not self.call.single and (self.count > 1 or not has_few)
+        self.call.limit = int(CHUNK) if not has_many else FEW_TOKENS if has_few else 0
+        heads = self.spec.num_key_heads + 1
+        if has_few:
+            self._launch("few_scores", self.count, heads, _FEW_THREADS)
+        if has_many:
+            self._launch("many_scores", cdiv(self.rows, int(CHUNK)), heads, _MANY_THREADS)
+        if has_few:
+            columns = self._columns()
+            parts = cdiv(self.spec.value_dim, columns * _LANES)
+            programs = self.spec.num_value_heads * parts
+            self._launch(f"few_tokens_{columns}", self.count, programs, _LANES)
+        if has_many:
+            parts = cdiv(self.spec.value_dim, _COLUMNS)
+            programs = self.spec.num_value_heads * parts
+            self._launch("many_tokens", self.count, programs, _MANY_THREADS)
+        return self.out
+
+    def _columns(self) -> int:
+        """Of a lane in the kernel for few tokens."""
+        if not self.aligned:
+            return 1
+        if columns_of_a_lane:
+            return columns_of_a_lane
+        for columns in (4, 2):
+            parts = cdiv(self.spec.value_dim, columns * _LANES)
+            if self.count * self.spec.num_value_heads * parts >= FEW_PROGRAMS:
+                return columns
+        return 1
+
+    def module(self) -> driver.Module:
+        return _module(
+            self.spec, self.block_size, self.dtype, self.has_skip, self.aligned, self.device
+        )
+
+    def _launch(self, name: str, programs: int, others: int, threads: int) -> None:
+        self.module().launch(name, (programs, others), threads, self.call, self.device)
+
+
+def _is_aligned(spec: RecurrentSpec, cache: RecurrentCache) -> bool:
+    """Whether all vectors of keys, changes and states begin at multiples of 16 bytes."""
+    places = [spec.key_dim * 4, spec.value_dim * 4]
+    for side in (cache.keys, cache.changes):
+        places += [side.data_ptr(), side.stride(0) * 4]
+    return cache.state.alignment == 16 and all(place % 16 == 0 for place in places)
