@@ -157,7 +157,9 @@ def test_it_is_chosen_by_the_work() -> None:
 @drawn
 @given(
     st.sampled_from([torch.float16, torch.bfloat16]),
-    st.sampled_from([(1024, 2048), (1024, 3072), (16, 512), (48, 1536), (1008, 4608)]),
+    st.sampled_from(
+        [(1024, 2048), (1024, 3072), (16, 512), (48, 1536), (1008, 4608), (2048, 5120), (5120, 768)]
+    ),
     st.booleans(),
 )
 def test_the_product_of_a_single_row_is_that_of_any(
