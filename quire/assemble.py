@@ -21,7 +21,7 @@ from quire.config import EngineConfig, parse_bytes
 from quire.constrain import GrammarCompiler
 from quire.engine import EngineCore, Scheduler
 from quire.errors import EngineError, InvalidRequestError
-from quire.frontend.adapters import AdapterRegistry
+from quire.frontend.adapters import AdapterRegistry, SlotMemory
 from quire.frontend.engine_info import EngineInfo, engine_info
 from quire.frontend.tokenizer import Tokenizer
 from quire.kernels.weights import Weight
@@ -291,11 +291,13 @@ def assemble(
         held=worker.runner,
     )
     table = scheduler.table
+    slots = runner.adapters
     registry = AdapterRegistry(
         runner,
         parse_bytes("lora_memory", config.lora_memory),
         lambda: frozenset(request.adapter for request in table.requests.values()),
-        None if runner.adapters is not None else NO_ADAPTERS,
+        NO_ADAPTERS if slots is None else None,
+        None if slots is None or slots.room is None else SlotMemory(slots.room, slots.num_slots),
     )
     if ranks is None:
         description = f"{name}: {worker.description}"

@@ -181,6 +181,7 @@ class EngineOptions(TypedDict, total=False):
     gives_way: Literal["first_token", "token_time"]
     max_loras: int
     lora_memory: int | str
+    lora_slot_memory: int | str | None
     step_log: Path | str | None
 
 
@@ -367,6 +368,14 @@ class EngineConfig:
         "4GiB", Memory(low=1), cli=True, help="Host memory for loaded adapters, such as 4GiB."
     )
     """When it is full, adapters that no request has leave it, and are read again when needed."""
+    lora_slot_memory: int | str | None = check.parameter(
+        None,
+        Memory(low=0),
+        optional=True,
+        cli=True,
+        help="Memory of each GPU for running requests' adapters, such as 3GiB; default: what those of --lora take.",
+    )
+    """Half of what `kv_cache_memory` leaves free is for them, too."""
     step_log: Path | str | None = check.parameter(  # noqa: RUF009
         None, File(), optional=True, cli=True, help="Write every step to this file, as JSON lines."
     )

@@ -19,7 +19,7 @@ from quire.cli.option_groups import FileOptions, GivenOptions, with_groups
 from quire.cli.start import open_llm, say_started
 from quire.cli.terminal import AnswerPrinter, say
 from quire.errors import InvalidRequestError, QuireError, reason
-from quire.frontend.adapter_names import LoRARequest, parse_lora
+from quire.frontend.adapter_names import LoRARequest, parse_lora, slot_memory_of
 from quire.frontend.progress import GenerationBar
 from quire.outputs import RequestDelta, RequestOutput
 from quire.sampling_params import SamplingParams
@@ -84,6 +84,8 @@ def run(
         raise InvalidRequestError("--system", "needs a chat template, which --raw turns off")
     adapter = None if lora is None else parse_lora(lora)
     chosen = engine.keywords()
+    if adapter is not None and engine.lora_slot_memory is None:
+        chosen["lora_slot_memory"] = slot_memory_of([adapter.lora_path], num_slots=1)
     if priority:  # there is no other reason to give one
         if "policy" in given and engine.policy != "priority":
             raise InvalidRequestError(

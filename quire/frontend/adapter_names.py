@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.checkpoints.files import is_gguf
 from quire.errors import InvalidRequestError
 
-CONFIG_FILE = "adapter_config.json"
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"[\w][\w.:@+-]{0,199}")
 
 
@@ -63,6 +65,17 @@ def check_name(name: object) -> str:
 def is_adapter(path: Path) -> bool:
     """Whether something lies there that may be one: a folder of PEFT's, or a GGUF file."""
     return os.path.isfile(path if is_gguf(path) else path / CONFIG_FILE)
+
+
+def slot_memory_of(paths: Iterable[str], num_slots: int) -> int:
+    """Bytes of those that may be in slots at once, by the sizes of their files: what is float32 there
+    takes half of that in most models. Of files that are missing it knows nothing.
+    """
+    sizes = []
+    for path in map(Path, paths):
+        with suppress(OSError):
+            sizes.append(os.stat(path if is_gguf(path) else path / WEIGHTS_FILE).st_size)
+    return sum(heapq.nlargest(num_slots, sizes))
 
 
 def parse_lora(given: str, option: str = "--lora") -> LoRARequest:

@@ -7,10 +7,11 @@ has leave, the least recently used first, and are read again when they are asked
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -60,6 +61,17 @@ class LoadedAdapter:
     stamps: Stamps = field(repr=False)
 
 
+class SlotMemory(NamedTuple):
+    """Memory of a GPU for the adapters of running requests, which are copied there."""
+
+    nbytes: int
+    num_slots: int
+
+    def holds(self, sizes: Iterable[int]) -> bool:
+        """Whether adapters of these sizes fit, whichever of them are in slots."""
+        return sum(heapq.nlargest(self.num_slots, sizes)) <= self.nbytes
+
+
 class AdapterHolder(Protocol):
     """Whoever computes with adapters: a runner, or one on several ranks."""
 
@@ -81,14 +93,16 @@ class AdapterRegistry:
         budget: int,
         in_use: Callable[[], frozenset[str]],
         refusal: str | None = None,
+        slot_memory: SlotMemory | None = None,
     ) -> None:
         """`in_use` are the digests that live requests have; `refusal` says why adapters can't be
-        computed here.
+        computed here. `slot_memory`: None where slots take none.
         """
         self._holder = holder
         self._budget = budget
         self._in_use = in_use
         self._refusal = refusal
+        self._slot_memory = slot_memory
         self._paths: dict[str, Path] = {}
         self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
         """By name, the least recently used first."""
@@ -199,9 +213,13 @@ class AdapterRegistry:
         return loaded
 
     def _make_room(self, digest: str, name: str) -> None:
-        """Has adapters leave that no request has, until the budget is kept."""
-        if self.nbytes <= self._budget:
+        """Has adapters leave that no request has, until the rest fits into the budget, and as many
+        as there are slots into the memory of these.
+        """
+        if self._fits(self._sizes.values()):
             return
+        if not self._fits([self._sizes[digest]]):
+            raise self._too_large(name, self._sizes[digest])
         used = self._in_use() | {digest}
         for other, one in list(self._loaded.items()):
             if one.digest in used:
@@ -209,9 +227,13 @@ class AdapterRegistry:
             del self._loaded[other]
             self.num_evictions += 1
             self.drop_unused(keep=digest)
-            if self.nbytes <= self._budget:
+            if self._fits(self._sizes.values()):
                 return
         raise self._too_large(name, self._sizes[digest])
+
+    def _fits(self, sizes: Collection[int]) -> bool:
+        slots = self._slot_memory
+        return sum(sizes) <= self._budget and (slots is None or slots.holds(sizes))
 
     def drop_unused(self, keep: str = "") -> None:
         """Has the holder let go of content that no name stands for, and no request has."""
@@ -224,12 +246,16 @@ class AdapterRegistry:
                 self._holder.remove_adapter(digest)
 
     def _too_large(self, name: str, size: int) -> CapacityError:
-        budget = f"lora_memory ({format_bytes(self._budget)})"
+        budget, remedy = f"lora_memory ({format_bytes(self._budget)})", "raise it"
         takes = f"the adapter {name} takes {format_bytes(size)}"
-        if size > self._budget:
-            return CapacityError(f"{takes}, more than {budget}: raise it")
+        slots = self._slot_memory
+        if slots is not None and size <= self._budget and not slots.holds(self._sizes.values()):
+            budget = f"the GPU's memory for adapters ({format_bytes(slots.nbytes)}, max_loras {slots.num_slots})"
+            remedy = "set lora_slot_memory, or lower max_loras"
+        if not self._fits([size]):
+            return CapacityError(f"{takes}, more than {budget}: {remedy}")
         return NoRoomNowError(
-            f"{takes}, and with those in use there is no room for it in {budget}: raise it, or try again later"
+            f"{takes}, and with those in use there is no room for it in {budget}: {remedy}, or try again later"
         )
 
 

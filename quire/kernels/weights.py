@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -89,6 +89,13 @@ class Weight:
     @property
     def device(self) -> torch.device:
         return self.parts[0].tensors[0].device
+
+    def to(self, device: torch.device) -> Weight:
+        """The same numbers on a device; itself, if it lies there."""
+        if self.device == device:
+            return self
+        parts = (replace(p, tensors=tuple(t.to(device) for t in p.tensors)) for p in self.parts)
+        return replace(self, parts=tuple(parts))
 
     def copy_(self, other: Weight) -> None:
         """Takes over the numbers of a weight with the same layout, into the memory that this one

@@ -26,6 +26,7 @@ from quire.kernels.ops import (
 from quire.kernels.tensor_memory import TensorMemory
 from quire.kernels.weights import Weight
 from quire.models.linear import (
+    NOT_LISTED,
     Embedding,
     Experts,
     ExpertsLinear,
@@ -33,6 +34,7 @@ from quire.models.linear import (
     HeadLinear,
     Linear,
     Rows,
+    RowsBySlot,
 )
 from quire.models.mixers import Batch, Mixers, make_mixer
 from quire.models.parameters import Parameters, SleepLevel, WeightSource
@@ -402,12 +404,13 @@ class Decoder:
         paged: Batches,
         caches: Sequence[MixerCache],
         adapters: Tensor | None = None,
+        by_slot: RowsBySlot = NOT_LISTED,
     ) -> Tensor:
         """The final hidden states [rows, hidden] of int64 token_ids [rows] at int64 positions
         [rows]. `caches` has one for every mixer, in the order of the layers. `adapters` has the
-        slots of the rows' adapters, if some have one (see `Rows`).
+        slots of the rows' adapters, if some have one, and `by_slot` the rows of some (see `Rows`).
         """
-        batch = Batch(self.kernels, positions, paged, adapters=adapters)
+        batch = Batch(self.kernels, positions, paged, adapters=adapters, by_slot=by_slot)
         x, residual, first = self.embed(batch, token_ids), None, 0
         batch = self.with_layer_inputs(batch, token_ids, x)
         for layer in self.layers:
@@ -443,15 +446,19 @@ class Decoder:
         return self._parameters.linears
 
     def logits(
-        self, hidden: Tensor, out: Tensor | None = None, adapters: Tensor | None = None
+        self,
+        hidden: Tensor,
+        out: Tensor | None = None,
+        adapters: Tensor | None = None,
+        by_slot: RowsBySlot = NOT_LISTED,
     ) -> Tensor:
         """Scores [rows, vocab] of hidden rows, in the model's dtype; into `out` if there is one.
-        `adapters` has the slots of their adapters.
+        `adapters` has the slots of their adapters, `by_slot` the rows of some.
         """
         # applied to the hidden rows, which are shorter than rows of logits
         if self.spec.logit_scale != 1:
             hidden = self.kernels.scale_add(hidden, self.spec.logit_scale)
-        scores = self.head(Rows(self.kernels, adapters=adapters), hidden, out)
+        scores = self.head(Rows(self.kernels, adapters=adapters, by_slot=by_slot), hidden, out)
         if self.spec.logit_cap:
             self.kernels.soft_cap_(scores, self.spec.logit_cap)
         return scores

@@ -7,9 +7,9 @@ multiplies can be forgotten: `tests/test_structure.py` finds a product that goes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,11 @@ from quire.kernels.ops import (
 )
 from quire.kernels.weights import Weight
 
-T = TypeVar("T")
+RowsBySlot = Mapping[int, Tensor]
+"""int64: which rows have the adapter in a slot. Of slots whose adapters change embedding or head as
+graphs and recordings can't compute it; found on the host, so that no step waits to read it.
+"""
+NOT_LISTED: RowsBySlot = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +50,14 @@ class Rows:
     kernels: Kernels
     adapters: Tensor | None = field(default=None, kw_only=True)
     """int32 [rows]: the slot of each row's adapter, -1 where it has none; None: none has one."""
+    by_slot: RowsBySlot = field(default_factory=dict, kw_only=True)
 
 
 class TrainedRows(NamedTuple):
     """An adapter's own rows of the embedding or of the head: PEFT's `modules_to_save` and
     `trainable_token_indices`. Which rows of a step have them is found out by Python, so that step is
-    never computed by a graph or a recording: see `AdapterSlots.are_captured`.
+    never computed by a graph or a recording: see `AdapterSlots.are_captured`. It lies in the memory
+    of the host, and is copied to the device when it gets a slot.
     """
 
     weight: Weight
@@ -65,6 +71,10 @@ class TrainedRows(NamedTuple):
     def nbytes(self) -> int:
         further = sum(one.nbytes for one in (self.tokens, self.bias) if one is not None)
         return self.weight.nbytes + further
+
+    def to(self, device: torch.device) -> TrainedRows:
+        tokens, bias = (None if one is None else one.to(device) for one in (self.tokens, self.bias))
+        return TrainedRows(self.weight.to(device), tokens, bias)
 
     def looked_up(self, kernels: Kernels, token_ids: Tensor, known: Tensor) -> Tensor:
         """The rows of these tokens, `known` where the adapter has none."""
@@ -82,7 +92,8 @@ class TrainedRows(NamedTuple):
 
 class EmbeddingPair(NamedTuple):
     """A pair of matrices for the embedding: to a token's row A's column of that token times the scale
-    times B' is added, in float32; with DoRA the sum is multiplied by a factor for each number.
+    times B' is added, in float32; with DoRA the sum is multiplied by a factor for each number. Lies
+    where `TrainedRows` do.
     """
 
     a: Tensor
@@ -98,6 +109,10 @@ class EmbeddingPair(NamedTuple):
         factor = 0 if self.factor is None else self.factor.nbytes
         return self.a.nbytes + self.b.nbytes + factor
 
+    def to(self, device: torch.device) -> EmbeddingPair:
+        factor = None if self.factor is None else self.factor.to(device)
+        return EmbeddingPair(self.a.to(device), self.b.to(device), self.scale, factor)
+
     def looked_up(self, kernels: Kernels, token_ids: Tensor, known: Tensor) -> Tensor:
         """The rows of these tokens, which the model itself knows as `known`."""
         inner = self.a[token_ids].float() * self.scale
@@ -105,12 +120,6 @@ class EmbeddingPair(NamedTuple):
         if self.factor is not None:
             total = total * self.factor
         return total.to(known.dtype)
-
-
-def rows_by_slot(slots: Tensor, held: Mapping[int, T]) -> Iterator[tuple[Tensor, T]]:
-    """For each slot that some rows have and that holds something: these rows, and what it is."""
-    for slot in sorted(set(slots.tolist()) & held.keys()):
-        yield (slots == slot).nonzero().squeeze(1), held[slot]
 
 
 AdapterPart = PackedLowRank | PackedExperts | TrainedRows | EmbeddingPair
@@ -179,17 +188,21 @@ class Head(Linear):
         self._trained: dict[int, TrainedRows] = {}
         """By slot."""
 
+    def take_adapters(self, kernels: Kernels, num_slots: int) -> None:
+        super().take_adapters(kernels, num_slots)
+        self._trained.clear()
+
     def put_adapter(self, slot: int, packed: AdapterPart | None) -> None:
         self._trained.pop(slot, None)
         if isinstance(packed, TrainedRows):
-            self._trained[slot] = packed
+            self._trained[slot] = packed.to(self._weight.device)
             packed = None
         super().put_adapter(slot, packed)
 
     def __call__(self, rows: Rows, x: Tensor, out: Tensor | None = None) -> Tensor:
         scores = super().__call__(rows, x, out)
-        if rows.adapters is not None and self._trained:
-            for own, trained in rows_by_slot(rows.adapters, self._trained):
+        for slot, own in rows.by_slot.items():
+            if (trained := self._trained.get(slot)) is not None:
                 scores[own] = trained.multiplied(rows.kernels, x[own], scores[own])
         return scores
 
@@ -316,18 +329,18 @@ class Embedding:
         """By slot."""
 
     def take_adapters(self, kernels: Kernels, num_slots: int) -> None:
-        """There is nothing to prepare."""
+        self._adapted.clear()
 
     def put_adapter(self, slot: int, packed: AdapterPart | None) -> None:
         self._adapted.pop(slot, None)
         if packed is not None:
             assert isinstance(packed, TrainedRows | EmbeddingPair)
-            self._adapted[slot] = packed
+            self._adapted[slot] = packed.to(self._weight.device)
 
     def __call__(self, rows: Rows, token_ids: Tensor) -> Tensor:
         """The rows of int64 token_ids [rows], as plain numbers."""
         found = rows.kernels.embedding(token_ids, self._weight)
-        if rows.adapters is not None and self._adapted:
-            for own, part in rows_by_slot(rows.adapters, self._adapted):
+        for slot, own in rows.by_slot.items():
+            if (part := self._adapted.get(slot)) is not None:
                 found[own] = part.looked_up(rows.kernels, token_ids[own], found[own])
         return found

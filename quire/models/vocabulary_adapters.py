@@ -125,7 +125,7 @@ class VocabularyAdapters:
             bias = None
             if BIAS in found.trained:
                 whole = self._tensor(files, found.trained[BIAS], (self._shape[0],))
-                bias = self._own_rows(BIAS, whole).to(self._decoder.device, self._decoder.dtype)
+                bias = self._own_rows(BIAS, whole).to(self._decoder.dtype)
             yield HEAD, TrainedRows(self._decoder.kernels.pack(weight), bias=bias)
         for end, name in found.tokens.items():
             yield from self._token_rows(files, end, name)
@@ -161,12 +161,6 @@ class VocabularyAdapters:
         for name, parameter in found.copies.items():
             if parameter == BIAS and BIAS not in self._parameters:
                 raise _error(files, name, "has no place in this model, whose head has no bias")
-        if found.names.difference(found.copies) and self._decoder.device.type != "cpu":
-            name = next(iter(found.names.difference(found.copies)))
-            raise UnsupportedModelError(
-                f"{files.weights}: the tensor {name} changes embedding or head as a whole, which Quire "
-                "computes on a CPU only: use device=cpu"
-            )
         for saved in settings.modules_to_save:
             for end, modules in self._modules.items():
                 if any(one.endswith(saved) for one in modules) and end not in found.trained:
@@ -250,8 +244,8 @@ class VocabularyAdapters:
             )
         rows = self._tensor(files, name, (len(listed), hidden))
         order = torch.tensor(listed).argsort()
-        tokens = torch.tensor(listed)[order].to(self._decoder.device)
-        weight = Weight.dense(rows[order].to(self._decoder.device, self._decoder.dtype))
+        tokens = torch.tensor(listed)[order]
+        weight = Weight.dense(rows[order].to(self._decoder.dtype))
         if end == EMBEDDING:
             yield EMBEDDING, TrainedRows(weight, tokens)
         if end == HEAD or self._whole.tie_embeddings:
@@ -272,10 +266,10 @@ class VocabularyAdapters:
             if not bool(factor.isfinite().all()):
                 raise _error(files, found[_MAGNITUDE[0]], "meets a zero column: DoRA has no norm")
         return EmbeddingPair(
-            a.t().to(decoder.device, decoder.dtype).contiguous(),
-            decoder.kernels.pack(Weight.dense(b.to(decoder.device))),
+            a.t().to(decoder.dtype).contiguous(),
+            decoder.kernels.pack(Weight.dense(b)),
             scale,
-            None if factor is None else factor.to(decoder.device),
+            factor,
         )
 
     def _tensor(self, files: AdapterFiles, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -295,7 +289,7 @@ class VocabularyAdapters:
     def _divided(self, end: str, weight: Tensor) -> Weight:
         """This process's part of a matrix in the place of embedding or head."""
         name = end if end in self._parameters else EMBEDDING
-        own = self._own_rows(name, weight).to(self._decoder.device, self._decoder.dtype)
+        own = self._own_rows(name, weight).to(self._decoder.dtype)
         return self._source_of({name: Weight.dense(own)}).pop(name)
 
 

@@ -45,6 +45,10 @@ class DividedWeight(Weight):
     input_widths: tuple[int, ...] | None = None
     """Of all ranks' parts of what is multiplied with it; None: every rank has that whole."""
 
+    def to(self, device: torch.device) -> DividedWeight:
+        own = self.own.to(device)
+        return replace(self, parts=own.parts, own=own)
+
 
 class DividedSource:
     """Weights on their way into a rank's decoder: notes which of them give parts of products only."""

@@ -31,9 +31,19 @@ class AdapterSlots:
     """The adapters of one device."""
 
     def __init__(
-        self, decoder: Decoder, num_slots: int, max_num_seqs: int, loader: AdapterLoader
+        self,
+        decoder: Decoder,
+        num_slots: int,
+        max_num_seqs: int,
+        loader: AdapterLoader,
+        room: int | None = None,
     ) -> None:
         self.loader = loader
+        self.num_slots = num_slots
+        self.room = room
+        """Bytes of a GPU for all in slots together; None: there they take no further memory. Whoever
+        loads adapters keeps it (`AdapterRegistry`): the largest that are loaded fill all slots at once.
+        """
         self._decoder = decoder
         self._linears = decoder.linears
         for linear in self._linears.values():
@@ -101,6 +111,11 @@ class AdapterSlots:
     def are_captured(self, slots: Int32Array) -> bool:
         """Whether graphs and recorded steps compute these slots' adapters: see `Adapter.is_captured`."""
         return self._not_captured.isdisjoint(slots.tolist())
+
+    @property
+    def not_captured(self) -> frozenset[int]:
+        """The slots whose adapters they don't compute."""
+        return frozenset(self._not_captured)
 
     def of_row(self, row: int) -> int:
         return int(self._row_slots[row])

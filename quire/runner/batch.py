@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.kernels.ops import Batches, Int32Array
 from quire.models.decoder import Decoder
+from quire.models.linear import NOT_LISTED, RowsBySlot
 from quire.runner.request_rows import RequestRows
 from quire.step import ScheduledColumns, ScheduledRequest, Step
 
@@ -189,6 +190,10 @@ class InputBatch:
     """int32 [samples]: the position that the sampled token will have."""
     adapters: Tensor | None = None
     """int32 [tokens]: the slot of each token's adapter, -1 where it has none; None: none has one."""
+    by_slot: RowsBySlot = field(default_factory=dict)
+    """The tokens of some slots."""
+    sample_by_slot: RowsBySlot = field(default_factory=dict)
+    """The samples of these slots."""
 
     @property
     def sample_adapters(self) -> Tensor | None:
@@ -229,9 +234,10 @@ def build_batch(
     decoder: Decoder,
     lag: Tensor | None,
     adapters: Int32Array | None = None,
+    listed_slots: Collection[int] = (),
 ) -> InputBatch:
     """The tensors of a step: the scheduled requests' tokens one after the other. `adapters`: the
-    slots of the requests' adapters, if some have one.
+    slots of the requests' adapters, if some have one; rows of the `listed_slots` are listed.
     """
     kernels, upload = decoder.kernels, request_rows.uploader.upload
     ends, sample_owners = shape.starts + shape.counts, shape.sample_owners
@@ -274,6 +280,13 @@ def build_batch(
         max_context_len=int(ends.max()),
         work=lists,
     )
+    slots: Tensor | None = None
+    by_slot, sample_by_slot = NOT_LISTED, NOT_LISTED
+    if adapters is not None:
+        token_slots = adapters[shape.token_owners]
+        (slots,) = upload(token_slots)
+        by_slot = _listed(token_slots, listed_slots, upload)
+        sample_by_slot = _listed(token_slots[shape.logits_indices], listed_slots, upload)
     return InputBatch(
         token_ids=token_ids,
         positions=positions,
@@ -281,8 +294,21 @@ def build_batch(
         logits_indices=sent.logits_indices,
         sample_request_rows=sent.sample_request_rows,
         sample_positions=sent.sample_positions,
-        adapters=None if adapters is None else upload(adapters[shape.token_owners])[0],
+        adapters=slots,
+        by_slot=by_slot,
+        sample_by_slot=sample_by_slot,
     )
+
+
+def _listed(
+    slots: Int32Array, listed: Collection[int], upload: Callable[..., Sequence[Tensor]]
+) -> RowsBySlot:
+    """By slot, which rows have it; of the listed ones that some have."""
+    present = sorted(set(slots.tolist()).intersection(listed)) if listed else []
+    if not present:
+        return NOT_LISTED
+    rows = upload(*(np.flatnonzero(slots == slot).astype(np.int64) for slot in present))
+    return dict(zip(present, rows, strict=True))
 
 
 def write_draft_tokens(shape: BatchShape, request_rows: RequestRows, lag: Tensor | None) -> None:

@@ -34,6 +34,8 @@ class CachePlan:
     max_model_len: int
     needs: str
     """What else takes memory, for the start-up message."""
+    spare: int
+    """Bytes that are left for nobody in particular."""
 
     @property
     def num_tokens(self) -> int:
@@ -112,6 +114,13 @@ class Needs:
     """Bytes per block in the cache of a draft model."""
     graphs: int = 0
     """The pool that all CUDA graphs share: the activations of the largest one."""
+    adapters: int = 0
+    """Kept for those in slots."""
+
+    @property
+    def beside_cache(self) -> int:
+        """What is taken of the memory that the weights leave."""
+        return self.activations + self.graphs + self.adapters
 
     def table(self, free: int) -> str:
         """What takes how much, as text; `free` is what is left when the weights are loaded."""
@@ -119,7 +128,8 @@ class Needs:
             ("weights", self.weights),
             ("activations", self.activations),
             ("graphs", self.graphs),
-            ("free for the cache", max(free - self.activations - self.graphs, 0)),
+            ("adapters", self.adapters),
+            ("free for the cache", max(free - self.beside_cache, 0)),
         )
         return ", ".join(
             f"{name} {format_bytes(size)}" for name, size in entries if size or name == "weights"
@@ -202,10 +212,10 @@ def plan_cache(
     groups: LayerGroups,
 ) -> CachePlan:
     """How many blocks fit, for keys and values of a dtype. `free` is what is left once the weights
-    are loaded; what activations and graphs need is subtracted here.
+    are loaded; what activations, graphs and adapters need is subtracted here.
     """
     table = needs.table(free)
-    free = max(free - needs.activations - needs.graphs, 0)
+    free = max(free - needs.beside_cache, 0)
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise InvalidRequestError(
             "max_model_len",
@@ -246,8 +256,9 @@ def plan_cache(
         else usable
     )
     host_bytes = parse_bytes("host_cache_memory", config.host_cache_memory)
+    num_blocks = 1 + min(usable, useful)
     return CachePlan(
-        num_blocks=1 + min(usable, useful),
+        num_blocks=num_blocks,
         num_host_blocks=host_bytes // span_bytes * count,
         block_size=config.block_size,
         bytes_per_block=span_bytes // count,
@@ -255,4 +266,5 @@ def plan_cache(
         dtype=dtype,
         max_model_len=longest,
         needs=table,
+        spare=max(free - num_blocks * (span_bytes // count), 0),
     )

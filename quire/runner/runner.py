@@ -24,6 +24,7 @@ from quire.kernels.ops import Int32Array
 from quire.kernels.weights import Weight
 from quire.models.adapters import Adapter
 from quire.models.decoder import Decoder
+from quire.models.linear import NOT_LISTED
 from quire.models.parameters import SleepLevel
 from quire.runner.adapters import NO_ADAPTER, NO_ADAPTERS, AdapterSlots
 from quire.runner.batch import (
@@ -254,7 +255,12 @@ class Runner:
             sampled = self._sample(outputs, sampled_for, shape, metadata, decoded.logits.float())
         else:  # there is no graph for this step
             batch = build_batch(
-                shape, self._request_rows, self._decoder, lag, self._slots_of(shape)
+                shape,
+                self._request_rows,
+                self._decoder,
+                lag,
+                self._slots_of(shape),
+                () if self.adapters is None else self.adapters.not_captured,
             )
             hidden = self._decoder(
                 batch.token_ids,
@@ -262,10 +268,13 @@ class Runner:
                 batch.paged,
                 self._kv_cache.layers,
                 batch.adapters,
+                batch.by_slot,
             )
             if sampled_for:
                 logits = self._decoder.logits(
-                    hidden[batch.logits_indices], adapters=batch.sample_adapters
+                    hidden[batch.logits_indices],
+                    adapters=batch.sample_adapters,
+                    by_slot=batch.sample_by_slot,
                 )
                 if metadata is None:
                     places = batch.sample_request_rows, batch.sample_positions
@@ -286,10 +295,13 @@ class Runner:
     def _prompt_logits(self, request_row: int, hidden: Tensor) -> Tensor:
         """Of some hidden states of one request."""
         slot = NO_ADAPTER if self.adapters is None else self.adapters.of_row(request_row)
-        if slot == NO_ADAPTER:
+        if self.adapters is None or slot == NO_ADAPTER:
             return self._decoder.logits(hidden)
         slots = torch.full((len(hidden),), slot, dtype=torch.int32, device=hidden.device)
-        return self._decoder.logits(hidden, adapters=slots)
+        by_slot = NOT_LISTED
+        if slot in self.adapters.not_captured:
+            by_slot = {slot: torch.arange(len(hidden), device=hidden.device)}
+        return self._decoder.logits(hidden, adapters=slots, by_slot=by_slot)
 
     def _special_metadata(
         self, shape: BatchShape, sampled_for: Sequence[ScheduledRequest], lag: Tensor | None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.backends.select import device_of, select_kernels
-from quire.config import EngineConfig, format_bytes
+from quire.config import EngineConfig, format_bytes, parse_bytes
 from quire.constrain import GrammarCompiler
 from quire.constrain.masks import Constrainer
 from quire.kernels.device import Device
@@ -74,7 +74,7 @@ def expected_plan(weights: WeightPlan, config: EngineConfig) -> CachePlan:
     """
     device = device_of(weights.device)
     free = device.free_memory()
-    needs = Needs(weights=check_weights_fit(weights, free))
+    needs = Needs(weights=check_weights_fit(weights, free), adapters=_slot_memory(config, device))
     limits = config.limits(on_gpu=device.is_gpu)
     spec = weights.files.spec
     dtype = pick_cache_dtype(config.kv_cache_dtype, weights.dtype, device, spec.cache)
@@ -102,6 +102,7 @@ def start_worker(
     limits = config.limits(on_gpu=device.is_gpu)
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, dtype, device, spec.cache)
     needs = measure_needs(decoder, limits, config.block_size, cache_dtype)
+    needs = replace(needs, adapters=_slot_memory(config, device))
     if draft is not None:
         needs = replace(needs, weights=needs.weights + draft.decoder.nbytes)
         if draft.has_own_cache:
@@ -150,7 +151,8 @@ def start_worker(
     rejects = config.acceptance == "rejection"
     adapters: AdapterSlots | None = None
     if loader is not None and config.max_loras and kernels.takes_adapters:
-        adapters = AdapterSlots(decoder, config.max_loras, limits.max_num_seqs, loader)
+        room = needs.adapters + plan.spare // 2 if device.is_gpu else None
+        adapters = AdapterSlots(decoder, config.max_loras, limits.max_num_seqs, loader, room)
     runner = Runner(decoder, cache, rows, constrainer, graphs, drafter, rejects, adapters)
     weights = (
         f"{format_bytes(needs.weights)}: {formats}" if formats else format_bytes(needs.weights)
@@ -171,6 +173,13 @@ def start_worker(
         description += f"; {draft.description}"
     depth = 2 if device.is_gpu and draft is None else 1
     return Worker(runner, plan, depth, description)
+
+
+def _slot_memory(config: EngineConfig, device: Device) -> int:
+    """Bytes that are kept for adapters in slots: on a GPU, where they lie in memory of their own."""
+    if not (device.is_gpu and config.max_loras and config.lora_slot_memory):
+        return 0
+    return parse_bytes("lora_slot_memory", config.lora_slot_memory)
 
 
 def _slow_head_sizes(decoder: Decoder) -> list[int]:

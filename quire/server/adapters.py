@@ -10,8 +10,10 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from quire.config import EngineConfig
 from quire.errors import InvalidRequestError
-from quire.frontend.adapter_names import check_name, is_adapter, parse_lora
+from quire.frontend.adapter_names import check_name, is_adapter, parse_lora, slot_memory_of
+from quire.server.config import ServerConfig
 from quire.server.link.messages import AdapterFolder
 
 _MOST_LISTED = 1000
@@ -79,6 +81,15 @@ class ServedAdapters:
         except (InvalidRequestError, OSError, ValueError):
             pass
         return None
+
+
+def slot_memory(config: ServerConfig) -> dict[str, int]:
+    """What those given at the start take in slots, as an option of the engine."""
+    engine = EngineConfig.of(config.engine)
+    if engine.lora_slot_memory is not None:
+        return {}
+    size = slot_memory_of((path for _, path in config.adapters), engine.max_loras)
+    return {"lora_slot_memory": size} if size else {}
 
 
 def parse_adapters(given: Iterable[str]) -> tuple[tuple[str, str], ...]:

@@ -16,7 +16,7 @@ from quire.kernels.reference import ReferenceKernels
 from quire.models.decoder import Decoder
 from quire.tools.bench.engine.adapters import write_adapter
 from tests import test_adapters_exactness as small
-from tests.adapters import random_adapter
+from tests.adapters import KINDS, random_adapter
 from tests.gpu.support import (
     DEVICE,
     GpuEngine,
@@ -115,13 +115,50 @@ def test_requests_over_many_adapters_have_the_bits_they_have_alone(
         assert_same(engine.run(jobs(digests), [number]), expected, [number])
 
 
+def test_embedding_and_head_are_adapted_beside_graphs(tmp_path: Path) -> None:
+    """Trained copies, tokens' rows and pairs: steps with them are computed without graphs, and keep
+    nothing in graphs that are captured meanwhile. As many tokens as no tile divides.
+    """
+    spec = replace(shape_of("qwen3-8b", num_layers=1), vocab_size=4003)
+    decoder = decoder_of(spec)
+    paths = [
+        random_adapter(tmp_path / str(i), decoder, i, RANKS[i % 5], size=0.05, kind=KINDS[i % 4])
+        for i in range(6)
+    ]
+    plain = [
+        *plain_jobs(30, spec.vocab_size, seed=5),
+        *mixed_jobs(12, spec.vocab_size, seed=6),
+    ]
+    chosen = [random.Random(i).randrange(len(paths) + 1) for i in range(len(plain))]
+    assert set(chosen) == set(range(7))
+    everyone = range(len(plain))
+
+    def jobs(digests: list[str]) -> list[Job]:
+        return [
+            Job(job.prompt, job.params, replace(job.resolved, adapter=digests[number]))
+            for job, number in zip(plain, chosen, strict=True)
+        ]
+
+    engine, digests = engine_with(decoder, paths, max_loras=6)
+    expected = engine.run(jobs(digests))
+    assert not expected.errors
+    again = engine.run(jobs(digests), everyone[::-1], arrivals_per_step=3, preempt_every=4)
+    assert_same(again, expected, everyone)
+    assert engine.run(jobs(["", *digests[1:2], *[""] * 5])).of(everyone) != expected.of(everyone)
+    del engine
+    engine, digests = engine_with(decoder, paths, max_loras=2, cuda_graphs=False)
+    assert_same(engine.run(jobs(digests)), expected, everyone)
+    for number in everyone[::7]:
+        assert_same(engine.run(jobs(digests), [number]), expected, [number])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama", "gemma2", "starcoder2"])
 def test_logits_are_exact(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     kernels = make_kernels("triton", dtype)
     decoder = random_decoder(gpu_spec(family), kernels, dtype, device=str(DEVICE))
     prompts, params = workload(12, seed=7, longest=60)
-    paths = small.make_adapters(tmp_path, decoder, 5, kinds=[""])
+    paths = small.make_adapters(tmp_path, decoder, 5)
     chosen = [random.Random(i).randrange(6) for i in range(12)]
     expected = small.solo(decoder, prompts, params, paths, chosen)
     for name in ("one batch", "chunks of 7", "swapped every third step"):

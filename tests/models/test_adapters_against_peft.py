@@ -131,6 +131,7 @@ def adapted_logits(decoder: Decoder, tokens: list[int], num_rows: int | None = N
     caches = make_caches(decoder, 2 + len(tokens) // 16)
     table = list(range(1, 2 + len(tokens) // 16))
     slots = torch.zeros(len(tokens), dtype=torch.int32)
+    by_slot = {0: torch.arange(len(tokens))}
     with torch.inference_mode():
         hidden = decoder(
             torch.tensor(tokens),
@@ -138,8 +139,9 @@ def adapted_logits(decoder: Decoder, tokens: list[int], num_rows: int | None = N
             (paged_batch([(0, len(tokens), table)], 16),),
             caches,
             slots,
+            by_slot,
         )
-        return decoder.logits(hidden, adapters=slots).float()
+        return decoder.logits(hidden, adapters=slots, by_slot=by_slot).float()
 
 
 def put_adapter(decoder: Decoder, files: ModelFiles, folder: Path, model: Path) -> None:

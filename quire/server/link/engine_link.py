@@ -10,6 +10,7 @@ import msgspec
 
 from quire.errors import EngineError, QuireError
 from quire.process.child import Child
+from quire.server.adapters import slot_memory
 from quire.server.config import ServerConfig
 from quire.server.guard.quotas import tenant_weights
 from quire.server.link.channel import ReadChannel
@@ -62,7 +63,7 @@ class EngineLink(ReadChannel):
             raise EngineError(f"the engine process could not be started: {error}") from error
         first = EngineProcessConfig(
             config.model,
-            {**config.engine, **tenant_weights(config)},
+            {**config.engine, **slot_memory(config), **tenant_weights(config)},
             config.log_format,
             config.log_level,
             share.log_name,

@@ -10,8 +10,21 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModelError
 from quire.kernels.low_rank import LowRank, LowRankPart
+from quire.kernels.weights import Weight
+from quire.models.linear import EmbeddingPair, TrainedRows
 from tests.kernels.test_cpu_adapters import exact
-from tests.kernels.triton.support import DEVICE, DTYPES, MARKS, NAN, ON_GPU, in_graph, random
+from tests.kernels.triton.support import (
+    DEVICE,
+    DTYPES,
+    MARKS,
+    NAN,
+    ON_GPU,
+    ROW_COUNTS,
+    assert_close,
+    assert_rows_alone,
+    in_graph,
+    random,
+)
 
 # isort: skip  (after the check)
 from quire.backends.triton.adapters import _MANY_ROWS, MAX_RANKS, TritonTable  # isort: skip
@@ -124,6 +137,68 @@ def test_many_rows_have_the_bits_of_few() -> None:
         few = rows.added(torch.arange(12, device=DEVICE))
         again = torch.cat((again[:24], torch.ones_like(again)))
     assert torch.equal(rows.added(again), few[again])
+
+
+OWN_ROWS = [torch.float16]
+if ON_GPU:
+    OWN_ROWS = DTYPES
+
+
+@pytest.mark.parametrize("dtype", OWN_ROWS, ids=str)
+@pytest.mark.parametrize("rank", [1, 3, 16, 33, 256] if ON_GPU else [1, 33])
+def test_pairs_of_the_embedding_have_the_bits_they_have_alone(
+    rank: int, dtype: torch.dtype
+) -> None:
+    """Their second matrix is float32, also in a model of half precision."""
+    kernels, hidden, vocab = TritonKernels(dtype), 200, 50
+    a = random(vocab, rank, dtype=dtype, seed=1).cpu()
+    b = random(hidden, rank, dtype=torch.float32, seed=2).cpu()
+    factor = random(hidden, dtype=torch.float32, seed=3).cpu()
+    pair = EmbeddingPair(a, kernels.pack(Weight.dense(b)), 0.5, factor).to(DEVICE)
+    count = max(ROW_COUNTS)
+    tokens = torch.arange(count, device=DEVICE) * 7 % vocab
+    known = random(count, hidden, dtype=dtype, seed=4)
+
+    def looked_up(some_tokens: Tensor, some: Tensor) -> Tensor:
+        return pair.looked_up(kernels, some_tokens, some)
+
+    assert_rows_alone(looked_up, [tokens, known])
+    changes = 0.5 * a[tokens.cpu()].double() @ b.double().t()
+    truth = (known.cpu().double() + changes) * factor.double()
+    size = (known.cpu().double().abs() + changes.abs()) * factor.double().abs()
+    assert_close(looked_up(tokens, known).cpu(), truth, size=size)
+
+
+@pytest.mark.parametrize("dtype", OWN_ROWS, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 7, 33, 4003, None] if ON_GPU else [7, None])
+def test_own_rows_of_the_head_have_the_bits_they_have_alone(
+    num_tokens: int | None, dtype: torch.dtype
+) -> None:
+    """Some tokens' rows, or all of an odd number; and those of the copy are the head's own products."""
+    kernels, hidden, vocab = TritonKernels(dtype), 256, 4099 if ON_GPU else 131
+    matrix = random(vocab, hidden, dtype=dtype, seed=1)
+    listed = None if num_tokens is None else torch.arange(num_tokens) * (vocab // num_tokens)
+    rows = matrix if listed is None else matrix[listed.to(DEVICE)]
+    own = TrainedRows(kernels.pack(Weight.dense(rows.cpu())), listed).to(DEVICE)
+    count = max(ROW_COUNTS)
+    x = random(count, hidden, dtype=dtype, seed=2)
+    known = random(count, vocab, dtype=dtype, seed=3)
+
+    def multiplied(some: Tensor, scores: Tensor) -> Tensor:
+        return own.multiplied(kernels, some, scores)
+
+    assert_rows_alone(multiplied, [x, known])
+    found = multiplied(x, known)
+    if listed is None:
+        head = kernels.pack(Weight.dense(matrix))
+        assert torch.equal(found, kernels.linear(x, head))
+    else:
+        others = torch.ones(vocab, dtype=torch.bool)
+        others[listed] = False
+        assert torch.equal(found[:, others.to(DEVICE)], known[:, others.to(DEVICE)])
+        truth = x.cpu().double() @ rows.cpu().double().t()
+        size = x.cpu().double().abs() @ rows.cpu().double().abs().t()
+        assert_close(found.cpu()[:, listed], truth, size=size)
 
 
 def test_a_slot_takes_another_adapter_and_none() -> None:

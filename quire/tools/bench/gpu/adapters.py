@@ -1,4 +1,5 @@
-"""Random adapters for the decode benchmark: made in memory, for all products of attention and MLP."""
+"""Random adapters for the decode benchmark: made in memory, for all products of attention and MLP, or
+attention's."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from quire.sampling_params import ResolvedTokens
 from quire.tools.bench.random_engine import Machine, requests_for
 
 
-def make_adapters(machine: Machine, count: int, rank: int) -> list[str]:
-    """Digests of so many adapters that the engine has read."""
+def make_adapters(machine: Machine, count: int, rank: int, of: str = "all") -> list[str]:
+    """Digests of so many adapters that the engine has read, `of` all products or of attention's."""
     runner = machine.engine.runner
     names = [f"random-{rank}-{number}" for number in range(count)]
     for number, name in enumerate(names):
-        products = _products(machine, rank, seed=number)
+        products = _products(machine, rank, number, "" if of == "all" else of)
         runner.load_adapter(Path(name), Adapter(name, products, rank))
     return names
 
@@ -42,7 +43,8 @@ def adapted_requests(
     return found
 
 
-def _products(machine: Machine, rank: int, seed: int) -> dict[str, PackedLowRank]:
+def _products(machine: Machine, rank: int, seed: int, of: str) -> dict[str, PackedLowRank]:
+    """Of the products whose name in a layer begins so."""
     decoder, spec = machine.engine.decoder, machine.spec
     source = torch.Generator(decoder.device).manual_seed(seed)
 
@@ -75,7 +77,8 @@ def _products(machine: Machine, rank: int, seed: int) -> dict[str, PackedLowRank
             ("mlp.gate_up", hidden, (inner, inner)),
             ("mlp.down", inner, (hidden,)),
         ):
-            found[f"{name}.{own}"] = product(inputs, outputs)
+            if own.startswith(of):
+                found[f"{name}.{own}"] = product(inputs, outputs)
     unknown = found.keys() - decoder.linears.keys()
     assert not unknown, unknown
     return found

@@ -73,11 +73,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=256, help="new tokens of each request")
     parser.add_argument("--lora", default="", help="numbers of adapters, separated by commas")
     parser.add_argument("--lora-rank", type=int, default=16, help="rank of the adapters")
+    parser.add_argument(
+        "--lora-of", default="all", choices=("all", "attention"), help="which products they change"
+    )
 
 
 def measure(machine: Machine, options: argparse.Namespace) -> Iterator[Measurement]:
     counts = [int(count) for count in options.lora.split(",") if count]
-    digests = make_adapters(machine, max(counts, default=0), options.lora_rank)
+    digests = make_adapters(machine, max(counts, default=0), options.lora_rank, options.lora_of)
     sizes = options.prompt, options.steps, options.repeats
     for batch in map(int, options.batches.split(",")):
         result = measure_batch(machine, batch, *sizes)
