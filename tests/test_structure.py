@@ -64,6 +64,7 @@ KNOWS_BACKENDS = "backends/select.py"
 MAY_SAY_CUDA = (
     KNOWS_BACKENDS,  # the table of devices
     "backends/triton/",  # the device itself, and kernels for it
+    "backends/cuda/",  # others, in CUDA C++
     "tools/bench/",  # measures what only such a device has
     # compares what a user typed, in a process that must not import torch
     "server/link/replicas/shares.py",

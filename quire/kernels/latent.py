@@ -110,10 +110,13 @@ class LatentHeads(HeadShape):
     this type.
     """
 
+    rank: int
+    """Numbers of a latent without the rotated ones."""
+
 
 def latent_heads(num_heads: int, rank: int, rope_dim: int) -> LatentHeads:
     """Those of the absorbed form."""
-    return LatentHeads(num_heads, 1, rank + rope_dim)
+    return LatentHeads(num_heads, 1, rank + rope_dim, rank)
 
 
 class _Kernels(Protocol):

@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+from typer.testing import CliRunner
 
+from quire.cli.main import app
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.ops import AttentionSpec
 from quire.kernels.reference import ReferenceKernels
@@ -308,6 +310,8 @@ def test_attention_in_chunks_is_refused_where_no_kernel_computes_it(tmp_path: Pa
         plan_weights(files, WithoutChunks(), torch.float32, cpu)
     spec = files.spec.with_attention(chunk=None)
     plan_weights(replace(files, spec=spec), WithoutChunks(), torch.float32, cpu)
+    planned = CliRunner().invoke(app, ["plan", str(tmp_path / "config.json"), "--gpu", "h200"])
+    assert isinstance(planned.exception, UnsupportedModelError)
 
 
 def test_triton_declines_chunks() -> None:

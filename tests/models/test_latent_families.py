@@ -14,11 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from typer.testing import CliRunner
 
 from quire.backends.cpu.kernels import CpuKernels
 from quire.checkpoints.sources import resolve
-from quire.cli.main import app
 from quire.errors import ModelFormatError, UnsupportedModelError
 from quire.kernels.latent import LatentSpec
 from quire.load import open_tokenizer
@@ -27,7 +25,6 @@ from quire.models.model_config import read_config
 from quire.models.spec import ModelSpec
 from quire.models.weight_plan import plan_weights
 from quire.runner.kv_cache import token_bytes
-from quire.tools.plan.cards import CardKernels
 from tests.decoding import all_logits, load_decoder
 from tests.models.random_configurations import config_class, random_model
 from tests.models.test_foreign_quantization import by_block
@@ -139,20 +136,6 @@ def test_published_models_have_their_published_sizes(
     for mixer in spec.mixers:
         assert isinstance(mixer, LatentSpec)
         assert mixer.scale == pytest.approx(scale, rel=1e-4)
-
-
-def test_a_gpu_refuses_slopes_before_it_reads_weights(tmp_path: Path) -> None:
-    model = random_model(
-        config_class("bloom")(hidden_size=32, n_head=4, n_layer=1, vocab_size=61), 3
-    )
-    model.save_pretrained(tmp_path)
-    kernels = CardKernels((9, 0), torch.bfloat16)
-    with pytest.raises(
-        UnsupportedModelError, match=r'ALiBi.* not run on GPUs yet.* Use device="cpu"'
-    ):
-        plan_weights(open_model(tmp_path), kernels, torch.bfloat16, CPU)
-    planned = CliRunner().invoke(app, ["plan", str(tmp_path / "config.json"), "--gpu", "h200"])
-    assert isinstance(planned.exception, UnsupportedModelError)
 
 
 def save_model(values: dict[str, Any], folder: Path) -> None:

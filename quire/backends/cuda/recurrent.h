@@ -85,7 +85,9 @@ __device__ inline int most(int a, int b) { return a > b ? a : b; }
 
 // Whether row `row` of the step is the token of this request at this position.
 __device__ inline bool in_step(const Call& call, int64 row, int table, int position) {
-  return row >= 0 && row < call.rows && call.tables[row] == table && call.positions[row] == position;
+  if (row < 0 || row >= call.rows) return false;
+  const int its_table = call.tables[row], its_position = call.positions[row];  // both are asked for at once
+  return its_table == table && its_position == position;
 }
 
 __device__ inline int64 block_of(const Call& call, int table, int position) {
@@ -137,8 +139,8 @@ __device__ inline float softplus(float x) {
   return __fadd_rn(x > 0.0f ? x : 0.0f, __fmul_rn(__fmul_rn(2.0f, s), series));
 }
 
-__device__ inline float time_step(const Call& call, int64 row, int head) {
-  float step = softplus(__fadd_rn(to_float(call.gates[row * call.gates_stride + head]), call.time_bias[head]));
+__device__ inline float time_step(const Call& call, Number gate, int head) {
+  float step = softplus(__fadd_rn(to_float(gate), call.time_bias[head]));
 #if !DELTA
   step = step < call.least_step ? call.least_step : step;
   step = step > call.largest_step ? call.largest_step : step;
@@ -146,13 +148,18 @@ __device__ inline float time_step(const Call& call, int64 row, int head) {
   return step;
 }
 
-// What a change is multiplied with.
-__device__ inline float beta_of(const Call& call, int64 row, int head) {
+__device__ inline Number time_gate(const Call& call, int64 row, int head) { return call.gates[row * call.gates_stride + head]; }
+
+// The gate of what a change is multiplied with.
+__device__ inline Number beta_gate(const Call& call, int64 row, int head) {
+  return time_gate(call, row, (DELTA ? VALUE_HEADS : 0) + head);
+}
+
+__device__ inline float beta_of(const Call& call, Number gate, int head) {
 #if DELTA
-  const float gate = to_float(call.gates[row * call.gates_stride + VALUE_HEADS + head]);
-  return call.beta_scale / __fadd_rn(1.0f, expf(-gate));
+  return call.beta_scale / __fadd_rn(1.0f, expf(-to_float(gate)));
 #else
-  return time_step(call, row, head);
+  return time_step(call, gate, head);
 #endif
 }
 
@@ -174,19 +181,46 @@ __device__ inline int rows_in_chunk(const Call& call, int64 row, int table, int 
   return count;
 }
 
-// A warp's query or key: the lane's channels of a row, normed if DELTA, times `scale`.
+__device__ inline float4 read4(const float* from) { return *reinterpret_cast<const float4*>(from); }
+
+__device__ inline float element(const float4& x, int e) { return e == 0 ? x.x : e == 1 ? x.y : e == 2 ? x.z : x.w; }
+
+// 4 neighbouring numbers, of which `inside` are there.
+__device__ inline void read_numbers(const Number* from, int inside, Number (&to)[4]) {
+#if ALIGNED
+#if NUMBER == 0
+  const float4 found = inside > 0 ? read4(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int v = 0; v < 4; ++v) to[v] = element(found, v);
+#else
+  const float2 found = inside > 0 ? *reinterpret_cast<const float2*>(from) : make_float2(0.0f, 0.0f);
+  const unsigned low = __float_as_uint(found.x), high = __float_as_uint(found.y);
+  to[0] = static_cast<Number>(low), to[1] = static_cast<Number>(low >> 16);
+  to[2] = static_cast<Number>(high), to[3] = static_cast<Number>(high >> 16);
+#endif
+#else
+#pragma unroll
+  for (int v = 0; v < 4; ++v) to[v] = v < inside ? from[v] : Number(0);
+#endif
+}
+
+// A warp's query or key: the lane's channels of a row.
 constexpr int PIECES = (KEY_DIM + 4 * LANES - 1) / (4 * LANES);
 
-__device__ inline void read_normed(const Number* source, float scale, float (&x)[PIECES][4]) {
-  const int lane = threadIdx.x % LANES;
+__device__ inline void read_vector(const Number* source, Number (&x)[PIECES][4]) {
+#pragma unroll
+  for (int piece = 0; piece < PIECES; ++piece) {
+    const int k = (piece * LANES + threadIdx.x % LANES) * 4;
+    read_numbers(source + k, KEY_DIM - k, x[piece]);
+  }
+}
+
+// Normed if DELTA, times `scale`.
+__device__ inline void normed(const Number (&given)[PIECES][4], float scale, float (&x)[PIECES][4]) {
   float squares = 0.0f;
 #pragma unroll
   for (int piece = 0; piece < PIECES; ++piece) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int k = (piece * LANES + lane) * 4 + e;
-      x[piece][e] = k < KEY_DIM ? to_float(source[k]) : 0.0f;
-    }
+    for (int e = 0; e < 4; ++e) x[piece][e] = to_float(given[piece][e]);
   }
 #if DELTA
 #pragma unroll
@@ -203,6 +237,12 @@ __device__ inline void read_normed(const Number* source, float scale, float (&x)
     for (int e = 0; e < 4; ++e) x[piece][e] = __fmul_rn(x[piece][e], factor);
   }
 #endif
+}
+
+__device__ inline void read_normed(const Number* source, float scale, float (&x)[PIECES][4]) {
+  Number given[PIECES][4];
+  read_vector(source, given);
+  normed(given, scale, x);
 }
 
 __device__ inline void write_vector(float* target, const float (&x)[PIECES][4]) {
@@ -234,11 +274,8 @@ __device__ inline void copy_numbers(float* to, const float* from, int count, int
 __host__ __device__ constexpr int padded(int size) { return (size + 3) / 4 * 4 + 4; }
 constexpr int ROW = padded(KEY_DIM);
 constexpr int SCORES_ROW = padded(CHUNK);
-__host__ __device__ constexpr int rows_size(int row) { return CHUNK * row + CHUNK / 8 * 16; }
-constexpr int KEYS_SIZE = rows_size(ROW), SCORES_SIZE = rows_size(SCORES_ROW);
+constexpr int KEYS_SIZE = CHUNK * ROW + CHUNK / 8 * 16, SCORES_SIZE = CHUNK * SCORES_ROW + CHUNK;
 __device__ inline int row_place(int token, int row) { return token * row + token / 8 * 16; }
-
-__device__ inline float4 read4(const float* from) { return *reinterpret_cast<const float4*>(from); }
 
 template <int V>
 struct Columns {
@@ -285,7 +322,10 @@ __device__ inline void sum_decays(const Call& call, int64 row, int table, int po
     for (int i = 0; i < count; i += 8) {
       float steps[8];
 #pragma unroll
-      for (int e = 0; e < 8; ++e) steps[e] = i + e < count ? time_step(call, row + i + e, head) : 0.0f;
+      for (int e = 0; e < 8; ++e) {
+        const Number gate = time_gate(call, row + least(i + e, count - 1), head);
+        steps[e] = time_step(call, gate, head);
+      }
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         if (i + e < count) {

@@ -175,7 +175,7 @@ __device__ inline void compute_few(
     const int i = least(first + t, first + count - 1);  // those that are not there are like the last one
     const int64 source = row + (i - first);
     now[t] = *decay_record(call, chunk.blocks[i / BLOCK_SIZE], head, i);
-    betas[t] = beta_of(call, source, head);
+    betas[t] = beta_of(call, beta_gate(call, source, head), head);
 #if DELTA
     const float* key = key_record(call, chunk.blocks[i / BLOCK_SIZE], key_head, i);
 #endif

@@ -127,10 +127,6 @@ def divided(
     """
     splits = -(-context_lens // SPLIT)
     runs = np.minimum(runs, splits)
-    # Where draft tokens are checked as single queries, a step writes several keys of a sequence, not
-    # just the last one.
-    first_new = np.full(1 + table_rows.max(initial=0), np.iinfo(np.int32).max, np.int32)
-    np.minimum.at(first_new, table_rows, context_lens - query_lens)
     pieces = -(-splits // runs)
     owner = np.repeat(np.arange(len(pieces)), pieces)
     first_split = (np.arange(len(owner)) - (np.cumsum(pieces) - pieces)[owner]) * runs[owner]
@@ -151,8 +147,19 @@ def divided(
     filled[:, 4] = context_lens[owner]
     filled[:, 5] = table_rows[owner]
     filled[:, 6] = end_split
-    filled[:, 7] = (context_lens - first_new[table_rows])[owner]
+    filled[:, 7] = new_keys(query_lens, context_lens, table_rows)[owner]
     return work
+
+
+def new_keys(
+    query_lens: Int32Array, context_lens: Int32Array, table_rows: Int32Array
+) -> Int32Array:
+    """How many of the keys of each sequence the step writes: where draft tokens are checked as single
+    queries, several of the same, not just the last one.
+    """
+    first_new = np.full(1 + table_rows.max(initial=0), np.iinfo(np.int32).max, np.int32)
+    np.minimum.at(first_new, table_rows, context_lens - query_lens)
+    return context_lens - first_new[table_rows]
 
 
 def _prefill_work(

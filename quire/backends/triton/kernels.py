@@ -56,7 +56,7 @@ from quire.backends.triton.linear import (
 )
 from quire.backends.triton.packed_size import packed_bytes
 from quire.backends.triton.shapes import as_rows
-from quire.backends.triton.small_batches import are_exact
+from quire.backends.triton.small_batches import are_exact, latents_are_exact
 from quire.kernels.formats import Format
 from quire.kernels.latent import LatentHeads, LatentSpec
 from quire.kernels.low_rank import ExpertAdapters, LowRank, LowRankTable, PackedLowRank
@@ -79,7 +79,12 @@ from quire.kernels.weights import Weight
 from quire.process.compile_together import compile_together
 
 if HAS_GLUON:
-    from quire.backends.triton import prompt_attention, single_row_linear, small_batch_attention
+    from quire.backends.triton import (
+        prompt_attention,
+        single_row_linear,
+        small_batch_attention,
+        small_batch_latent,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -220,6 +225,10 @@ class TritonKernels(ReferenceKernels):
         second_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         if second_bias is None and linear_pair.takes(x, first, second):
+            weights = first.tensor, second.tensor
+            is_exact = first_bias is None and are_exact(x.device, x.dtype)
+            if is_exact and single_row_linear.takes_pair(len(x), *weights):
+                return single_row_linear.single_row_pair(x, *weights)
             return linear_pair.linear_pair(x, first, second, first_bias)
         return super().linear_pair(x, first, first_bias, second, second_bias)
 
@@ -339,15 +348,25 @@ class TritonKernels(ReferenceKernels):
         table_rows: Int32Array,
         shape: HeadShape,
     ) -> dict[str, Int32Array]:
-        divide = latent_work if isinstance(shape, LatentHeads) else attention_work
-        return divide(query_lens, context_lens, table_rows, shape, self._num_multiprocessors)
+        of_all = query_lens, context_lens, table_rows, shape, self._num_multiprocessors
+        if isinstance(shape, LatentHeads):
+            return latent_work(*of_all, self._has_small_latent(shape))
+        return attention_work(*of_all)
 
     def decode_lists(
         self, fewest: int, most: int, max_context_len: int, shape: HeadShape
     ) -> dict[str, int]:
         if isinstance(shape, LatentHeads):
-            return latent_decode_lists(most, max_context_len, shape)
+            has_small = self._has_small_latent(shape)
+            return latent_decode_lists(fewest, most, max_context_len, shape, has_small)
         return decode_lists(fewest, most, max_context_len, shape, self._num_multiprocessors)
+
+    def _has_small_latent(self, heads: LatentHeads) -> bool:
+        return (
+            HAS_GLUON
+            and small_batch_latent.takes(heads, self._dtype)
+            and latents_are_exact(self._device, self._dtype)
+        )
 
     def attention(
         self,
@@ -370,11 +389,14 @@ class TritonKernels(ReferenceKernels):
                 name: torch.from_numpy(values).to(query.device) for name, values in lists.items()
             }
         if isinstance(spec, LatentSpec):
-            return latent_attention(
+            ((name, listed),) = work.items()
+            is_small = name == "small"
+            attend = small_batch_latent.small_batch_latent if is_small else latent_attention
+            return attend(
                 query,
                 cache,
                 batch.block_tables,
-                work["decode"],
+                listed,
                 spec,
                 batch.max_context_len,
                 self._num_multiprocessors,

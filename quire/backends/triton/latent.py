@@ -10,9 +10,17 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.backends.triton.heads import _divided, _rotated
-from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
+from quire.backends.triton.launch import (
+    LAUNCH,
+    ROUND_ALWAYS,
+    USE_PDL,
+    begin,
+    let_next_start,
+    wait_for_previous,
+)
 from quire.backends.triton.linear import Tile, room_for
 from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, row_stride
+from quire.backends.triton.tile_product import prefetch
 from quire.kernels.ops import LatentNorm, LayerCache
 from quire.kernels.weights import Weight
 
@@ -42,9 +50,16 @@ def _head_product(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """`linear._linear_kernel` for one head, whose rows lie x_stride apart: the same order of sums."""
+    """`linear._linear_kernel` for one head, whose rows lie x_stride apart: the same order of sums. The
+    head's weights are asked for in the L2 cache before the wait.
+    """
     outputs = output_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if PDL:
+        LINES: tl.constexpr = (K * weight.dtype.element_ty.primitive_bitwidth + 1023) // 1024
+        prefetch(weight, head * N + outputs, outputs < N, K, triton.next_power_of_2(LINES))
+    wait_for_previous(PDL)
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inner = tl.arange(0, BLOCK_K)
     weights = weight + head * N * K + outputs[:, None] * K + inner[None, :]
@@ -84,7 +99,7 @@ def _heads_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    begin(PDL)
+    let_next_start(PDL)
     _head_product(
         x,
         weight,
@@ -102,6 +117,7 @@ def _heads_kernel(
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
+        PDL,
     )
 
 
@@ -330,7 +346,7 @@ def _latent_query_kernel(
     PDL: tl.constexpr,
 ):
     """Both, which do not need each other: programs of products first."""
-    begin(PDL)
+    let_next_start(PDL)
     OUTPUT_TILES: tl.constexpr = (RANK + BLOCK_N - 1) // BLOCK_N
     PARTS: tl.constexpr = 1 + (HEADS + EACH - 1) // EACH
     products = tl.cdiv(M, BLOCK_M) * (OUTPUT_TILES * HEADS)
@@ -353,8 +369,10 @@ def _latent_query_kernel(
             BLOCK_M,
             BLOCK_N,
             BLOCK_K,
+            PDL,
         )
     else:
+        wait_for_previous(PDL)
         _rotate_and_store(
             ((program - products) // PARTS).to(tl.int64),
             (program - products) % PARTS,

@@ -1,22 +1,36 @@
-"""Divides a step's latent attention into items of work: one list for decode steps and prompts.
+"""Divides a step's latent attention into items of work: one list for decode steps and prompts, and
+one for single queries of few sequences.
 
 An item is a tile of (query, head) rows of one sequence, which all look at the same latents, and some
 of the splits of the keys that the tile sees. The list has the name and the fields of the list
 `decode` (`attention_work.py`), so that graphs and steps that run ahead treat it alike; its eighth
-field is the tile's first row.
+field is the tile's first row. An item of the list `small` has a single split and some heads of a
+single query; its fourth field is the number of keys that the step writes.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from quire.backends.triton.attention_work import SPLIT, _best_run
+from quire.backends.triton.attention_work import KEY_TILE, SPLIT, _best_run, new_keys
 from quire.kernels.ops import HeadShape, Int32Array
 
 LATENT_ROWS = 64
 """(query, head) rows of a tile: those of the wide tensor core instruction (wgmma)."""
 MAX_LATENT_PARTIALS = 512
 """The most splits of a step that wait in memory to be merged; 128 KiB each."""
+
+MAX_SMALL_TILES = 384
+"""Tiles of keys, of each item's heads, up to which the kernels for few sequences are the quicker ones
+(H200; docs/performance.md, attempt 61).
+"""
+MAX_SMALL_TILES_OF_SPLITS = 640
+"""The same where a sequence has several splits, with which the kernel for all takes longer."""
+
+
+def small_rows(heads: int) -> int:
+    """Heads of an item of the list `small`."""
+    return 16 if heads <= 16 else 32
 
 
 def latent_work(
@@ -25,8 +39,61 @@ def latent_work(
     table_rows: Int32Array,
     shape: HeadShape,
     num_multiprocessors: int,
+    has_small: bool = False,
 ) -> dict[str, Int32Array]:
-    """The list of a step. A program has a multiprocessor to itself."""
+    """The list of a step. `has_small`: whether it may be the list `small`."""
+    if has_small and query_lens.max() == 1:
+        tiles = int((-(-context_lens // KEY_TILE)).sum()) * _small_tiles(shape)
+        if _is_small(tiles, int(context_lens.max())):
+            return {"small": _small_work(context_lens, table_rows, shape.num_heads)}
+    return {
+        "decode": _work_of_all(query_lens, context_lens, table_rows, shape, num_multiprocessors)
+    }
+
+
+def _small_tiles(shape: HeadShape) -> int:
+    """Items of a query for each of its splits."""
+    return -(-shape.num_heads // small_rows(shape.num_heads))
+
+
+def _is_small(tiles: int, longest: int) -> bool:
+    return tiles <= (MAX_SMALL_TILES if longest <= SPLIT else MAX_SMALL_TILES_OF_SPLITS)
+
+
+def _small_work(context_lens: Int32Array, table_rows: Int32Array, heads: int) -> Int32Array:
+    each = small_rows(heads)
+    tiles = -(-heads // each)
+    splits = np.repeat(-(-context_lens // SPLIT), tiles)
+    tile = np.repeat(np.arange(len(splits)), splits)
+    split = np.arange(len(tile)) - (np.cumsum(splits) - splits)[tile]
+    partials = np.where(splits > 1, splits, 0)
+    owner = tile // tiles
+    new = new_keys(np.ones_like(context_lens), context_lens, table_rows)
+    work = np.zeros((1 + len(tile), 8), dtype=np.int32)
+    work[0, :2] = len(tile), int(partials.sum())
+    fields = (
+        (np.cumsum(partials) - partials)[tile],
+        split,
+        owner,
+        new[owner],
+        context_lens[owner],
+        table_rows[owner],
+        split + 1,
+        tile % tiles * each,
+    )
+    for number, values in enumerate(fields):
+        work[1:, number] = values
+    return work
+
+
+def _work_of_all(
+    query_lens: Int32Array,
+    context_lens: Int32Array,
+    table_rows: Int32Array,
+    shape: HeadShape,
+    num_multiprocessors: int,
+) -> Int32Array:
+    """A program has a multiprocessor to itself."""
     heads = shape.num_heads
     first_rows = np.cumsum(query_lens) - query_lens
     tiles = -(-query_lens * heads // LATENT_ROWS)
@@ -60,14 +127,45 @@ def latent_work(
     )
     for number, values in enumerate(fields):
         work[1:, number] = values
-    return {"decode": work}
+    return work
 
 
-def latent_decode_lists(most: int, max_context_len: int, shape: HeadShape) -> dict[str, int]:
-    """The list of steps of up to `most` single queries, and the most items it has."""
-    tiles = most * -(-shape.num_heads // LATENT_ROWS)
+def latent_decode_lists(
+    fewest: int, most: int, max_context_len: int, shape: HeadShape, has_small: bool = False
+) -> dict[str, int]:
+    """The lists that steps of `fewest` to `most` single queries may have, and the most items of
+    each.
+    """
+    lists = {}
     splits = -(-max_context_len // SPLIT)
-    return {"decode": min(tiles * splits, tiles + MAX_LATENT_PARTIALS)}
+    in_one = min(max_context_len, SPLIT)
+    each = _small_tiles(shape)
+    # the fewest tiles: one for each query, or one query has all keys of a split and one more
+    further = SPLIT // KEY_TILE * each
+    if has_small and (
+        _is_small(fewest * each, in_one)
+        or (splits > 1 and _is_small(fewest * each + further, max_context_len))
+    ):
+        lists["small"] = _most_small_items(most * each, max_context_len)
+    longest = (in_one, max_context_len)
+    if not has_small or any(
+        not _is_small(most * each * -(-length // KEY_TILE), length) for length in longest
+    ):
+        tiles = most * -(-shape.num_heads // LATENT_ROWS)
+        lists["decode"] = min(tiles * splits, tiles + MAX_LATENT_PARTIALS)
+    return lists
+
+
+def _most_small_items(tiles_of_rows: int, max_context_len: int) -> int:
+    """Every first split has a tile at least, and every further one the tiles of a whole split before
+    it.
+    """
+    splits = -(-max_context_len // SPLIT)
+    most = MAX_SMALL_TILES if splits == 1 else MAX_SMALL_TILES_OF_SPLITS
+    if tiles_of_rows >= most:
+        return most
+    further = (most - tiles_of_rows) // (SPLIT // KEY_TILE)
+    return min(tiles_of_rows * splits, tiles_of_rows + further)
 
 
 def _run(splits: Int32Array, num_multiprocessors: int) -> int:

@@ -12,7 +12,6 @@ all other products (see `linear.py` and `tile_product.py`). Written in Gluon, Tr
 where layouts are explicit.
 """
 
-# ruff: noqa: RUF005  (Triton knows no * within a tuple)
 # mypy: disable-error-code=unreachable
 from __future__ import annotations
 
@@ -27,6 +26,7 @@ from triton.language.extra import cuda
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 from quire.backends.triton.linear import VOCABULARY_SIZE, room_for
 from quire.backends.triton.rowwise import silu
+from quire.backends.triton.shapes import next_power_of_2
 
 _MAX_INNER = 16384
 _MULTIPROCESSORS = 132
@@ -61,25 +61,24 @@ def _copy_weights(
 
 
 @gluon.jit
-def _stage_row(x, staged, K: gl.constexpr, TILE: gl.constexpr):
-    """Copies x [K] to the shared memory `staged` [K / TILE, 1, TILE], quantised if that is FP8.
-    Returns its scale.
+def _stage_row(x, staged, K: gl.constexpr):
+    """Copies x [K], and zeros behind it, to the shared memory `staged` [1, a power of two], quantised
+    if that is FP8. Returns its scale. In one piece: between several, threads would meet each time.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, TILE // 128], [1, 32], [1, 4], [1, 0])
-    column = gl.arange(0, TILE, gl.SliceLayout(0, layout))[None, :]
-    parts = ()
-    for i in gl.static_range(K // TILE):  # all loads are issued before the first is waited for
-        parts = parts + (gl.load(x + i * TILE + column),)  # type: ignore[assignment]
-    magnitude = gl.zeros((1, TILE), gl.float32, layout)
-    for i in gl.static_range(K // TILE):
-        value = parts[i].to(gl.float32)  # type: ignore[var-annotated]
-        magnitude = gl.maximum(magnitude, gl.where(value == value, gl.abs(value), float("inf")))
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
+    column = gl.arange(0, staged.shape[1], gl.SliceLayout(0, layout))[None, :]
+    mask = None if staged.shape[1] == K else column < K
+    row = gl.load(x + column, mask=mask, other=None if mask is None else 0.0)
+    if staged.dtype != gl.float8e4nv:
+        staged.store(row.to(staged.dtype))
+        return 1.0
+    value = row.to(gl.float32)
+    magnitude = gl.where(value == value, gl.abs(value), float("inf"))
     largest = gl.max(magnitude, 1)
     largest = gl.where(largest == 0.0, 448.0, largest)
     limit = gl.full((1,), 448.0, gl.float32, gl.SliceLayout(1, layout))
-    factor = gl.div_rn(limit, largest if staged.dtype == gl.float8e4nv else limit)
-    for i in gl.static_range(K // TILE):
-        staged.index(i).store((parts[i].to(gl.float32) * factor[:, None]).to(staged.dtype))
+    factor = gl.div_rn(limit, largest)
+    staged.store((value * factor[:, None]).to(staged.dtype))
     return gl.max(gl.where(largest == float("inf"), float("nan"), gl.div_rn(largest, limit)), 0)
 
 
@@ -87,20 +86,26 @@ def _stage_row(x, staged, K: gl.constexpr, TILE: gl.constexpr):
 def _single_row_kernel(
     x,
     weight,
+    second,
     scales,
     bias,
     out,
+    second_out,
     N,
     K: gl.constexpr,
+    PADDED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     SILU_MUL: gl.constexpr,
+    PAIR: gl.constexpr,
     OUT: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
     SHARES_INPUT: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Computes OUT outputs; with SILU_MUL OUT / 2 of silu(output[i]) * output[i + N]."""
+    """Computes OUT outputs; with SILU_MUL OUT / 2 of silu(output[i]) * output[i + N]. PAIR: after the
+    N outputs of the weight those of the second one. PADDED: K, or the next power of two.
+    """
     number: gl.constexpr = weight.dtype.element_ty
     dtype: gl.constexpr = out.dtype.element_ty
     IS_FP8: gl.constexpr = number == gl.float8e4nv
@@ -114,6 +119,11 @@ def _single_row_kernel(
     if PDL and not SHARES_INPUT:
         cuda.gdc_launch_dependents()
     first = gl.program_id(0) * HALF
+    if PAIR:
+        is_second = first >= N
+        weight = second if is_second else weight
+        out = second_out if is_second else out
+        first -= N if is_second else 0
     staged = gl.allocate_shared_memory(number, [STAGES, OUT, TILE], shared)
     for i in gl.static_range(STAGES - 1):
         _copy_weights(
@@ -123,18 +133,26 @@ def _single_row_kernel(
         cuda.gdc_wait()
         if SHARES_INPUT:
             cuda.gdc_launch_dependents()
-    row = gl.allocate_shared_memory(
-        number, [TILES, 1, TILE], gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
-    )
-    x_scale = _stage_row(x, row, K, TILE)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
+    row = gl.allocate_shared_memory(number, [PADDED // TILE, 1, TILE], plain)
+    x_scale = _stage_row(x, row._reinterpret(number, [1, PADDED], plain), K)
     total = gl.zeros((64, OUT), gl.float32, accumulator)
+    running = row.index(0).load(as_row).broadcast_to(64, TILE)
     for tile in range(TILES):
         # the compiler adds the barriers between copies and products
         async_copy.wait_group(STAGES - 2)
+        left = row.index(tile).load(as_row).broadcast_to(64, TILE)
+        if not IS_FP8:
+            # A product follows the one before it without a pause: only that must be over, whose
+            # registers and stage are free then. The compiler knows no such wait for FP8.
+            total = warpgroup_mma(
+                left, staged.index(tile % STAGES).permute((1, 0)), total, is_async=True
+            )
+            total, running = warpgroup_mma_wait(1, deps=(total, running))
+            running = left
         # The last iteration's stage is free now: the tile needed STAGES - 1 iterations later is
         # copied there. After the end the last tile is copied again and not used.
         later = gl.minimum(tile + STAGES - 1, TILES - 1) * TILE
-        left = row.index(tile).load(as_row).broadcast_to(64, TILE)
         _copy_weights(
             weight,
             staged.index((tile + STAGES - 1) % STAGES),
@@ -146,10 +164,13 @@ def _single_row_kernel(
             OUT,
             TILE,
         )
-        total = warpgroup_mma(
-            left, staged.index(tile % STAGES).permute((1, 0)), total, is_async=True
-        )
-        total = warpgroup_mma_wait(0, deps=(total,))
+        if IS_FP8:
+            total = warpgroup_mma(
+                left, staged.index(tile % STAGES).permute((1, 0)), total, is_async=True
+            )
+            total = warpgroup_mma_wait(0, deps=(total,))
+    if not IS_FP8:
+        total, running = warpgroup_mma_wait(0, deps=(total, running))
     async_copy.wait_group(0)
     local = gl.arange(0, OUT, gl.SliceLayout(0, accumulator))
     place = first + local % HALF + local // HALF * N
@@ -197,6 +218,51 @@ def _tile_of(size: int, inner: int, itemsize: int, silu_mul: bool) -> tuple[int,
     return each, tile, max(2, min(stages, inner // tile))
 
 
+def takes_pair(rows: int, first: Tensor, second: Tensor) -> bool:
+    """Whether `single_row_pair` can do it: the products that `takes` says are its own, if there were
+    one of both weights.
+    """
+    each, _, _ = _tile_of(first.shape[0] + second.shape[0], first.shape[1], first.itemsize, False)
+    return (
+        first.itemsize == 2
+        and first.shape[0] % each == 0
+        and second.shape[0] % each == 0
+        and takes(rows, first, silu_mul=False)
+        and takes(rows, second, silu_mul=False)
+    )
+
+
+def single_row_pair(x: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """x [1, in] times two weights [out, in] transposed, in one launch."""
+    size, inner = first.shape
+    outs = room_for(x, size), room_for(x, second.shape[0])
+    each, tile, _ = _tile_of(size + second.shape[0], inner, first.itemsize, False)
+    _single_row_kernel[((size + second.shape[0]) // each,)](
+        x=x.contiguous(),
+        weight=first,
+        second=second,
+        scales=x,
+        bias=x,
+        out=outs[0],
+        second_out=outs[1],
+        N=size,
+        K=inner,
+        PADDED=next_power_of_2(inner),
+        HAS_BIAS=False,
+        SILU_MUL=False,
+        PAIR=True,
+        OUT=each,
+        TILE=tile,
+        STAGES=max(2, min(8, inner // tile)),
+        SHARES_INPUT=False,
+        PDL=USE_PDL,
+        num_warps=4,
+        **ROUND_ALWAYS,
+        **LAUNCH,
+    )
+    return outs
+
+
 def single_row_linear(
     x: Tensor,
     weight: Tensor,
@@ -217,13 +283,17 @@ def single_row_linear(
     _single_row_kernel[(size // each,)](
         x=x.contiguous(),
         weight=weight,
+        second=weight,
         scales=x if scales is None else scales,
         bias=x if bias is None else bias,
         out=out,
+        second_out=out,
         N=out.shape[1],
         K=inner,
+        PADDED=next_power_of_2(inner),
         HAS_BIAS=bias is not None,
         SILU_MUL=silu_mul,
+        PAIR=False,
         OUT=each,
         TILE=tile,
         STAGES=stages,

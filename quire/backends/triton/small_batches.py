@@ -17,10 +17,13 @@ from torch import Tensor
 from quire.backends.triton.attention import decode_attention, prefill_attention
 from quire.backends.triton.attention_work import attention_work
 from quire.backends.triton.grouping import group_pairs
+from quire.backends.triton.latent_attention import latent_attention
+from quire.backends.triton.latent_work import latent_work
 from quire.backends.triton.launch import HAS_GLUON, num_multiprocessors
 from quire.backends.triton.linear import Tile, linear
 from quire.backends.triton.tile_product import pack_codes, tile_product
 from quire.kernels.formats import Format
+from quire.kernels.latent import LatentSpec, latent_heads
 from quire.kernels.ops import Activation, AttentionSpec, HeadShape, LayerCache
 from quire.kernels.weights import Part, Weight
 from quire.process.compile_together import compile_together
@@ -45,6 +48,27 @@ def are_exact(device: torch.device, dtype: torch.dtype) -> bool:
     if not is_exact:
         logger.warning(
             "small batches and prompts take longer, as some kernels for them give other bits on this GPU"
+        )
+    return is_exact
+
+
+@cache
+def latents_are_exact(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tests latent attention of single queries, once; it must not be during a graph capture."""
+    if not HAS_GLUON or device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    try:
+        compile_together(lambda: _same_latents(device, dtype))
+        is_exact = _same_latents(device, dtype)
+    except Exception as error:  # whatever a compiler of another version says
+        logger.warning(
+            "latent attention of few requests takes longer, as a kernel for it doesn't compile here: %s",
+            error,
+        )
+        return False
+    if not is_exact:
+        logger.warning(
+            "latent attention of few requests takes longer, as a kernel for it gives other bits on this GPU"
         )
     return is_exact
 
@@ -166,6 +190,30 @@ def _same_attention(device: torch.device, dtype: torch.dtype) -> bool:
         prompt_attention.prompt_attention(query, found, cache, tables, work, spec, programs)
         prefill_attention(query, expected, cache, tables, work, spec)
     return is_same and torch.equal(found, expected)
+
+
+def _same_latents(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether they have the bits of the kernel for all, with one split and with two."""
+    from quire.backends.triton.small_batch_latent import small_batch_latent
+
+    heads = latent_heads(20, 64, 64)
+    spec = LatentSpec(heads, 0.1, nope_dim=64, rope_dim=64, value_dim=64)
+    programs = num_multiprocessors(device)
+    lengths = np.array([100, 700], np.int32)
+    ones, tables = np.ones_like(lengths), np.arange(2, dtype=np.int32)
+    keys = _random(96, 1, 16, heads.head_dim, device=device, dtype=dtype)
+    cache = LayerCache(keys, keys[..., : spec.rank])
+    query = _random(2, heads.num_heads, heads.head_dim, device=device, dtype=dtype)
+    blocks = torch.arange(96, dtype=torch.int32, device=device).view(2, 48)
+    (small,), (decode,) = (
+        latent_work(ones, lengths, tables, heads, programs, has_small).values()
+        for has_small in (True, False)
+    )
+    found, expected = (
+        attend(query, cache, blocks, torch.from_numpy(work).to(device), spec, 700, programs)
+        for attend, work in ((small_batch_latent, small), (latent_attention, decode))
+    )
+    return torch.equal(found, expected)
 
 
 def _sequences(

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
-from quire.backends.triton.grouping import GROUPED, IN_ORDER, Tiles
+from quire.backends.triton.grouping import GROUPED, IN_ORDER, SINGLE, Tiles
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin, num_multiprocessors
 from quire.backends.triton.linear import Tile
 from quire.backends.triton.rowwise import NUMBERS, gated
@@ -32,7 +32,9 @@ from quire.kernels.ops import Activation
 from quire.kernels.weights import Part, Weight
 
 _PREFETCHED_LINES = 16
-"""Cache lines of 128 bytes of each weight row that are prefetched."""
+"""Cache lines of 128 bytes of each weight row that are prefetched by the programs of a product that
+waits for the one before it only.
+"""
 _PLAIN, _SCALED, _IN_GROUPS, _CODED = (tl.constexpr(kind) for kind in range(4))
 _HALF = tl.constexpr(64)
 """The two 4-bit codes of a byte belong to inputs that are this far apart; the first is in the lower
@@ -156,7 +158,7 @@ def pack_codes(format: Format, *tensors: Tensor) -> Part:
 
 
 @triton.jit
-def _prefetch(weight, rows, within, SIZE: tl.constexpr, LINES: tl.constexpr):
+def prefetch(weight, rows, within, SIZE: tl.constexpr, LINES: tl.constexpr):
     """Prefetches the first LINES cache lines of some weight rows into the L2 cache."""
     LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
     column = tl.arange(0, LINES)[None, :] * LINE
@@ -352,12 +354,16 @@ def _product_kernel(
     are found (`Tiles`). LOOPED: there may be more tiles than programs, which go on to further ones.
     Scales of groups are loaded one group before they are needed (the compiler does so with
     what a product reads, not with these; it stops to do so where they come from further back).
-    SHARED: expert EXPERTS has the plain matrix `shared`.
+    SHARED: expert EXPERTS has the plain matrix `shared`; of a single row it is the last pair, so that
+    the first product can ask for it before anything was chosen. Its programs are the first to start.
     """
     HALF: tl.constexpr = BLOCK // 2 if GATED else BLOCK
     ROWS: tl.constexpr = 2 * OUTER if GATED else OUTER
     SIZE: tl.constexpr = (INNER + 127) // 128 * 64 if NIBBLES else INNER
+    KNOWN: tl.constexpr = SHARED and GATED and LISTED == SINGLE
     first_tile = tl.program_id(1)
+    if KNOWN:
+        first_tile = tl.num_programs(1) - 1 - first_tile
     local = tl.arange(0, BLOCK)
     output = tl.program_id(0) * HALF + local % HALF
     weight_row = output + (local // HALF) * OUTER
@@ -366,6 +372,9 @@ def _product_kernel(
         if GATED or LISTED == IN_ORDER:
             # Waiting first: then the work list, which an earlier kernel writes, is complete when
             # the next one starts.
+            if KNOWN:
+                is_shared = first_tile == tl.num_programs(1) - 1
+                prefetch(shared, weight_row.to(tl.int64), exists & is_shared, SIZE, LINES)
             cuda.gdc_wait()
             cuda.gdc_launch_dependents()
         else:
@@ -376,7 +385,7 @@ def _product_kernel(
             matrices, likely = _matrices_of(likely, weight, shared, EXPERTS, SHARED)
             valid = (likely >= 0) & (likely < EXPERTS)
             rows = tl.where(valid, likely, 0).to(tl.int64) * ROWS + weight_row
-            _prefetch(matrices, rows, exists & valid, SIZE, LINES)
+            prefetch(matrices, rows, exists & valid, SIZE, LINES)
             cuda.gdc_wait()
 
     slot = tl.arange(0, TILE)
@@ -533,6 +542,9 @@ def tile_product(
         and activation is None
         and dtype.itemsize == 2
     )
+    lines = _PREFETCHED_LINES
+    if activation is not None and shared is not None:  # whole rows: there is time
+        lines = next_power_of_2(cdiv(inner * first.itemsize, 128))
     programs = (
         min(tiles.bound, max(1, 2 * num_multiprocessors(x.device) // blocks))
         if is_looped
@@ -572,7 +584,7 @@ def tile_product(
         BLOCK=2 * tile.outputs if activation else tile.outputs,
         TILE=tiles.width,
         BLOCK_K=tile.inner,
-        LINES=_PREFETCHED_LINES,
+        LINES=lines,
         PDL=USE_PDL,
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -6,17 +6,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from quire.backends.triton import small_batch_latent as small
 from quire.backends.triton.latent import (
     _heads_kernel,
     _latent_cache_kernel,
     _latent_query_kernel,
+    heads_tile,
 )
 from quire.backends.triton.latent_attention import _latent_kernel
-from tests.kernels.triton.compile_small_batches import stack_size
+from tests.kernels.triton.compile_small_batches import resources, stack_size
 from tests.long_runs import IS_LONG
 
 _TYPES = {
@@ -58,20 +61,44 @@ def compiled(
     return {"shared": made.metadata.shared, "stack": stack_size(made.asm["cubin"])}
 
 
-def latent_kernels() -> dict[str, dict[str, int]]:
-    """What each takes; in the short form nothing, as these compile slowly."""
-    if not IS_LONG:
-        return {}
+def small_latent_kernels() -> dict[str, dict[str, int]]:
     found = {}
+    cases = (32, 20, "*fp8e4nv"), (32, 20, "*bf16"), (16, 16, "*bf16")
+    for rows, heads, cache in cases if IS_LONG else cases[:1]:
+        constants = {"HEADS": heads, "RANK": 512, "ROPE": 64, "BLOCK_SIZE": 16, "ROWS": rows}
+        constants |= {"CHUNK": small._CHUNK, "SPLIT": 512, "WIDE": False, "PDL": True}
+        of_scores = constants | {"PIECE": small._PIECE, "WARPS": small._SCORE_WARPS}
+        of_values = constants | {"COLUMNS": small._COLUMNS, "WARPS": small._VALUE_WARPS}
+        of_values |= {"KEYS": 64, "SCALED": cache != "*bf16"}
+        types = _TYPES | {"keys": cache, "scores": "*fp32", "highest": "*fp32"}
+        found[f"scores {heads} {cache}"] = resources(
+            small._small_scores_kernel, types, of_scores, small._SCORE_WARPS
+        )
+        found[f"values {heads} {cache}"] = resources(
+            small._small_values_kernel,
+            types,
+            of_values,
+            small._VALUE_WARPS,
+            maxnreg=small._REGISTERS,
+        )
+    return found
+
+
+def latent_kernels() -> dict[str, dict[str, int]]:
+    """What each takes; in the short form one of those for few sequences, as others compile slowly."""
+    found = small_latent_kernels()
+    if not IS_LONG:
+        return found
     for heads, cache in ((20, "*bf16"), (128, "*bf16"), (20, "*fp8e4nv")):
         constants = _LATENT | {"HEADS": heads, "SCALED": cache != "*bf16"}
         types = _TYPES | {"keys": cache}
         found[f"latent {heads} {cache}"] = compiled(_latent_kernel, constants, 8, types)
-    for rows, outputs, stages, warps in ((16, 32, 4, 4), (64, 64, 4, 4), (128, 128, 3, 8)):
-        constants = {"HEADS": 20, "N": 512, "K": 192, "PDL": True}
-        constants |= {"BLOCK_M": rows, "BLOCK_N": outputs, "BLOCK_K": 64}
-        found[f"heads {rows}"] = compiled(
-            _heads_kernel, constants, warps, _TYPES, num_stages=stages
+    for rows, inner in ((16, 192), (16, 512), (64, 192), (128, 192)):
+        tile = heads_tile(rows, torch.bfloat16)
+        constants = {"HEADS": 20, "N": 512, "K": inner, "PDL": True}
+        constants |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inner}
+        found[f"heads {rows} {inner}"] = compiled(
+            _heads_kernel, constants, tile.warps, _TYPES, num_stages=tile.stages
         )
     for scaled, cache in ((False, "*bf16"), (True, "*fp8e4nv")):
         constants = {"HEADS": 20, "RANK": 512, "ROPE": 64, "RANK_PAD": 512, "HALF_PAD": 32}

@@ -14,7 +14,6 @@ from quire.backends.triton.convolution import _convolve_kernel
 from quire.backends.triton.gated_norm import _gated_norm_kernel
 from quire.backends.triton.recurrent import FORMS, _recur_kernel
 from quire.backends.triton.recurrent_scores import scores_kernel
-from quire.tools.bench.gpu import token_recurrence
 from tests.kernels.triton.compile_small_batches import stack_size
 from tests.long_runs import IS_LONG
 
@@ -99,29 +98,8 @@ def recurrent_kernels() -> dict[str, dict[str, int]]:
                 options = {"num_stages": 1, "maxnreg": FORMS[more["COLUMNS"]][1]}
             done = compiled(kernel, shared | more, **options)
             found[f"{name} {case}"] = _resources(done)
-    if IS_LONG:
-        found |= _candidate()
     norm = {"SIZE": 4096, "GROUP": 128, "WEIGHT_SIZE": 128, "GROUPS": 8, "BLOCK": 128}
     norm |= {"NORM": True, "GATE_FIRST": False, "PDL": True}
     done = compiled(_gated_norm_kernel, norm)
     found["norm"] = _resources(done)
     return found
-
-
-def _candidate() -> dict[str, dict[str, int]]:
-    """Of `token_recurrence.py`, which no model uses yet."""
-    constants = _DELTA | {"BLOCK_SIZE": 16, "TAPS": 4, "PDL": True, "INTERPRETED": False}
-    constants |= {"ALIGNMENT": 16, "SKIP": False, "HEADS_PAD": 32, "KEY_HEADS_PAD": 16}
-    constants |= {"KEY_PAD": 128, "PIECES": 4, "CHANNELS": 8192}
-    constants |= {"COLUMNS": token_recurrence.COLUMNS}
-    kernels = (
-        token_recurrence._prepare_kernel,
-        token_recurrence._token_scores_kernel,
-        token_recurrence._token_kernel,
-    )
-    return {
-        f"candidate {kernel.fn.__name__}": _resources(
-            compiled(kernel, constants, token_recurrence.WARPS, enable_fp_fusion=True)
-        )
-        for kernel in kernels
-    }

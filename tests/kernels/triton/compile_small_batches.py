@@ -19,6 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from quire.backends.triton.expert_layouts import BYTES, MINIMA, ZEROS
 from quire.backends.triton.few_rows_int4 import _few_rows_kernel, chunks_of
 from quire.backends.triton.prompt_attention import _REGISTERS, _prompt_kernel
+from quire.backends.triton.shapes import next_power_of_2
 from quire.backends.triton.single_row_linear import _single_row_kernel
 from quire.backends.triton.small_batch_attention import _small_batch_kernel
 from quire.backends.triton.streamed_experts import (
@@ -47,7 +48,7 @@ EXPERTS_TYPES = {
     **dict.fromkeys(("x", "bias", "out"), "*bf16"),
     **dict.fromkeys(("codes", "tile_experts", "tile_counts", "order"), "*i32"),
 }
-PRODUCT_TYPES = dict.fromkeys(("x", "weight", "bias", "out"), "*bf16")
+PRODUCT_TYPES = dict.fromkeys(("x", "weight", "second", "bias", "out", "second_out"), "*bf16")
 
 
 def resources(
@@ -115,13 +116,16 @@ def small_batch_kernels() -> dict[str, dict[str, int]]:
     for inner, silu_mul, number in ((3072, False, "bf16"), (12288, True, "fp8e4nv"))[first:]:
         constants = {
             "K": inner,
+            "PADDED": next_power_of_2(inner),
             "HAS_BIAS": True,
             "SILU_MUL": silu_mul,
+            "PAIR": not silu_mul,
             "OUT": 32,
             "STAGES": 8 if silu_mul else 6,
         }
         constants |= {"TILE": 512 if number != "bf16" else 256, "SHARES_INPUT": False, "PDL": True}
-        types = PRODUCT_TYPES | {"weight": f"*{number}", "scales": "*fp32"}
+        types = PRODUCT_TYPES | {"scales": "*fp32"}
+        types |= dict.fromkeys(("weight", "second"), f"*{number}")
         found[f"product {inner}"] = resources(_single_row_kernel, types, constants, 4)
     low, high = (expanding_asm(torch.bfloat16, shift, has_minimum=True) for shift in (0, 4))
     for group, rows, ahead, warps in ((128, 8, 8, 4), (32, 128, 4, 8))[first:]:

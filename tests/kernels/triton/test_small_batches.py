@@ -157,7 +157,9 @@ def test_it_is_chosen_by_the_work() -> None:
 @drawn
 @given(
     st.sampled_from([torch.float16, torch.bfloat16]),
-    st.sampled_from([(1024, 2048), (1024, 3072), (16, 512), (48, 1536), (1008, 4608)]),
+    st.sampled_from(
+        [(1024, 2048), (1024, 3072), (16, 512), (48, 1536), (1008, 4608), (2048, 5120), (5120, 768)]
+    ),
     st.booleans(),
 )
 def test_the_product_of_a_single_row_is_that_of_any(
@@ -224,6 +226,24 @@ def test_a_triton_that_cannot_compile_them_does_without(
     assert "unknown layout" in caplog.text
 
 
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("sizes", "inner"), [((768, 576), 2048), ((1536, 576), 7168), ((64, 16), 512)]
+)
+def test_two_products_of_one_row_in_one_launch(
+    sizes: tuple[int, int], inner: int, dtype: torch.dtype
+) -> None:
+    first, second = (random(size, inner, dtype=dtype, seed=size) for size in sizes)
+    x = random(1, inner, dtype=dtype)
+    assert single_row_linear.takes_pair(1, first, second)
+    found = single_row_linear.single_row_pair(x, first, second)
+    assert torch.equal(found[0], linear(x, first))
+    assert torch.equal(found[1], linear(x, second))
+    assert not single_row_linear.takes_pair(2, first, second)
+    assert not single_row_linear.takes_pair(1, first, second[:1])
+
+
 def test_other_devices_and_dtypes_do_without() -> None:
     assert not small_batches.are_exact(torch.device("cpu"), torch.bfloat16)
     assert not small_batches.are_exact(DEVICE, torch.float32)
@@ -250,14 +270,15 @@ def test_kernels_for_all_devices_compile_and_fit_into_what_each_has() -> None:
             96 if name.startswith(("prompt", "four bits", "experts")) else 0
         ), name
         assert used["shared"] <= 227 * 1024, name
-    assert len(found["attention"]) == short_or_long(2, 16)
+    assert len(found["attention"]) == short_or_long(2, 17)
     for name, (shared, limit) in found["attention"].items():
         assert shared <= limit, name
-    assert len(found["latent"]) == short_or_long(0, 10)
+    assert len(found["latent"]) == short_or_long(2, 17)
     assert len(found["adapters"]) == short_or_long(0, 4)
     for name, used in (found["latent"] | found["adapters"]).items():
-        assert used["stack"] <= (1200 if name.startswith("latent") else 16), name
-        assert used["shared"] <= 227 * 1024, name
+        assert used["stack"] <= (1200 if name.startswith("latent") else 32), name
+        is_small = name.startswith(("scores", "values"))  # two programs on a multiprocessor
+        assert used["shared"] <= (113 if is_small else 227) * 1024, name
     assert len(found["recurrent"]) == short_or_long(4, 20)
     for name, used in found["recurrent"].items():
         # Recurrences of 64 columns have 128 registers, for a fourth program: Triton 3.6 spills 16.

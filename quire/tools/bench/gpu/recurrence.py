@@ -2,7 +2,7 @@
 
     python -m quire.tools.bench.gpu.recurrence                  # Qwen3.5's shape, 1 to 256 requests, prompts
     python -m quire.tools.bench.gpu.recurrence --heads 1:48:128:64 --no-delta
-    python -m quire.tools.bench.gpu.recurrence --forms tiles,cuda,cuda:1,cuda:2,cuda:4,64:4:168
+    python -m quire.tools.bench.gpu.recurrence --forms tiles,cuda,cuda:1,cuda:2,cuda:4
 
 Convolution and recurrence, captured in a graph; each request is at the 32nd token of its 17th chunk.
 Beside the times stands what the bytes take that must be moved, and how far outputs are from those of
@@ -34,7 +34,6 @@ from quire.kernels.recurrent import (
     RecurrentSpec,
     RecurrentWeights,
 )
-from quire.tools.bench.gpu import token_recurrence
 
 BLOCK = 16
 CEILING = 4.5e12
@@ -139,14 +138,11 @@ class _Tiles(TritonKernels):
 def kernels_of(form: str) -> TritonKernels:
     if form == "tiles":
         return _Tiles(torch.bfloat16)
-    if form.startswith("cuda"):
-        cuda_recurrent.columns_of_a_lane = int(form.partition(":")[2] or 0)
-        return TritonKernels(torch.bfloat16)
-    columns, warps, registers = map(int, form.split(":"))
-    token_recurrence.COLUMNS = columns
-    token_recurrence.WARPS = warps
-    token_recurrence.REGISTERS = registers or None
-    return token_recurrence.TokenRecurrence(torch.bfloat16)
+    name, _, columns = form.partition(":")
+    if name != "cuda":
+        raise ValueError(f"{form}: a form is tiles, cuda or cuda:<columns of a lane>")
+    cuda_recurrent.columns_of_a_lane = int(columns or 0)
+    return TritonKernels(torch.bfloat16)
 
 
 def seconds_of(call: Callable[[], object], device: str, repeats: int) -> float:
@@ -208,7 +204,7 @@ def main() -> None:
     )
     parser.add_argument("--heads", default="16:32:128:128", help="keys:values:key_dim:value_dim")
     parser.add_argument("--no-delta", action="store_true", help="a state space (Mamba-2)")
-    parser.add_argument("--forms", default="tiles,64:4:168,64:4:128,64:8:0,32:4:128,128:8:0")
+    parser.add_argument("--forms", default="tiles,cuda")
     parser.add_argument("--batches", default="1,8,32,128,256")
     parser.add_argument("--prompts", default="4:2048,1:8192", help="number:length")
     parser.add_argument("--device", default="cuda", help="cpu: in Triton's interpreter, to try it")
