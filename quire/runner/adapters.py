@@ -22,8 +22,8 @@ from quire.step import Step
 
 NO_ADAPTER = -1
 NO_ADAPTERS = (
-    "this engine takes no adapters: it was started with max_loras=0, or its kernels have none (they "
-    "run on the CPU so far: use device=cpu)"
+    "this engine takes no adapters: it was started with max_loras=0, or its kernels have none: use "
+    "device=cpu"
 )
 
 
