@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from quire.engine.request import Request
@@ -111,7 +111,7 @@ class FairShares:
         """Tokens were computed for a tenant for the first time."""
         self._served[tenant] += num_tokens / self._weights.get(tenant, 1.0)
 
-    def charge_decodes(self, requests: list[Request], recomputed: Iterable[str]) -> None:
+    def charge_decodes(self, requests: list[Request], recomputed: Sequence[str]) -> None:
         """A token was computed for each of these requests; not for the first time for a request of
         each of the tenants `recomputed`.
         """
@@ -121,8 +121,9 @@ class FairShares:
             counts = Counter(map(_tenant, requests))
             self._decoding_shares = {one: count / self.weight(one) for one, count in counts.items()}
         self._num_uncharged += 1
-        for tenant in recomputed:
-            self.charge(tenant, -1)
+        if recomputed:
+            for tenant in recomputed:
+                self.charge(tenant, -1)
 
     def _charge_decoded(self) -> None:
         """While the same requests decode, their steps are only counted."""

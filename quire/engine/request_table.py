@@ -156,9 +156,7 @@ class RequestTable:
         row or, `held_up`, for blocks, and its tenant has less than its share.
         """
         shares, waiting = self.shares, self.waiting
-        if shares is None or shares.are_even or not waiting:
-            return
-        if self.free_rows and held_up is None:
+        if shares is None or not waiting or (self.free_rows and held_up is None):
             return
         request = waiting.first()
         if request.num_placeholders or (self.free_rows and request is not held_up):

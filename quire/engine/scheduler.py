@@ -147,15 +147,15 @@ class Scheduler:
 
     def _fill(self, plan: StepPlan, held: frozenset[int]) -> None:
         """Puts into the step what is to be computed."""
-        table = self.table
-        if table.shares is not None and self.pauses.mode is None:
+        table, shares = self.table, self.table.shares
+        if shares is not None and not shares.are_even and self.pauses.mode is None:
             table.even_out(self._held_up)
         self._held_up = None
         chunks = self._schedule_decodes(plan, held)
         may_admit = bool(table.free_rows and table.waiting)
         if chunks or may_admit:
             self._schedule_prompts(chunks, may_admit, plan)
-        plan.cut_to_graph(self.config, table.shares)
+        plan.cut_to_graph(self.config, shares)
         if self._drafts is not None and not plan.preempting:
             self._drafts.add(plan, len(table.running))
         if self.config.state is not None:
@@ -166,14 +166,16 @@ class Scheduler:
         and of waiting ones.
         """
         table, step_times = self.table, self.step_times
-        first: Request | None = None
-        if step_times is not None:
+        if not may_admit and len(chunks) == 1:
+            # The usual case. Nobody preempted this one: it would wait now, and a row be free.
+            if step_times is not None:
+                step_times.limit(plan, chunks[0])
+            if plan.budget:
+                self._schedule_chunk(chunks[0], plan, ())
+        elif step_times is not None:
             first = self._first_chunk(chunks)
             prompt = table.waiting.first() if first is None and table.waiting else first
             step_times.limit(plan, prompt)
-        if not may_admit and len(chunks) == 1:
-            self._schedule_chunks(chunks, plan)
-        elif step_times is not None:
             self._schedule_in_time(first, chunks, plan)
         elif table.shares is not None and chunks:
             self._schedule_by_shares(chunks, plan, table.shares)

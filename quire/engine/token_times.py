@@ -52,11 +52,19 @@ _FEW_STEPS = 20
 _LOOK_EVERY = 16
 """Steps: how often estimates are compared with the times that steps took."""
 _GOOD = 0.015
-"""Estimates that are together within this part of these times remain as they are..."""
-_SKIPPED = 4
+"""Estimates remain as they are if together they are within this part of these times."""
+_WRONG = 0.1
+"""If they differ by more even after a fit to these steps and older ones, the older ones are
+forgotten: steps take another time now.
+"""
+_SKIPPED = 9
 """Steps of which nothing is noted then, for each that is."""
+_REGULAR = 1.15
+"""Times a step's estimate: only where no step that was not disturbed takes longer, one step shows
+that all have become slower.
+"""
 _MOST_LOOKS = 8
-"""...for so many comparisons: a fit takes longer than everything else here."""
+"""Comparisons, after which the plane is fitted all the same."""
 AIM = 0.9
 """The part of the promised time that a step is planned to take, if steps are as long as expected."""
 _LEAST_AIM = 0.6
@@ -121,11 +129,9 @@ class TokenTimes:
         self._planned: list[Request] = []
         """...decodes, ..."""
         self._promised_to: Request | None = None
-        """...the first prompt, ..."""
-        self._promised_of = 0
-        """...and so many tokens. It holds..."""
-        self._num_repeats = 0
-        """...so many times more."""
+        """...the first prompt. It stands..."""
+        self._stands_until = -1
+        """...until this step, with it."""
         self._errors: deque[float] = deque([1.0] * _MARGIN_STEPS, _MARGIN_STEPS)
         """Of the last steps that were promised: the time they took by that expected."""
         self.aim = AIM
@@ -139,11 +145,7 @@ class TokenTimes:
     def observe(self, step: Step, now: float) -> None:
         """A step came back: it began when it was scheduled or when the one before it was done."""
         before, self._last_commit = self._last_commit, now
-        promise = step.promise
-        if self._num_skipped and (
-            # unless it may be larger than any before
-            promise is None or step.num_decodes + promise[0] <= self._most_tokens
-        ):
+        if self._num_skipped:
             self._num_skipped -= 1
             return
         seconds = now - (step.now if step.now > before else before)
@@ -155,9 +157,10 @@ class TokenTimes:
             self._new.append((num_tokens, num_pairs, seconds, False))
             self._learn()
             return
-        self._new.append((num_tokens, num_pairs, seconds, promise is not None))
+        self._new.append((num_tokens, num_pairs, seconds, step.promise is not None))
         if self._is_sure:
-            error = seconds / self.seconds(num_tokens, num_pairs)
+            base, per_token, per_pair = self._plane
+            error = seconds / (base + per_token * num_tokens + per_pair * num_pairs)
             if 1 / self._believed <= error <= self._believed:
                 self._num_skipped = _SKIPPED
             else:
@@ -172,35 +175,53 @@ class TokenTimes:
         if self._num_seen < _FEW_STEPS:
             self._learn()
             return
-        self._believed = 1 + max(_LEAST_OUTLIER, _OUTLIER * _usual_error(self._new, self._plane))
-        total_expected = total = 0.0
-        for num_tokens, num_pairs, seconds, was_promised in self._new:
-            expected = self.seconds(num_tokens, num_pairs)
+        new = self._new
+        for num_tokens, num_pairs, seconds, was_promised in new:
             if was_promised:
-                self._errors.append(seconds / expected)
-            total_expected += expected
-            total += min(max(seconds, expected / self._believed), expected * self._believed)
+                self._errors.append(seconds / self.seconds(num_tokens, num_pairs))
         # so much is left free that few of the last steps would have missed the target
         self.aim = min(AIM, max(_LEAST_AIM, 1 / sorted(self._errors)[-1 - _LATE]))
         self._num_looks += 1
-        if abs(total / total_expected - 1) > _GOOD or self._num_looks == _MOST_LOOKS:
-            self._learn()
-        else:
+        is_good = self._misses(new) <= _GOOD
+        knows_many = len(self._kept) == _KEPT  # of few, more can be learnt
+        if is_good and knows_many and self._num_looks < _MOST_LOOKS:
             self._keep()
-            self._is_sure, self._num_skipped = True, _SKIPPED
+            if self._believed <= _REGULAR:
+                self._is_sure, self._num_skipped = True, _SKIPPED
+            return
+        self._learn()
+        if not is_good and self._misses(new) > _WRONG:
+            self._kept.clear()
+            self._kept += new
+            self._fit_plane()
+
+    def _misses(self, steps: Sequence[SeenStep]) -> float:
+        """By which part the estimates of these steps together differ from their times, where each
+        time is believed only so far.
+        """
+        believed = 1 + max(_LEAST_OUTLIER, _OUTLIER * _usual_error(steps, self._plane))
+        total_expected = total = 0.0
+        for num_tokens, num_pairs, seconds, _ in steps:
+            expected = self.seconds(num_tokens, num_pairs)
+            total_expected += expected
+            total += min(max(seconds, expected / believed), expected * believed)
+        self._believed = believed
+        return abs(total / total_expected - 1)
 
     def _keep(self) -> None:
         self._kept += self._new
         self._num_seen += len(self._new)
         self._new = []
-        self._num_repeats = 0
+        self._stands_until = -1
         self._is_sure, self._num_skipped = False, 0
         self._look_after = 1 if self._num_seen < _FEW_STEPS else _LOOK_EVERY
 
     def _learn(self) -> None:
-        """Fits the plane to the last steps."""
         self._keep()
         self._num_looks = 0
+        self._fit_plane()
+
+    def _fit_plane(self) -> None:
         plane = self._plane
         latest = list(islice(reversed(self._kept), _RECENT))
         if not any(plane) or _usual_error(latest, plane) > _LOST:
@@ -217,25 +238,23 @@ class TokenTimes:
         While the same requests decode beside the same prompt, a promise stands until it would be
         longer by `_SAME`.
         """
-        most = plan.budget
         if (
-            self._num_repeats
-            and prompt is self._promised_to
-            and plan.requests == self._planned
-            and most == self._promised_of
+            plan.step_id > self._stands_until
+            or prompt is not self._promised_to
+            or plan.requests != self._planned
         ):
-            self._num_repeats -= 1
-            promise = self._promise
-        else:
-            promise = self._promise = self._promised(plan, prompt)
-            self._promised_to, self._promised_of = prompt, most
+            self._promise, num_steps = self._promised(plan, prompt)
+            self._stands_until = plan.step_id + num_steps
+            self._promised_to = prompt
             self._planned = plan.requests.copy()
-        plan.promise = promise
-        if promise[0] < most:
-            plan.left_out = most - promise[0]
-            plan.budget = promise[0]
+        plan.promise = promise = self._promise
+        allowed = promise[0]
+        if allowed < plan.budget:
+            plan.left_out = plan.budget - allowed
+            plan.budget = allowed
 
-    def _promised(self, plan: StepPlan, prompt: Request | None) -> StepPromise:
+    def _promised(self, plan: StepPlan, prompt: Request | None) -> tuple[StepPromise, int]:
+        """A new promise, and for how many more steps it stands."""
         num_decodes, most = len(plan.scheduled), plan.budget
         start = 0 if prompt is None else prompt.num_computed_tokens
         beside, per_token, per_pair = self._plane
@@ -265,6 +284,8 @@ class TokenTimes:
             if allowed > known:
                 allowed = max(known, _FIRST_PROMPT_TOKENS)
                 stands = False  # as that is known now
+        if num_decodes + allowed > self._most_tokens:
+            self._num_skipped = 0  # such a step is news
         if self._first_token is not None and prompt is not None:
             needed = self._needed(prompt, self._first_token, target, plan.now)
             if needed > allowed:
@@ -272,12 +293,12 @@ class TokenTimes:
                 if gave_way == "token_time":
                     allowed = min(needed, most)
         seconds = beside + per_token * allowed + per_pair * allowed * (start + allowed / 2)
-        self._num_repeats = 0
+        num_steps = 0
         if stands:
             longer = per_pair * (num_decodes + allowed * allowed)
             same = _SAME * seconds
-            self._num_repeats = _LOOK_EVERY if longer * _LOOK_EVERY <= same else int(same / longer)
-        return StepPromise(allowed, seconds, gave_way)
+            num_steps = _LOOK_EVERY if longer * _LOOK_EVERY <= same else int(same / longer)
+        return StepPromise(allowed, seconds, gave_way), num_steps
 
     @staticmethod
     def _needed(prompt: Request, first_token: float, step_time: float, now: float) -> int:

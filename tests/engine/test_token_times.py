@@ -158,7 +158,7 @@ def test_a_first_step_that_took_a_minute_is_forgotten() -> None:
     assert times.seconds(*work_of(step)) == pytest.approx(usual_time(step), rel=0.15)
 
 
-@pytest.mark.parametrize("factor", [2.0, 1.2, 0.5])
+@pytest.mark.parametrize("factor", [2.0, 1.2, 0.5, 0.2])
 def test_a_change_is_noticed_where_estimates_were_good(factor: float) -> None:
     """Not every step is looked at then."""
     rng = random.Random(5)
