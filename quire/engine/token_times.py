@@ -42,8 +42,8 @@ once and they are believed.
 _LEAST_OUTLIER = 0.05
 """A relative error that is believed always."""
 _LOST = 1.0
-"""A usual error beyond which nothing of the plane is true: then the median of times is a better
-start. A first step that took a minute (kernels were compiled) is forgotten so.
+"""A usual error beyond which a fit begins with the plane times what steps took of their estimates,
+by the median: a first step that took a minute (kernels were compiled) is forgotten so.
 """
 _NUM_PASSES = 2
 """Of a fit: the second one sees by the first which steps were disturbed."""
@@ -189,11 +189,12 @@ class TokenTimes:
             if self._believed <= _REGULAR:
                 self._is_sure, self._num_skipped = True, _SKIPPED
             return
+        before = self._plane
         self._learn()
         if not is_good and self._misses(new) > _WRONG:
             self._kept.clear()
             self._kept += new
-            self._fit_plane()
+            self._fit_plane(_scaled(before, new))
 
     def _misses(self, steps: Sequence[SeenStep]) -> float:
         """By which part the estimates of these steps together differ from their times, where each
@@ -219,13 +220,13 @@ class TokenTimes:
     def _learn(self) -> None:
         self._keep()
         self._num_looks = 0
-        self._fit_plane()
-
-    def _fit_plane(self) -> None:
-        plane = self._plane
         latest = list(islice(reversed(self._kept), _RECENT))
-        if not any(plane) or _usual_error(latest, plane) > _LOST:
-            plane = (sorted(seconds for _, _, seconds, _ in latest)[len(latest) // 2], 0.0, 0.0)
+        if not any(self._plane):
+            self._plane = (latest[0][2], 0.0, 0.0)
+        is_lost = _usual_error(latest, self._plane) > _LOST
+        self._fit_plane(_scaled(self._plane, latest) if is_lost else self._plane)
+
+    def _fit_plane(self, plane: Plane) -> None:
         for _ in range(_NUM_PASSES):
             plane = _fit(self._kept, plane)
         self._plane = plane
@@ -333,6 +334,19 @@ def _usual_error(steps: Sequence[SeenStep], plane: Plane) -> float:
         errors.append(seconds / expected if seconds > expected else expected / seconds)
     errors.sort()
     return errors[len(errors) // 2] - 1
+
+
+def _scaled(plane: Plane, steps: Sequence[SeenStep]) -> Plane:
+    """The plane times what these steps took of its estimates, by the median: if all have become
+    slower, this is where to begin.
+    """
+    base, per_token, per_pair = plane
+    ratios = sorted(
+        seconds / (base + per_token * num_tokens + per_pair * num_pairs)
+        for num_tokens, num_pairs, seconds, _ in steps
+    )
+    ratio = ratios[len(ratios) // 2]
+    return base * ratio, per_token * ratio, per_pair * ratio
 
 
 def _fit(steps: Sequence[SeenStep], plane: Plane) -> Plane:

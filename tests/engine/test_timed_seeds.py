@@ -61,6 +61,11 @@ def test_large_steps_are_expected_by_what_small_ones_told() -> None:
     run_timed_seed(71783)
 
 
+def test_what_tokens_cost_is_not_forgotten_where_all_steps_are_alike() -> None:
+    """In this one the first steps after all had become slower were alike."""
+    run_timed_seed(601194)
+
+
 def test_whoever_weighs_three_times_as_much_has_three_turns() -> None:
     """In this one a tenant waits for 34 steps after a long request, while two others get what their
     weights of 3 give them.
