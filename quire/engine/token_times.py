@@ -176,13 +176,16 @@ class TokenTimes:
             self._learn()
             return
         new = self._new
-        for num_tokens, num_pairs, seconds, was_promised in new:
-            if was_promised:
-                self._errors.append(seconds / self.seconds(num_tokens, num_pairs))
+        estimates = _estimates(new, self._plane)
+        self._errors += [
+            seconds / expected
+            for (_, _, seconds, was_promised), expected in zip(new, estimates, strict=True)
+            if was_promised
+        ]
         # so much is left free that few of the last steps would have missed the target
         self.aim = min(AIM, max(_LEAST_AIM, 1 / sorted(self._errors)[-1 - _LATE]))
         self._num_looks += 1
-        is_good = self._misses(new) <= _GOOD
+        is_good = self._misses(new, estimates) <= _GOOD
         knows_many = len(self._kept) == _KEPT  # of few, more can be learnt
         if is_good and knows_many and self._num_looks < _MOST_LOOKS:
             self._keep()
@@ -191,23 +194,26 @@ class TokenTimes:
             return
         before = self._plane
         self._learn()
-        if not is_good and self._misses(new) > _WRONG:
+        if not is_good and self._misses(new, _estimates(new, self._plane)) > _WRONG:
             self._kept.clear()
             self._kept += new
             self._fit_plane(_scaled(before, new))
 
-    def _misses(self, steps: Sequence[SeenStep]) -> float:
+    def _misses(self, steps: Sequence[SeenStep], estimates: Sequence[float]) -> float:
         """By which part the estimates of these steps together differ from their times, where each
         time is believed only so far.
         """
-        believed = 1 + max(_LEAST_OUTLIER, _OUTLIER * _usual_error(steps, self._plane))
-        total_expected = total = 0.0
-        for num_tokens, num_pairs, seconds, _ in steps:
-            expected = self.seconds(num_tokens, num_pairs)
-            total_expected += expected
-            total += min(max(seconds, expected / believed), expected * believed)
+        believed = 1 + max(_LEAST_OUTLIER, _OUTLIER * _usual_error(steps, estimates))
         self._believed = believed
-        return abs(total / total_expected - 1)
+        total = 0.0
+        for (_, _, seconds, _), expected in zip(steps, estimates, strict=True):
+            if seconds > expected:
+                most = expected * believed
+                total += seconds if seconds < most else most
+            else:
+                least = expected / believed
+                total += seconds if seconds > least else least
+        return abs(total / sum(estimates) - 1)
 
     def _keep(self) -> None:
         self._kept += self._new
@@ -223,7 +229,7 @@ class TokenTimes:
         latest = list(islice(reversed(self._kept), _RECENT))
         if not any(self._plane):
             self._plane = (latest[0][2], 0.0, 0.0)
-        is_lost = _usual_error(latest, self._plane) > _LOST
+        is_lost = _usual_error(latest, _estimates(latest, self._plane)) > _LOST
         self._fit_plane(_scaled(self._plane, latest) if is_lost else self._plane)
 
     def _fit_plane(self, plane: Plane) -> None:
@@ -325,13 +331,18 @@ def work_of(step: Step) -> tuple[int, float]:
     return num_tokens, num_pairs
 
 
-def _usual_error(steps: Sequence[SeenStep], plane: Plane) -> float:
-    """The median of the steps' relative errors."""
+def _estimates(steps: Sequence[SeenStep], plane: Plane) -> list[float]:
+    """How long these steps take, by this plane."""
     base, per_token, per_pair = plane
-    errors = []
-    for num_tokens, num_pairs, seconds, _ in steps:
-        expected = base + per_token * num_tokens + per_pair * num_pairs
-        errors.append(seconds / expected if seconds > expected else expected / seconds)
+    return [base + per_token * tokens + per_pair * pairs for tokens, pairs, _, _ in steps]
+
+
+def _usual_error(steps: Sequence[SeenStep], estimates: Sequence[float]) -> float:
+    """The median of the steps' relative errors."""
+    errors = [
+        seconds / expected if seconds > expected else expected / seconds
+        for (_, _, seconds, _), expected in zip(steps, estimates, strict=True)
+    ]
     errors.sort()
     return errors[len(errors) // 2] - 1
 
@@ -341,10 +352,8 @@ def _scaled(plane: Plane, steps: Sequence[SeenStep]) -> Plane:
     slower, this is where to begin.
     """
     base, per_token, per_pair = plane
-    ratios = sorted(
-        seconds / (base + per_token * num_tokens + per_pair * num_pairs)
-        for num_tokens, num_pairs, seconds, _ in steps
-    )
+    estimates = _estimates(steps, plane)
+    ratios = sorted(step[2] / expected for step, expected in zip(steps, estimates, strict=True))
     ratio = ratios[len(ratios) // 2]
     return base * ratio, per_token * ratio, per_pair * ratio
 
@@ -356,7 +365,7 @@ def _fit(steps: Sequence[SeenStep], plane: Plane) -> Plane:
     """
     base, per_token, per_pair = plane
     latest = list(islice(reversed(steps), _RECENT))
-    usual = _usual_error(latest, plane)
+    usual = _usual_error(latest, _estimates(latest, plane))
     believed = max(_LEAST_OUTLIER, _OUTLIER * usual)
     count = tokens = pairs = tokens2 = both = pairs2 = total = tokens_total = pairs_total = 0.0
     for (num_tokens, num_pairs, seconds, _), weight in zip(reversed(steps), _AGES, strict=False):
