@@ -24,11 +24,10 @@ _AGES = tuple(0.97**age for age in range(_KEPT))
 """What a step counts beside the last one."""
 _TRUST = 0.02
 """Weight of what was fitted before: it decides where the last steps were all alike."""
-_PAIRS_OF_TOKEN = 256.0
-"""A pair is expected to take at most a part of a token's time, one of so many, and a token at most
-such a part of a step's; unless the steps say otherwise. In a few dozen steps pairs may hardly
-differ, or only as the tokens do: then noise alone makes a slope, and steps with ten times as many
-pairs would be planned by it.
+_PAIRS_OF_STEP = 65536.0
+"""So many pairs are expected to take at most as long as a usual step, unless steps say otherwise. In
+a few dozen steps pairs may hardly differ, or only as the tokens do: then noise alone makes a slope,
+and steps with ten times as many pairs would be planned by it.
 """
 _LEAST_NOISE = 0.03
 """Relative: steps are never held to be more regular than that."""
@@ -41,6 +40,10 @@ once and they are believed.
 """
 _LEAST_OUTLIER = 0.05
 """A relative error that is believed always."""
+_FIRST_OUTLIER = 1.0
+"""The same of a step that had more or fewer tokens than any before: it may be the first to tell
+what tokens take.
+"""
 _LOST = 1.0
 """A usual error beyond which a fit begins with the plane times what steps took of their estimates,
 by the median: a first step that took a minute (kernels were compiled) is forgotten so.
@@ -53,9 +56,9 @@ _LOOK_EVERY = 16
 """Steps: how often estimates are compared with the times that steps took."""
 _GOOD = 0.015
 """Estimates remain as they are if together they are within this part of these times."""
-_WRONG = 0.1
-"""If they differ by more even after a fit to these steps and older ones, the older ones are
-forgotten: steps take another time now.
+_ALONE = 0.5
+"""If a plane that was fitted to so many steps alone has less than this part of the usual error of
+one that was fitted to older ones, too, the older ones are forgotten: steps take another time now.
 """
 _SKIPPED = 9
 """Steps of which nothing is noted then, for each that is."""
@@ -88,8 +91,10 @@ _ALONE_LOSS = 0.05
 MOST_ALONE = 4.0
 """...but at most so many times the promised time: whoever comes meanwhile waits for its end."""
 
-SeenStep = tuple[int, float, float, bool]
-"""Tokens, pairs and seconds of a step, and whether it was promised to take some time."""
+SeenStep = tuple[int, float, float, bool, bool]
+"""Tokens, pairs and seconds of a step; whether it was promised to take some time, and whether it had
+more or fewer tokens than any before.
+"""
 Plane = tuple[float, float, float]
 """Seconds of a step, of each token, of each pair."""
 _position = itemgetter(2)
@@ -123,6 +128,7 @@ class TokenTimes:
         self._plane: Plane = (0.0, 0.0, 0.0)
         self._last_commit = float("-inf")
         self._most_tokens = 0
+        self._least_tokens = float("inf")
         """Of any step so far."""
         self._promise = StepPromise(0, 0.0)
         """The last one, and what it was made for: ..."""
@@ -152,12 +158,14 @@ class TokenTimes:
         if seconds <= 0 or not step.scheduled:
             return  # nobody tells the time
         num_tokens, num_pairs = work_of(step)
-        if num_tokens > self._most_tokens:  # nothing was known about such steps
-            self._most_tokens = num_tokens
-            self._new.append((num_tokens, num_pairs, seconds, False))
+        if not self._least_tokens <= num_tokens <= self._most_tokens:
+            # nothing was known about such steps
+            self._most_tokens = max(self._most_tokens, num_tokens)
+            self._least_tokens = min(self._least_tokens, num_tokens)
+            self._new.append((num_tokens, num_pairs, seconds, False, True))
             self._learn()
             return
-        self._new.append((num_tokens, num_pairs, seconds, step.promise is not None))
+        self._new.append((num_tokens, num_pairs, seconds, step.promise is not None, False))
         if self._is_sure:
             base, per_token, per_pair = self._plane
             error = seconds / (base + per_token * num_tokens + per_pair * num_pairs)
@@ -179,7 +187,7 @@ class TokenTimes:
         estimates = _estimates(new, self._plane)
         self._errors += [
             seconds / expected
-            for (_, _, seconds, was_promised), expected in zip(new, estimates, strict=True)
+            for (_, _, seconds, was_promised, _), expected in zip(new, estimates, strict=True)
             if was_promised
         ]
         # so much is left free that few of the last steps would have missed the target
@@ -187,17 +195,12 @@ class TokenTimes:
         self._num_looks += 1
         is_good = self._misses(new, estimates) <= _GOOD
         knows_many = len(self._kept) == _KEPT  # of few, more can be learnt
-        if is_good and knows_many and self._num_looks < _MOST_LOOKS:
-            self._keep()
-            if self._believed <= _REGULAR:
-                self._is_sure, self._num_skipped = True, _SKIPPED
+        if not (is_good and knows_many and self._num_looks < _MOST_LOOKS):
+            self._learn()
             return
-        before = self._plane
-        self._learn()
-        if not is_good and self._misses(new, _estimates(new, self._plane)) > _WRONG:
-            self._kept.clear()
-            self._kept += new
-            self._fit_plane(_scaled(before, new))
+        self._keep()
+        if self._believed <= _REGULAR:
+            self._is_sure, self._num_skipped = True, _SKIPPED
 
     def _misses(self, steps: Sequence[SeenStep], estimates: Sequence[float]) -> float:
         """By which part the estimates of these steps together differ from their times, where each
@@ -206,7 +209,7 @@ class TokenTimes:
         believed = 1 + max(_LEAST_OUTLIER, _OUTLIER * _usual_error(steps, estimates))
         self._believed = believed
         total = 0.0
-        for (_, _, seconds, _), expected in zip(steps, estimates, strict=True):
+        for (_, _, seconds, _, _), expected in zip(steps, estimates, strict=True):
             if seconds > expected:
                 most = expected * believed
                 total += seconds if seconds < most else most
@@ -224,18 +227,26 @@ class TokenTimes:
         self._look_after = 1 if self._num_seen < _FEW_STEPS else _LOOK_EVERY
 
     def _learn(self) -> None:
+        """Fits the plane to the last steps; if these tell another plane than older ones, to them
+        alone.
+        """
         self._keep()
         self._num_looks = 0
-        latest = list(islice(reversed(self._kept), _RECENT))
+        latest = list(islice(reversed(self._kept), _LOOK_EVERY))
         if not any(self._plane):
-            self._plane = (latest[0][2], 0.0, 0.0)
+            tokens, _, seconds, _, _ = latest[0]
+            self._plane = (seconds / 2, seconds / (2 * tokens), 0.0)
+        scaled = _scaled(self._plane, latest)
         is_lost = _usual_error(latest, _estimates(latest, self._plane)) > _LOST
-        self._fit_plane(_scaled(self._plane, latest) if is_lost else self._plane)
-
-    def _fit_plane(self, plane: Plane) -> None:
-        for _ in range(_NUM_PASSES):
-            plane = _fit(self._kept, plane)
-        self._plane = plane
+        self._plane = _fitted(self._kept, scaled if is_lost else self._plane)
+        if len(self._kept) > len(latest):
+            latest.reverse()
+            alone = _fitted(latest, scaled)
+            usual = _usual_error(latest, _estimates(latest, self._plane))
+            if _usual_error(latest, _estimates(latest, alone)) < _ALONE * usual:
+                self._kept.clear()
+                self._kept += latest
+                self._plane = alone
 
     def limit(self, plan: StepPlan, prompt: Request | None) -> None:
         """Promises how many prompt tokens the step may compute beside the decodes that it has, or
@@ -334,14 +345,14 @@ def work_of(step: Step) -> tuple[int, float]:
 def _estimates(steps: Sequence[SeenStep], plane: Plane) -> list[float]:
     """How long these steps take, by this plane."""
     base, per_token, per_pair = plane
-    return [base + per_token * tokens + per_pair * pairs for tokens, pairs, _, _ in steps]
+    return [base + per_token * tokens + per_pair * pairs for tokens, pairs, _, _, _ in steps]
 
 
 def _usual_error(steps: Sequence[SeenStep], estimates: Sequence[float]) -> float:
     """The median of the steps' relative errors."""
     errors = [
         seconds / expected if seconds > expected else expected / seconds
-        for (_, _, seconds, _), expected in zip(steps, estimates, strict=True)
+        for (_, _, seconds, _, _), expected in zip(steps, estimates, strict=True)
     ]
     errors.sort()
     return errors[len(errors) // 2] - 1
@@ -358,6 +369,12 @@ def _scaled(plane: Plane, steps: Sequence[SeenStep]) -> Plane:
     return base * ratio, per_token * ratio, per_pair * ratio
 
 
+def _fitted(steps: Sequence[SeenStep], plane: Plane) -> Plane:
+    for _ in range(_NUM_PASSES):
+        plane = _fit(steps, plane)
+    return plane
+
+
 def _fit(steps: Sequence[SeenStep], plane: Plane) -> Plane:
     """The plane with the least squares of relative errors, none of whose parts is negative.
 
@@ -368,11 +385,13 @@ def _fit(steps: Sequence[SeenStep], plane: Plane) -> Plane:
     usual = _usual_error(latest, _estimates(latest, plane))
     believed = max(_LEAST_OUTLIER, _OUTLIER * usual)
     count = tokens = pairs = tokens2 = both = pairs2 = total = tokens_total = pairs_total = 0.0
-    for (num_tokens, num_pairs, seconds, _), weight in zip(reversed(steps), _AGES, strict=False):
+    for (num_tokens, num_pairs, seconds, _, is_news), weight in zip(
+        reversed(steps), _AGES, strict=False
+    ):
         expected = base + per_token * num_tokens + per_pair * num_pairs
         error = (seconds / expected if seconds > expected else expected / seconds) - 1
         weight /= expected * expected
-        if error > believed:
+        if error > believed and not (is_news and error <= _FIRST_OUTLIER):
             weight *= (believed / error) ** 2
         weighted_tokens, weighted_pairs = weight * num_tokens, weight * num_pairs
         count += weight
@@ -394,8 +413,8 @@ def _fit(steps: Sequence[SeenStep], plane: Plane) -> Plane:
     tokens_total += trust_tokens * per_token - mean_tokens * total
     pairs_total += trust_pairs * per_pair - mean_pairs * total
     # And a pair is not expected to take longer than that, within the noise.
-    most = (per_token + base / _PAIRS_OF_TOKEN) / _PAIRS_OF_TOKEN
-    pairs2 += (max(_LEAST_NOISE, usual) / most) ** 2 if most else 0.0
+    most = total / count / _PAIRS_OF_STEP
+    pairs2 += (max(_LEAST_NOISE, usual) / most) ** 2
     determinant = tokens2 * pairs2 - both * both
     per_token = (tokens_total * pairs2 - pairs_total * both) / determinant
     per_pair = (pairs_total * tokens2 - tokens_total * both) / determinant

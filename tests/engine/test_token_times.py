@@ -146,6 +146,24 @@ def test_large_steps_are_estimated_by_small_ones() -> None:
     assert times.seconds(*work_of(large)) == pytest.approx(usual_time(large), rel=0.15)
 
 
+@pytest.mark.parametrize("disturbed", [1.0, 1.6])
+def test_small_steps_after_many_alike_are_learnt_from_at_once(disturbed: float) -> None:
+    """Sixty full steps, then three small ones, of which the first may be disturbed."""
+    rng = random.Random(9)
+    times = TokenTimes(config(target_token_time=TARGET))
+    now = 0.0
+
+    def small(tokens: int) -> Step:
+        return Step(0, now, (ScheduledRequest("p", 0, 0, tokens, False, ()),))
+
+    for tokens in [200] * 60 + [40, 30, 20]:
+        step = small(tokens)
+        factor = disturbed if tokens == 40 else 1.0
+        now += usual_time(step) * rng.uniform(0.97, 1.03) * factor
+        times.observe(step, now)
+    assert times.seconds(*work_of(small(35))) == pytest.approx(usual_time(small(35)), rel=0.2)
+
+
 def test_a_first_step_that_took_a_minute_is_forgotten() -> None:
     times = TokenTimes(config(target_token_time=TARGET))
     rng = random.Random(8)
