@@ -111,7 +111,7 @@ def test_estimates_that_never_change_are_noticed(monkeypatch: pytest.MonkeyPatch
     planes: list[Any] = []
 
     def at_the_start_only(steps: Any, plane: Any) -> Any:
-        if len(planes) < 50:
+        if len(planes) < 30:
             planes.append(fitted(steps, plane))
         return planes[-1]
 
