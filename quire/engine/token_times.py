@@ -34,9 +34,9 @@ _LEAST_NOISE = 0.03
 _RECENT = 15
 """Steps: the median of their errors is the usual one."""
 _OUTLIER = 3.0
-"""A step whose error is more than so many times the usual one was disturbed: the larger its error,
-the less it counts. If steps have become slower, or estimates are wrong, the usual error grows at
-once and they are believed.
+"""A step whose error is more than so many times the usual one was disturbed, or is of a size that is
+not known well, and pulls the plane no more than if it were that many. If steps have become slower,
+or estimates are wrong, the usual error grows at once and they are believed.
 """
 _LEAST_OUTLIER = 0.05
 """A relative error that is believed always."""
@@ -378,7 +378,8 @@ def _fitted(steps: Sequence[SeenStep], plane: Plane) -> Plane:
 def _fit(steps: Sequence[SeenStep], plane: Plane) -> Plane:
     """The plane with the least squares of relative errors, none of whose parts is negative.
 
-    Disturbed steps, by `plane`, count less; what these steps can't tell remains as it is there.
+    Disturbed steps, by `plane`, count less (after Huber: were they left out, rare large steps that
+    are estimated badly would be, too); what these steps can't tell remains as it is there.
     """
     base, per_token, per_pair = plane
     latest = list(islice(reversed(steps), _RECENT))
@@ -392,7 +393,7 @@ def _fit(steps: Sequence[SeenStep], plane: Plane) -> Plane:
         error = (seconds / expected if seconds > expected else expected / seconds) - 1
         weight /= expected * expected
         if error > believed and not (is_news and error <= _FIRST_OUTLIER):
-            weight *= (believed / error) ** 2
+            weight *= believed / error
         weighted_tokens, weighted_pairs = weight * num_tokens, weight * num_pairs
         count += weight
         tokens += weighted_tokens

@@ -73,6 +73,13 @@ def test_steps_of_sizes_that_were_never_seen_are_believed() -> None:
     run_timed_seed(1000226)
 
 
+def test_large_steps_that_are_rare_do_not_pass_for_disturbed_ones() -> None:
+    """In this one of fifty steps eight were large, and estimated at 1.5 times their time; all others
+    well.
+    """
+    run_timed_seed(3001474)
+
+
 def test_whoever_weighs_three_times_as_much_has_three_turns() -> None:
     """In this one a tenant waits for 34 steps after a long request, while two others get what their
     weights of 3 give them.
