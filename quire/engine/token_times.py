@@ -219,8 +219,11 @@ class TokenTimes:
         return abs(total / sum(estimates) - 1)
 
     def _keep(self) -> None:
+        knew_few = self._num_seen < _FEW_STEPS
         self._kept += self._new
         self._num_seen += len(self._new)
+        if knew_few and self._num_seen >= _FEW_STEPS and len(self._kept) == self._num_seen:
+            self._kept.popleft()  # often slower than all others, and larger
         self._new = []
         self._stands_until = -1
         self._is_sure, self._num_skipped = False, 0

@@ -80,6 +80,18 @@ def test_large_steps_that_are_rare_do_not_pass_for_disturbed_ones() -> None:
     run_timed_seed(3001474)
 
 
+def test_a_first_step_that_was_disturbed_is_forgotten() -> None:
+    """In this one the first step, the largest of fifty, took more than four times as long."""
+    run_timed_seed(6000244)
+
+
+def test_tenants_that_have_had_the_same_may_come_in_either_order() -> None:
+    """In this one two sums of thirds are equal but for their last bits, between two that differ when
+    they are rounded.
+    """
+    run_timed_seed(5004387)
+
+
 def test_whoever_weighs_three_times_as_much_has_three_turns() -> None:
     """In this one a tenant waits for 34 steps after a long request, while two others get what their
     weights of 3 give them.
