@@ -327,8 +327,8 @@ FAULTS = (
         "adapters of prompts",
         "a token of a prompt has the adapter of the row beside its own",
         "quire/runner/batch.py",
-        "upload(adapters[shape.token_owners])",
-        "upload(adapters[np.roll(shape.token_owners, 1)])",
+        "adapters[shape.token_owners]",
+        "adapters[np.roll(shape.token_owners, 1)]",
         ("tests/test_adapters.py", "tests/test_adapters_exactness.py"),
     ),
     Fault(

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -44,8 +45,10 @@ something to be quick has to look at something else than a clock.
 """
 
 
-_numbers = itertools.count(os.getpid() * 397)
-"""Where the next free port is looked for."""
+@cache
+def _numbers(pid: int) -> Iterator[int]:
+    """Where a process, by its own number, looks for free ports: pytest's are forked."""
+    return itertools.count(pid * 397)
 
 
 def wait_for(condition: Callable[[], Any], what: str = "it") -> Any:
@@ -74,7 +77,7 @@ def free_port() -> int:
     """Until the server binds it, a connection could be given one of those that the system gives to
     connections: so it is of those below them, and each of pytest's processes looks elsewhere.
     """
-    for number in itertools.islice(_numbers, 20_000):
+    for number in itertools.islice(_numbers(os.getpid()), 20_000):
         with socket.socket() as one, suppress(OSError):
             one.bind(("127.0.0.1", 10_000 + number % 20_000))
             port: int = one.getsockname()[1]
