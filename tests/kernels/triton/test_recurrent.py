@@ -39,7 +39,7 @@ if not ON_GPU:
     LENGTHS, BOUNDS = [150], [0, 1, 17, 63, 64, 65, 128]
     SPECS.pop("delta, betas up to 2")
     WIDE = {name: replace(spec, num_key_heads=1, num_value_heads=2) for name, spec in WIDE.items()}
-if not (ON_GPU or IS_LONG):  # what runs on a card's CUDA cores is tested in tests/kernels/cuda
+if not (ON_GPU or IS_LONG):  # a card computes them otherwise: tests/kernels/cuda
     SPECS, WIDE = ({name: specs[name] for name in list(specs)[:1]} for specs in (SPECS, WIDE))
 
 SMALL = {
