@@ -147,43 +147,34 @@ class Scheduler:
 
     def _fill(self, plan: StepPlan, held: frozenset[int]) -> None:
         """Puts into the step what is to be computed."""
-        table, shares = self.table, self.table.shares
-        if shares is not None and not shares.are_even and self.pauses.mode is None:
+        table = self.table
+        if table.shares is not None and self.pauses.mode is None:
             table.even_out(self._held_up)
         self._held_up = None
         chunks = self._schedule_decodes(plan, held)
         may_admit = bool(table.free_rows and table.waiting)
-        if chunks or may_admit:
-            self._schedule_prompts(chunks, may_admit, plan)
-        plan.cut_to_graph(self.config, shares)
-        if self._drafts is not None and not plan.preempting:
-            self._drafts.add(plan, len(table.running))
-        if self.config.state is not None:
-            self._advance_states(plan)
-
-    def _schedule_prompts(self, chunks: list[Request], may_admit: bool, plan: StepPlan) -> None:
-        """Computes parts of prompts: of running requests that have more than a token to compute,
-        and of waiting ones.
-        """
-        table, step_times = self.table, self.step_times
-        if not may_admit and len(chunks) == 1:
-            # The usual case. Nobody preempted this one: it would wait now, and a row be free.
-            if step_times is not None:
-                step_times.limit(plan, chunks[0])
-            if plan.budget:
-                self._schedule_chunk(chunks[0], plan, ())
-        elif step_times is not None:
-            live = [request for request in chunks if request.row is not None]
-            shares = table.shares
-            first = next(iter(live), None) if shares is None else shares.least_served(live)
+        if self.step_times is not None and (chunks or may_admit):
+            first = self._first_chunk(chunks)
             prompt = table.waiting.first() if first is None and table.waiting else first
-            step_times.limit(plan, prompt)
-            self._schedule_in_time(first, chunks, plan)
-        elif table.shares is not None and chunks:
+            plan.keep(
+                self.step_times.promise(
+                    plan.scheduled, plan.requests, prompt, plan.now, plan.budget
+                )
+            )
+            if may_admit or len(chunks) > 1:
+                self._schedule_in_time(first, chunks, plan)
+            else:
+                self._schedule_chunks(chunks, plan)
+        elif table.shares is not None and chunks and (may_admit or len(chunks) > 1):
             self._schedule_by_shares(chunks, plan, table.shares)
         else:
             self._schedule_chunks(chunks, plan)
             self._schedule_waiting(plan)
+        plan.cut_to_graph(self.config, table.shares)
+        if self._drafts is not None and not plan.preempting:
+            self._drafts.add(plan, len(table.running))
+        if self.config.state is not None:
+            self._advance_states(plan)
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[RequestUpdate]:
         """Takes in the oldest step's result. Returns all updates since the last call, aborts and
@@ -198,7 +189,7 @@ class Scheduler:
         _, requests = self.in_flight.popleft()
         self._results.take(step, requests, result, now)
         if self.step_times is not None:
-            self.step_times.observe(step, now)
+            self.step_times.observe(step, requests, now)
         return self.take_updates()
 
     def fail(self, step: Step, message: str, now: float) -> list[Step]:
@@ -269,7 +260,7 @@ class Scheduler:
             request.num_computed_tokens = num_tokens
             request.num_placeholders += 1
         plan.budget -= len(scheduled)
-        plan.num_decodes = len(scheduled)
+        plan.num_decodes = plan.num_charged = len(scheduled)
         if self.table.shares is not None:
             self.table.shares.charge_decodes(requests, plan.recomputed_decodes)
         return chunks
@@ -279,6 +270,7 @@ class Scheduler:
         for request in chunks:
             if plan.budget and request.row is not None:
                 self._schedule_chunk(request, plan, ())
+        plan.charge(self.table.shares)
 
     def _schedule_in_time(
         self, first: Request | None, chunks: list[Request], plan: StepPlan
@@ -331,6 +323,19 @@ class Scheduler:
         self._schedule_waiting(plan, most)
         return [chunks[number] for _, _, number in order[num_done:]]
 
+    def _first_chunk(self, chunks: list[Request]) -> Request | None:
+        """The first of the prompts that are being computed; with shares, of the tenant that has had
+        least.
+        """
+        if len(chunks) > 1 and self.table.shares is not None:
+            standing = self.table.shares.standing
+            live = [request for request in chunks if request.row is not None]
+            return min(live, key=lambda request: standing(request.tenant), default=None)
+        for request in chunks:
+            if request.row is not None:
+                return request
+        return None
+
     def _schedule_chunk(
         self, request: Request, plan: StepPlan, new_block_ids: tuple[int, ...]
     ) -> None:
@@ -341,20 +346,14 @@ class Scheduler:
         if self.blocks.states is not None:
             end = self.blocks.states.cut(request, start, end)
         samples = end == request.num_tokens
-        recomputed = 0
-        if start < request.computed_before:
-            recomputed = min(end, request.computed_before) - start
-            request.recomputed_tokens += recomputed
+        request.recomputed_tokens += max(0, min(end, request.computed_before) - start)
         plan.scheduled.append(
             ScheduledRequest(
                 request.request_id, request.row, start, end - start, samples, new_block_ids
             )
         )
         plan.requests.append(request)
-        num_tokens = end - start
-        plan.budget -= num_tokens
-        if self.table.shares is not None:
-            self.table.shares.charge(request.params.tenant, num_tokens - recomputed)
+        plan.budget -= end - start
         request.num_computed_tokens = end
         request.num_placeholders += samples
 
@@ -399,9 +398,7 @@ class Scheduler:
                 had = shares.standing(request.tenant)
                 if had > most or (had == most and not or_equal):
                     return
-            if request.num_placeholders:
-                continue
-            if self.config.prefix_caching and plan.waits_for_prompt(request, self.table.members):
+            if request.num_placeholders or self._waits_for_prompt(request, plan):
                 continue
             if not self.pauses.lets_in(request):
                 continue
@@ -420,6 +417,7 @@ class Scheduler:
                 self._held_up = request
                 return
             self._admit(request, placement, plan)
+            plan.charge(self.table.shares)
             if request.adapter and without_slot is not None:
                 without_slot.num_passed += 1
 
@@ -432,6 +430,23 @@ class Scheduler:
             return True
         most, running = self.config.max_loras, self.table.adapters
         return bool(most) and request.adapter not in running and len(running) >= most
+
+    def _waits_for_prompt(self, request: Request, plan: StepPlan) -> bool:
+        """Whether another of the n answers computes the prompt now: this one waits, to find it in
+        the prefix cache.
+        """
+        group_id = request.group_id
+        if (
+            group_id is None
+            or request.first_scheduled is not None
+            or not self.config.prefix_caching
+        ):
+            return False
+        if group_id not in plan.computing_groups:
+            running = (member for member in self.table.members(group_id) if member.row is not None)
+            if any(member.num_committed_tokens < member.num_prompt_tokens for member in running):
+                plan.computing_groups.add(group_id)
+        return group_id in plan.computing_groups
 
     def _admit(self, request: Request, placement: Placement, plan: StepPlan) -> None:
         row = self.table.start(request, plan.now)

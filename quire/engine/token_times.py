@@ -10,74 +10,48 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
 from operator import itemgetter
 
 from quire.engine.config import SchedulerConfig
 from quire.engine.request import Request
-from quire.engine.step_plan import StepPlan
-from quire.step import ScheduledRequest, Step, StepPromise
+from quire.step import ScheduledRequest, Step, StepPromise, new_tuple
 
-_KEPT = 64
-"""Steps: the plane is fitted to the last ones."""
-_AGES = tuple(0.97**age for age in range(_KEPT))
-"""What a step counts beside the last one."""
+_FORGET = 0.95
+"""Each step counts this much of the next one."""
 _TRUST = 0.02
 """Weight of what was fitted before: it decides where the last steps were all alike."""
-_PAIRS_OF_STEP = 65536.0
-"""So many pairs are expected to take at most as long as a usual step, unless steps say otherwise. In
-a few dozen steps pairs may hardly differ, or only as the tokens do: then noise alone makes a slope,
-and steps with ten times as many pairs would be planned by it.
+_NOISE = 4.0
+"""What pairs seem to explain counts less the nearer it is to so many times the noise; below that,
+not at all. In a few dozen steps pairs may hardly differ, or only as the tokens do: then noise alone
+makes a slope, and steps with ten times as many pairs would be planned by it.
 """
-_LEAST_NOISE = 0.03
-"""Relative: steps are never held to be more regular than that."""
 _RECENT = 15
 """Steps: the median of their errors is the usual one."""
-_OUTLIER = 3.0
-"""A step whose error is more than so many times the usual one was disturbed, or is of a size that is
-not known well, and pulls the plane no more than if it were that many. If steps have become slower,
-or estimates are wrong, the usual error grows at once and they are believed.
+_OUTLIER = 4.0
+"""A step whose error is more than so many times the usual one was disturbed, and counts as if it
+were that many. If steps have become slower, or estimates are wrong, the usual error grows at once
+and they are believed.
 """
-_LEAST_OUTLIER = 0.05
-"""A relative error that is believed always."""
+_LEAST_OUTLIER, _MOST_OUTLIER = 0.1, 3.0
+"""Relative errors that are believed always and never."""
 _FIRST_OUTLIER = 1.0
-"""The same of a step that had more or fewer tokens than any before: it may be the first to tell
-what tokens take.
-"""
-_LOST = 1.0
-"""A usual error beyond which a fit begins with the plane times what steps took of their estimates,
-by the median: a first step that took a minute (kernels were compiled) is forgotten so.
-"""
-_NUM_PASSES = 2
-"""Of a fit: the second one sees by the first which steps were disturbed."""
-_FEW_STEPS = 20
+"""The same while little is known: of the first steps, and of those larger than any before."""
+_FEW_STEPS = 37
 """Of which the first are learnt from one by one."""
-_LOOK_EVERY = 16
-"""Steps: how often estimates are compared with the times that steps took."""
-_GOOD = 0.015
-"""Estimates remain as they are if together they are within this part of these times."""
-_ALONE = 0.5
-"""If a plane that was fitted to so many steps alone has less than this part of the usual error of
-one that was fitted to older ones, too, the older ones are forgotten: steps take another time now.
-"""
-_SKIPPED = 9
-"""Steps of which nothing is noted then, for each that is."""
-_REGULAR = 1.15
-"""Times a step's estimate: only where no step that was not disturbed takes longer, one step shows
-that all have become slower.
-"""
-_MOST_LOOKS = 8
-"""Comparisons, after which the plane is fitted all the same."""
+_FIT_EVERY = 4
+"""Steps: the fit takes longer than everything else here."""
+_MOST_UNREAD = 64
+"""Steps that are kept until somebody wants to know."""
 AIM = 0.9
 """The part of the promised time that a step is planned to take, if steps are as long as expected."""
 _LEAST_AIM = 0.6
 """The same where they often are not: below it prompts would take too long."""
+_MARGIN_EVERY = 16
+"""Steps: how often that is looked at."""
 _MARGIN_STEPS = 64
 """The last steps that were promised: their errors decide how much is left free."""
 _LATE = 2
 """Of these so many may take longer than the target."""
-_SAME = 0.01
-"""Promises that differ by less are alike."""
 _FIRST_PROMPT_TOKENS = 64
 """Planned for the first step, and at most twice the largest step so far after it: sizes that were
 never seen are approached, not jumped at.
@@ -91,15 +65,14 @@ _ALONE_LOSS = 0.05
 MOST_ALONE = 4.0
 """...but at most so many times the promised time: whoever comes meanwhile waits for its end."""
 
+Sums = tuple[float, float, float, float, float, float, float, float, float, float]
 SeenStep = tuple[int, float, float, bool, bool]
-"""Tokens, pairs and seconds of a step; whether it was promised to take some time, and whether it had
-more or fewer tokens than any before.
+"""Tokens, pairs and seconds of a step; whether there were enough of that size before, and whether it
+was promised.
 """
-Plane = tuple[float, float, float]
-"""Seconds of a step, of each token, of each pair."""
 _position = itemgetter(2)
 assert ScheduledRequest._fields[2:4] == ("start", "num_tokens")
-assert StepPromise._fields[0] == "prompt_tokens"
+assert StepPromise._fields == ("prompt_tokens", "seconds", "gave_way")
 
 
 class TokenTimes:
@@ -110,184 +83,196 @@ class TokenTimes:
         self._token_time = config.target_token_time
         self._first_token = config.target_first_token
         self._gives_way = config.gives_way
-        self._kept: deque[SeenStep] = deque(maxlen=_KEPT)
-        """The last steps."""
+        self._sums: Sums = (0.0,) * 10
+        """Of the last steps: their number, tokens, pairs; tokens times tokens, tokens times pairs,
+        pairs times pairs; seconds, and these times tokens, times pairs, times seconds.
+        """
         self._new: list[SeenStep] = []
-        """Those since estimates were last compared with times..."""
-        self._look_after = 1
-        """...which is done when there are so many."""
-        self._num_looks = 0
-        """Since the plane was fitted."""
-        self._is_sure = False
-        """Whether estimates were good when they were last compared..."""
-        self._believed = 1.0
-        """...with times up to so many times them: then not every step is looked at..."""
-        self._num_skipped = 0
-        """...and so many that come now are not."""
+        """The last steps."""
+        self._unread: deque[list[SeenStep]] = deque(maxlen=_MOST_UNREAD // _FIT_EVERY)
+        """Steps before these which are not among the sums yet: after each list the plane is fitted."""
         self._num_seen = 0
-        self._plane: Plane = (0.0, 0.0, 0.0)
+        self._plane = (0.0, 0.0, 0.0)
+        """Seconds of a step, of each token, of each pair."""
         self._last_commit = float("-inf")
         self._most_tokens = 0
-        self._least_tokens = float("inf")
         """Of any step so far."""
-        self._promise = StepPromise(0, 0.0)
-        """The last one, and what it was made for: ..."""
+        self._decoding: list[Request] = []
+        """Those that decoded in the last step, and their pairs."""
+        self._decoding_pairs = 0.0
         self._planned: list[Request] = []
-        """...decodes, ..."""
-        self._promised_to: Request | None = None
-        """...the first prompt. It stands..."""
-        self._stands_until = -1
-        """...until this step, with it."""
+        """The decodes that a promise was last made beside, and the sum of their positions: each
+        step they are one further. Looked at anew whenever something was learnt.
+        """
+        self._planned_positions = 0.0
         self._errors: deque[float] = deque([1.0] * _MARGIN_STEPS, _MARGIN_STEPS)
         """Of the last steps that were promised: the time they took by that expected."""
+        self._num_errors = 0
+        self._recent: deque[float] = deque([_LEAST_OUTLIER] * _RECENT, _RECENT)
+        """Relative errors of the last steps."""
         self.aim = AIM
         """The part of the promised time that a step is planned to take now."""
 
     def seconds(self, num_tokens: int, num_pairs: float) -> float:
         """How long such a step takes, by what is known now."""
+        if self._unread:
+            self._learn()
         base, per_token, per_pair = self._plane
         return base + per_token * num_tokens + per_pair * num_pairs
 
-    def observe(self, step: Step, now: float) -> None:
-        """A step came back: it began when it was scheduled or when the one before it was done."""
+    def observe(self, step: Step, requests: list[Request], now: float) -> None:
+        """A step of these requests came back: it began when it was scheduled or when the one before
+        it was done. Unless it is news, it is learnt from when the next promise is made.
+        """
         before, self._last_commit = self._last_commit, now
-        if self._num_skipped:
-            self._num_skipped -= 1
-            return
         seconds = now - (step.now if step.now > before else before)
-        if seconds <= 0 or not step.scheduled:
+        if seconds <= 0 or not requests:
+            self._decoding = []
             return  # nobody tells the time
-        num_tokens, num_pairs = work_of(step)
-        if not self._least_tokens <= num_tokens <= self._most_tokens:
-            # nothing was known about such steps
-            self._most_tokens = max(self._most_tokens, num_tokens)
-            self._least_tokens = min(self._least_tokens, num_tokens)
-            self._new.append((num_tokens, num_pairs, seconds, False, True))
-            self._learn()
-            return
-        self._new.append((num_tokens, num_pairs, seconds, step.promise is not None, False))
-        if self._is_sure:
-            base, per_token, per_pair = self._plane
-            error = seconds / (base + per_token * num_tokens + per_pair * num_pairs)
-            if 1 / self._believed <= error <= self._believed:
-                self._num_skipped = _SKIPPED
-            else:
-                self._is_sure = False
-        if len(self._new) == self._look_after:
-            self._look()
-
-    def _look(self) -> None:
-        """Compares the estimates of the last steps with their times: where they were good, there is
-        nothing to learn, and not every step need be looked at.
-        """
-        if self._num_seen < _FEW_STEPS:
-            self._learn()
-            return
-        new = self._new
-        estimates = _estimates(new, self._plane)
-        self._errors += [
-            seconds / expected
-            for (_, _, seconds, was_promised, _), expected in zip(new, estimates, strict=True)
-            if was_promised
-        ]
-        # so much is left free that few of the last steps would have missed the target
-        self.aim = min(AIM, max(_LEAST_AIM, 1 / sorted(self._errors)[-1 - _LATE]))
-        self._num_looks += 1
-        is_good = self._misses(new, estimates) <= _GOOD
-        knows_many = len(self._kept) == _KEPT  # of few, more can be learnt
-        if not (is_good and knows_many and self._num_looks < _MOST_LOOKS):
-            self._learn()
-            return
-        self._keep()
-        if self._believed <= _REGULAR:
-            self._is_sure, self._num_skipped = True, _SKIPPED
-
-    def _misses(self, steps: Sequence[SeenStep], estimates: Sequence[float]) -> float:
-        """By which part the estimates of these steps together differ from their times, where each
-        time is believed only so far.
-        """
-        believed = 1 + max(_LEAST_OUTLIER, _OUTLIER * _usual_error(steps, estimates))
-        self._believed = believed
-        total = 0.0
-        for (_, _, seconds, _, _), expected in zip(steps, estimates, strict=True):
-            if seconds > expected:
-                most = expected * believed
-                total += seconds if seconds < most else most
-            else:
-                least = expected / believed
-                total += seconds if seconds > least else least
-        return abs(total / sum(estimates) - 1)
-
-    def _keep(self) -> None:
-        knew_few = self._num_seen < _FEW_STEPS
-        self._kept += self._new
-        self._num_seen += len(self._new)
-        if knew_few and self._num_seen >= _FEW_STEPS and len(self._kept) == self._num_seen:
-            self._kept.popleft()  # often slower than all others, and larger
-        self._new = []
-        self._stands_until = -1
-        self._is_sure, self._num_skipped = False, 0
-        self._look_after = 1 if self._num_seen < _FEW_STEPS else _LOOK_EVERY
+        num_tokens = step.num_decodes
+        decoding = requests if num_tokens == len(requests) else requests[:num_tokens]
+        if decoding == self._decoding:  # each is a token further
+            num_pairs = self._decoding_pairs = self._decoding_pairs + num_tokens
+        else:
+            num_pairs = self._decoding_pairs = _pairs_of(step.scheduled, num_tokens)
+            self._decoding = decoding
+        if num_tokens < len(requests):
+            for entry in step.scheduled[num_tokens:]:
+                start, count = entry[2], entry[3]  # named, they would take longer
+                num_tokens += count
+                num_pairs += count * (start + count / 2)
+        self._num_seen += 1
+        is_known = self._num_seen > _FEW_STEPS
+        if num_tokens > self._most_tokens:
+            self._most_tokens = num_tokens
+            is_known = False
+        self._new.append((num_tokens, num_pairs, seconds, is_known, step.promise is not None))
+        if not is_known or len(self._new) == _FIT_EVERY:
+            self._unread.append(self._new)
+            self._new = []
+            if not is_known:
+                self._learn()
 
     def _learn(self) -> None:
-        """Fits the plane to the last steps; if these tell another plane than older ones, to them
-        alone.
+        """Takes what was seen since into the sums, and fits the plane to these."""
+        for steps in self._unread:
+            self._sums = self._sums_with(steps)
+            self._plane = self._fit()
+        self._unread.clear()
+        self._planned = []
+
+    def _sums_with(self, steps: list[SeenStep]) -> Sums:
+        (
+            count, tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total, total2,
+        ) = self._sums  # fmt: skip
+        base, per_token, per_pair = self._plane
+        usual = sorted(self._recent)[_RECENT // 2]
+        believed = 1 + min(max(_OUTLIER * usual, _LEAST_OUTLIER), _MOST_OUTLIER)
+        for num_tokens, num_pairs, seconds, is_known, was_promised in steps:
+            expected = base + per_token * num_tokens + per_pair * num_pairs
+            if expected > 0:
+                most = believed if is_known else 1 + _FIRST_OUTLIER
+                if is_known:
+                    error = seconds / expected
+                    self._recent.append((error if error > 1 else expected / seconds) - 1)
+                    if was_promised:
+                        self._note_error(error)
+                if seconds > most * expected:
+                    seconds = most * expected
+                elif seconds * most < expected:
+                    seconds = expected / most
+            count = _FORGET * count + 1.0
+            tokens = _FORGET * tokens + num_tokens
+            pairs = _FORGET * pairs + num_pairs
+            tokens2 = _FORGET * tokens2 + num_tokens * num_tokens
+            both = _FORGET * both + num_tokens * num_pairs
+            pairs2 = _FORGET * pairs2 + num_pairs * num_pairs
+            total = _FORGET * total + seconds
+            tokens_total = _FORGET * tokens_total + num_tokens * seconds
+            pairs_total = _FORGET * pairs_total + num_pairs * seconds
+            total2 = _FORGET * total2 + seconds * seconds
+        return (
+            count, tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total, total2,
+        )  # fmt: skip
+
+    def _note_error(self, error: float) -> None:
+        """Leaves so much of the target free that few of the last steps would have missed it."""
+        self._errors.append(error)
+        self._num_errors += 1
+        if self._num_errors % _MARGIN_EVERY == 0:
+            late = sorted(self._errors)[-1 - _LATE]
+            self.aim = min(AIM, max(_LEAST_AIM, 1 / late))
+
+    def _fit(self) -> tuple[float, float, float]:
+        """The plane with the least squares, none of whose parts is negative; pairs count only for
+        what noise does not explain.
         """
-        self._keep()
-        self._num_looks = 0
-        latest = list(islice(reversed(self._kept), _LOOK_EVERY))
-        if not any(self._plane):
-            tokens, _, seconds, _, _ = latest[0]
-            self._plane = (seconds / 2, seconds / (2 * tokens), 0.0)
-        scaled = _scaled(self._plane, latest)
-        is_lost = _usual_error(latest, _estimates(latest, self._plane)) > _LOST
-        self._plane = _fitted(self._kept, scaled if is_lost else self._plane)
-        if len(self._kept) > len(latest):
-            latest.reverse()
-            alone = _fitted(latest, scaled)
-            usual = _usual_error(latest, _estimates(latest, self._plane))
-            if _usual_error(latest, _estimates(latest, alone)) < _ALONE * usual:
-                self._kept.clear()
-                self._kept += latest
-                self._plane = alone
+        (
+            count, tokens, pairs, tokens2, both, pairs2, seconds, tokens_total, pairs_total, squared,
+        ) = self._sums  # fmt: skip
+        base, per_token, per_pair = self._plane
+        # The three equations, with a little trust in each part as it was.
+        trust = (_TRUST if base else 1e-9) * count + 1e-300
+        count_squared, base_total = count + trust, seconds + trust * base
+        squared += trust * base * base
+        trust = (_TRUST if per_token else 1e-9) * tokens2 + 1e-300
+        tokens2, tokens_total = tokens2 + trust, tokens_total + trust * per_token
+        squared += trust * per_token * per_token
+        trust = (_TRUST if per_pair else 1e-9) * pairs2 + 1e-300
+        pairs2, pairs_total = pairs2 + trust, pairs_total + trust * per_pair
+        squared += trust * per_pair * per_pair
+        # Solved by elimination.
+        by_tokens, by_pairs = tokens / count_squared, pairs / count_squared
+        tokens2 -= by_tokens * tokens
+        both -= by_tokens * pairs
+        tokens_total -= by_tokens * base_total
+        by_both = both / tokens2
+        pairs2 -= by_pairs * pairs + by_both * both
+        pairs_total -= by_pairs * base_total + by_both * tokens_total
+        per_pair = pairs_total / pairs2
+        by_pairs_alone = per_pair * pairs_total
+        if by_pairs_alone > 0:
+            explained = base_total * base_total / count_squared
+            explained += tokens_total * tokens_total / tokens2
+            noise = max(0.0, squared - explained - by_pairs_alone) / count
+            per_pair *= max(0.0, 1 - _NOISE * noise / by_pairs_alone)
+        per_token = (tokens_total - both * per_pair) / tokens2
+        per_token, per_pair = max(per_token, 0.0), max(per_pair, 0.0)
+        base = (seconds - per_token * tokens - per_pair * pairs) / count
+        if base < 0:  # then all of it is the tokens'
+            scale = seconds / (per_token * tokens + per_pair * pairs)
+            return 0.0, per_token * scale, per_pair * scale
+        return base, per_token, per_pair
 
-    def limit(self, plan: StepPlan, prompt: Request | None) -> None:
-        """Promises how many prompt tokens the step may compute beside the decodes that it has, or
-        alone, and leaves no more to be scheduled; `prompt` is the first that waits for more of its
-        tokens.
-
-        While the same requests decode beside the same prompt, a promise stands until it would be
-        longer by `_SAME`.
+    def promise(
+        self,
+        decodes: Sequence[ScheduledRequest],
+        requests: list[Request],
+        prompt: Request | None,
+        now: float,
+        most: int,
+    ) -> StepPromise:
+        """How many prompt tokens may be computed beside these decodes (`requests`: whose they are),
+        or alone; `prompt` is the first that waits for more of its tokens.
         """
-        if (
-            plan.step_id > self._stands_until
-            or prompt is not self._promised_to
-            or plan.requests != self._planned
-        ):
-            self._promise, num_steps = self._promised(plan, prompt)
-            self._stands_until = plan.step_id + num_steps
-            self._promised_to = prompt
-            self._planned = plan.requests.copy()
-        plan.promise = promise = self._promise
-        allowed = promise[0]
-        if allowed < plan.budget:
-            plan.left_out = plan.budget - allowed
-            plan.budget = allowed
-
-    def _promised(self, plan: StepPlan, prompt: Request | None) -> tuple[StepPromise, int]:
-        """A new promise, and for how many more steps it stands."""
-        num_decodes, most = len(plan.scheduled), plan.budget
+        if self._unread:
+            self._learn()
         start = 0 if prompt is None else prompt.num_computed_tokens
+        num_decodes = len(decodes)
         beside, per_token, per_pair = self._plane
         target = self._token_time
         if num_decodes:
-            beside += per_token * num_decodes + per_pair * sum(map(_position, plan.scheduled))
+            if requests == self._planned:
+                self._planned_positions += num_decodes
+            else:
+                self._planned = requests.copy()
+                self._planned_positions = float(sum(map(_position, decodes)))
+            beside += per_token * num_decodes + per_pair * self._planned_positions
             left = self.aim * target - beside
         else:
             target = min(max(target, beside / _ALONE_LOSS), MOST_ALONE * target)
             left = target - beside
         gave_way: str | None = None
-        stands = self._first_token is None  # which gets nearer
         if left < LEAST_PART * target:
             left, gave_way = LEAST_PART * target, "first_token"
         each = per_token + per_pair * start
@@ -304,22 +289,14 @@ class TokenTimes:
             known = 2 * self._most_tokens - num_decodes
             if allowed > known:
                 allowed = max(known, _FIRST_PROMPT_TOKENS)
-                stands = False  # as that is known now
-        if num_decodes + allowed > self._most_tokens:
-            self._num_skipped = 0  # such a step is news
         if self._first_token is not None and prompt is not None:
-            needed = self._needed(prompt, self._first_token, target, plan.now)
+            needed = self._needed(prompt, self._first_token, target, now)
             if needed > allowed:
                 gave_way = self._gives_way
                 if gave_way == "token_time":
                     allowed = min(needed, most)
         seconds = beside + per_token * allowed + per_pair * allowed * (start + allowed / 2)
-        num_steps = 0
-        if stands:
-            longer = per_pair * (num_decodes + allowed * allowed)
-            same = _SAME * seconds
-            num_steps = _LOOK_EVERY if longer * _LOOK_EVERY <= same else int(same / longer)
-        return StepPromise(allowed, seconds, gave_way), num_steps
+        return new_tuple(StepPromise, (allowed, seconds, gave_way))
 
     @staticmethod
     def _needed(prompt: Request, first_token: float, step_time: float, now: float) -> int:
@@ -336,98 +313,13 @@ class TokenTimes:
 def work_of(step: Step) -> tuple[int, float]:
     """A step's tokens and pairs: each query with every key that it reads, but for windows."""
     num_tokens = step.num_decodes
-    # the first entries compute one token each
-    num_pairs = 0.5 * num_tokens + sum(map(_position, step.scheduled[:num_tokens]))
-    for entry in step.scheduled[num_tokens:]:
-        start, count = entry[2], entry[3]  # named, they would take longer
+    num_pairs = _pairs_of(step.scheduled, num_tokens)
+    for _, _, start, count, *_ in step.scheduled[num_tokens:]:
         num_tokens += count
         num_pairs += count * (start + count / 2)
     return num_tokens, num_pairs
 
 
-def _estimates(steps: Sequence[SeenStep], plane: Plane) -> list[float]:
-    """How long these steps take, by this plane."""
-    base, per_token, per_pair = plane
-    return [base + per_token * tokens + per_pair * pairs for tokens, pairs, _, _, _ in steps]
-
-
-def _usual_error(steps: Sequence[SeenStep], estimates: Sequence[float]) -> float:
-    """The median of the steps' relative errors."""
-    errors = [
-        seconds / expected if seconds > expected else expected / seconds
-        for (_, _, seconds, _, _), expected in zip(steps, estimates, strict=True)
-    ]
-    errors.sort()
-    return errors[len(errors) // 2] - 1
-
-
-def _scaled(plane: Plane, steps: Sequence[SeenStep]) -> Plane:
-    """The plane times what these steps took of its estimates, by the median: if all have become
-    slower, this is where to begin.
-    """
-    base, per_token, per_pair = plane
-    estimates = _estimates(steps, plane)
-    ratios = sorted(step[2] / expected for step, expected in zip(steps, estimates, strict=True))
-    ratio = ratios[len(ratios) // 2]
-    return base * ratio, per_token * ratio, per_pair * ratio
-
-
-def _fitted(steps: Sequence[SeenStep], plane: Plane) -> Plane:
-    for _ in range(_NUM_PASSES):
-        plane = _fit(steps, plane)
-    return plane
-
-
-def _fit(steps: Sequence[SeenStep], plane: Plane) -> Plane:
-    """The plane with the least squares of relative errors, none of whose parts is negative.
-
-    Disturbed steps, by `plane`, count less (after Huber: were they left out, rare large steps that
-    are estimated badly would be, too); what these steps can't tell remains as it is there.
-    """
-    base, per_token, per_pair = plane
-    latest = list(islice(reversed(steps), _RECENT))
-    usual = _usual_error(latest, _estimates(latest, plane))
-    believed = max(_LEAST_OUTLIER, _OUTLIER * usual)
-    count = tokens = pairs = tokens2 = both = pairs2 = total = tokens_total = pairs_total = 0.0
-    for (num_tokens, num_pairs, seconds, _, is_news), weight in zip(
-        reversed(steps), _AGES, strict=False
-    ):
-        expected = base + per_token * num_tokens + per_pair * num_pairs
-        error = (seconds / expected if seconds > expected else expected / seconds) - 1
-        weight /= expected * expected
-        if error > believed and not (is_news and error <= _FIRST_OUTLIER):
-            weight *= believed / error
-        weighted_tokens, weighted_pairs = weight * num_tokens, weight * num_pairs
-        count += weight
-        tokens += weighted_tokens
-        pairs += weighted_pairs
-        tokens2 += weighted_tokens * num_tokens
-        both += weighted_tokens * num_pairs
-        pairs2 += weighted_pairs * num_pairs
-        total += weight * seconds
-        tokens_total += weighted_tokens * seconds
-        pairs_total += weighted_pairs * seconds
-    # About their means, with a little trust in both slopes as they were.
-    mean_tokens, mean_pairs = tokens / count, pairs / count
-    trust_tokens = (_TRUST if per_token else 1e-9) * tokens2
-    trust_pairs = (_TRUST if per_pair else 1e-9) * pairs2
-    tokens2 += trust_tokens - mean_tokens * tokens
-    both -= mean_tokens * pairs
-    pairs2 += trust_pairs - mean_pairs * pairs
-    tokens_total += trust_tokens * per_token - mean_tokens * total
-    pairs_total += trust_pairs * per_pair - mean_pairs * total
-    # And a pair is not expected to take longer than that, within the noise.
-    most = total / count / _PAIRS_OF_STEP
-    pairs2 += (max(_LEAST_NOISE, usual) / most) ** 2
-    determinant = tokens2 * pairs2 - both * both
-    per_token = (tokens_total * pairs2 - pairs_total * both) / determinant
-    per_pair = (pairs_total * tokens2 - tokens_total * both) / determinant
-    if per_pair < 0:
-        per_token, per_pair = tokens_total / tokens2, 0.0
-    if per_token < 0:
-        per_token, per_pair = 0.0, max(0.0, pairs_total / pairs2)
-    base = (total - per_token * tokens - per_pair * pairs) / count
-    if base < 0:  # then all of it is the tokens'
-        scale = total / (per_token * tokens + per_pair * pairs)
-        return 0.0, per_token * scale, per_pair * scale
-    return base, per_token, per_pair
+def _pairs_of(scheduled: Sequence[ScheduledRequest], num_decodes: int) -> float:
+    """Of the first entries, which compute one token each."""
+    return 0.5 * num_decodes + float(sum(map(_position, scheduled[:num_decodes])))
