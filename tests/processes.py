@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.selection import worker_group
+from tests.selection import LONG, worker_group
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
@@ -39,21 +39,29 @@ def add_options(parser: pytest.Parser) -> None:
 class Stretches:
     """Which units are left to whom; in memory that all processes share."""
 
-    def __init__(self, sizes: Sequence[int], num_processes: int) -> None:
-        """`sizes`: tests of each unit. Everybody begins with about as many tests."""
-        total, before = sum(sizes), 0
-        starts = [0]
-        for place, size in enumerate(sizes):
+    def __init__(self, sizes: Sequence[int], num_processes: int, num_first: int = 0) -> None:
+        """`sizes`: tests of each unit. The first `num_first` units are taken in turn; of the others
+        everybody begins with about as many tests.
+        """
+        total, before = sum(sizes[num_first:]), 0
+        starts = [num_first]
+        for place, size in enumerate(sizes[num_first:], num_first):
             while len(starts) < num_processes and before >= len(starts) * total / num_processes:
                 starts.append(place)
             before += size
         starts += [len(sizes)] * (num_processes + 1 - len(starts))
         context = multiprocessing.get_context("fork")
         self._bounds = context.Array("l", [*itertools.chain(*itertools.pairwise(starts))])
+        self._num_first = num_first
+        self._num_taken = context.Value("l", 0, lock=False)
+        """Of the first units; under the lock of the bounds."""
 
     def take(self, process: int) -> int | None:
         """The next unit for it; None: nothing is left."""
         with self._bounds.get_lock():
+            if self._num_taken.value < self._num_first:
+                self._num_taken.value += 1
+                return self._num_taken.value - 1
             bounds: Any = self._bounds.get_obj()
             if bounds[2 * process] == bounds[2 * process + 1]:
                 left = [bounds[at + 1] - bounds[at] for at in range(0, len(bounds), 2)]
@@ -69,14 +77,19 @@ class Stretches:
             return unit
 
 
-def units_of(items: Sequence[pytest.Item], *, each: bool) -> list[list[int]]:
-    """The tests' places in the list, by unit."""
+def units_of(
+    items: Sequence[pytest.Item], *, each: bool
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The tests' places in the list, by unit: those that are taken first, and the others."""
     if each:
-        return [[place] for place in range(len(items))]
+        found: tuple[list[list[int]], list[list[int]]] = ([], [])
+        for place, item in enumerate(items):
+            found[item.nodeid.partition("::")[0] not in LONG].append([place])
+        return found
     units: dict[str, list[int]] = {}
     for place, item in enumerate(items):
         units.setdefault(worker_group(item.nodeid.partition("::")[0]), []).append(place)
-    return list(units.values())
+    return [], list(units.values())
 
 
 class Processes:
@@ -97,17 +110,17 @@ class Processes:
         reporter = session.config.pluginmanager.getplugin("terminalreporter")
         if reporter is not None:
             reporter.showfspath = False  # files take turns
-        units = units_of(session.items, each=self._each)
-        while units:  # again if a process died with tests that it had taken
-            begun = self._run(session, units)
-            units = [[place for place in unit if place not in begun] for unit in units]
-            units = [unit for unit in units if unit]
+        first, units = units_of(session.items, each=self._each)
+        begun = self._run(session, first + units, len(first))
+        while len(begun) < len(session.items):  # a process died with tests that it had taken
+            left = [[place for place in unit if place not in begun] for unit in first + units]
+            begun |= self._run(session, [unit for unit in left if unit], 0)
         return True
 
-    def _run(self, session: pytest.Session, units: list[list[int]]) -> set[int]:
+    def _run(self, session: pytest.Session, units: list[list[int]], num_first: int) -> set[int]:
         """The tests that have begun when all processes have ended."""
         context = multiprocessing.get_context("fork")
-        stretches = Stretches([len(unit) for unit in units], self._count)
+        stretches = Stretches([len(unit) for unit in units], self._count, num_first)
         running: dict[Connection, _Running] = {}
         begun: set[int] = set()
         try:

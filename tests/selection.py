@@ -23,6 +23,41 @@ _SHARED = re.compile(r"\b(shared_server|shared_small_server|scripted|keyed|serve
 """Fixtures of tests/server/conftest.py with a server for the whole session, as tests ask for them."""
 
 
+LONG = frozenset(
+    f"tests/{name}.py"
+    for name in (
+        "engine/test_fair_shares",
+        "engine/test_simulate",
+        "kernels/test_instruction_sets",
+        "ladder/test_rungs",
+        "models/test_gguf_file",
+        "parallel/test_engine",
+        "parallel/test_server",
+        "parallel/test_weights",
+        "runner/test_other_device",
+        "server/test_batch_api",
+        "server/test_batches",
+        "server/test_weight_updates",
+        "speculate/test_prediction",
+        "speculate/test_same_answers",
+        "test_adapters",
+        "test_adapters_exactness",
+        "test_exactness",
+        "test_examples",
+        "test_llm",
+        "test_long_chats",
+        "test_many_updates",
+        "test_nano_vllm",
+        "test_quantized_exactness",
+        "train/test_updates",
+        "verify/test_faults",
+    )
+)
+"""Files with tests of 25 s and more in `make test-all`, by `--durations=0`. Where single tests are given
+out, theirs come first, so that nobody is at a long one when all others are done.
+"""
+
+
 def mark_slow_cases(items: Sequence[pytest.Item]) -> None:
     """What `few` leaves out becomes slow. Cases that are slow for another reason don't count."""
     cases: dict[str, list[pytest.Item]] = defaultdict(list)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.processes import Stretches
+from tests.processes import Stretches, units_of
+from tests.selection import LONG
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
@@ -164,19 +167,33 @@ def test_what_cannot_be_collected_is_an_error(tmp_path: Path) -> None:
     sizes=st.lists(st.integers(1, 9), max_size=30),
     num_processes=st.integers(1, 6),
     turns=st.lists(st.integers(0, 5), max_size=80),
+    first=st.integers(0, 30),
 )
 def test_every_unit_is_given_out_once(
-    sizes: list[int], num_processes: int, turns: list[int]
+    sizes: list[int], num_processes: int, turns: list[int], first: int
 ) -> None:
-    stretches = Stretches(sizes, num_processes)
+    num_first = min(first, len(sizes))
+    stretches = Stretches(sizes, num_processes, num_first)
     taken = []
     for turn in [*turns, *list(range(num_processes)) * (len(sizes) + 1)]:
         unit = stretches.take(turn % num_processes)
         if unit is not None:
             taken.append(unit)
     assert sorted(taken) == list(range(len(sizes)))
+    assert taken[:num_first] == list(range(num_first))
 
 
 def test_everybody_begins_with_as_many_tests() -> None:
     stretches = Stretches([5, 5, 10, 1, 1, 8], 3)
     assert [stretches.take(process) for process in range(3)] == [0, 2, 3]
+
+
+def test_tests_of_long_files_come_first_where_single_ones_are_given_out() -> None:
+    long = sorted(LONG)[0]
+    names = ["tests/test_a.py::one", f"{long}::two", "tests/test_b.py::three", f"{long}::four"]
+    items: Any = [SimpleNamespace(nodeid=name) for name in names]
+    assert units_of(items, each=True) == ([[1], [3]], [[0], [2]])
+
+
+def test_long_files_exist() -> None:
+    assert [name for name in sorted(LONG) if not (ROOT / name).is_file()] == []
