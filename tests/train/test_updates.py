@@ -52,14 +52,15 @@ def scored(llm: LLM, sequences: list[list[int]]) -> list[Tensor]:
 
 
 def count_differences(
-    folder: Path, dtype: str, updates: int, count: int, max_tokens: int
+    folder: Path, dtype: str, device: str, updates: int, count: int, max_tokens: int
 ) -> tuple[int, int]:
     """How many logprobs of sampled tokens were compared, after each update, and how many of them
     differ between sampling, scoring and training.
     """
     compared = differing = 0
-    options = {"dtype": dtype, "max_model_len": 128, "kv_cache_memory": "16MiB"}
-    with LLM(str(folder), **options) as llm:  # type: ignore[arg-type]
+    with LLM(
+        str(folder), device=device, dtype=dtype, max_model_len=128, kv_cache_memory="16MiB"
+    ) as llm:
         weights = Weights(llm)
         optimizer = torch.optim.Adam(weights.parameters(), lr=1e-3)
         before = None
@@ -86,13 +87,22 @@ def count_differences(
 
 
 def test_no_logprob_differs_after_updates(folder: Path) -> None:
-    assert count_differences(folder, "bfloat16", updates=3, count=4, max_tokens=10) == (120, 0)
+    found = count_differences(folder, "bfloat16", "cpu", updates=3, count=4, max_tokens=10)
+    assert found == (120, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_logprob_of_ten_thousand_differs_after_fifty_updates(folder: Path, dtype: str) -> None:
-    assert count_differences(folder, dtype, updates=50, count=8, max_tokens=25) == (10_000, 0)
+    found = count_differences(folder, dtype, "cpu", updates=50, count=8, max_tokens=25)
+    assert found == (10_000, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_logprob_of_ten_thousand_differs_on_a_gpu(folder: Path, dtype: str) -> None:
+    found = count_differences(folder, dtype, "cuda", updates=50, count=8, max_tokens=25)
+    assert found == (10_000, 0)
 
 
 OPTIMIZERS = [
