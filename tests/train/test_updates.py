@@ -73,7 +73,7 @@ def count_differences(
             for output, own, whole, start in sides:
                 first, second = sampled(output), whole[start - 1 :]
                 assert len(own) == len(first) == len(second) == len(output.token_ids)
-                alike = (own.detach() == first) & (first == second)
+                alike = (own.detach().cpu() == first) & (first == second)
                 compared += len(own)
                 differing += int((~alike).sum())
             present = trained[0].detach()
