@@ -41,6 +41,7 @@ from quire.backends.triton.attention_splits import (
 )
 from quire.backends.triton.attention_tile import attend_tile, halves
 from quire.backends.triton.attention_work import DECODE_ROWS, PROGRAMS, PROMPT_ROWS, SPLIT
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin, num_multiprocessors
 from quire.backends.triton.shapes import is_wide, next_power_of_2
 from quire.kernels.ops import AttentionSpec, LayerCache
@@ -134,7 +135,7 @@ def read_entry(entry):
     return numbers
 
 
-@triton.jit(do_not_specialize=["table_stride", "window"])
+@jit(do_not_specialize=["table_stride", "window"])
 def _decode_kernel(
     query,
     out,
@@ -348,7 +349,7 @@ def _decode_kernel(
         partial, first_split, first_row, num_queries, context_len, table_row, end_split = next_entry
 
 
-@triton.jit(do_not_specialize=["table_stride", "window"])
+@jit(do_not_specialize=["table_stride", "window"])
 def _prefill_kernel(
     query,
     out,

@@ -199,10 +199,14 @@ class TritonKernels(ReferenceKernels):
         own = self._own_linear(x, weight, bias)
         if own is not None:
             return own(x, matrix, bias, out, False)
-        x = _padded(x.contiguous())
-        if out is not None and rows >= SMALLEST_BATCH and out.is_contiguous():
+        x = x.contiguous()
+        if rows < SMALLEST_BATCH:
+            x = _padded(x)
+            result = cublas.product(x, matrix, room_for(x, matrix.shape[0]), bias)[:rows]
+        elif out is not None and out.is_contiguous():
             return cublas.product(x, matrix, out, bias)
-        result = cublas.product(x, matrix, room_for(x, matrix.shape[0]), bias)[:rows]
+        else:
+            result = cublas.product(x, matrix, room_for(x, matrix.shape[0]), bias)
         return result if out is None else out.copy_(result)
 
     def _own_linear(
@@ -470,12 +474,10 @@ def _own_product(x: Tensor, weight: Tensor, silu_mul: bool) -> Callable[..., Ten
 
 
 def _padded(x: Tensor) -> Tensor:
-    """x with at least SMALLEST_BATCH rows, without a copy where its memory has room for them: the
+    """Few rows as SMALLEST_BATCH of them, without a copy where their memory has room for more: the
     added rows may hold anything, as they don't affect the others.
     """
     rows, size = x.shape
-    if rows >= SMALLEST_BATCH:
-        return x
     if x.untyped_storage().nbytes() >= (x.storage_offset() + SMALLEST_BATCH * size) * x.itemsize:
         return x.as_strided((SMALLEST_BATCH, size), (size, 1))
     return F.pad(x, (0, 0, 0, SMALLEST_BATCH - rows))

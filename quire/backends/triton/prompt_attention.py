@@ -17,6 +17,8 @@ during a softmax.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -35,6 +37,7 @@ from triton.language.extra import cuda
 from quire.backends.triton.attention import prefill_attention
 from quire.backends.triton.attention_tile import raised
 from quire.backends.triton.attention_work import KEY_TILE, PROMPT_ROWS, SPLIT
+from quire.backends.triton.direct_launch import gluon_jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 from quire.backends.triton.prompt_tiles import COPIED, barriers, copy_tiles, item_of, read_item
 from quire.kernels.ops import AttentionSpec, LayerCache
@@ -62,6 +65,29 @@ def takes(query: Tensor, cache: LayerCache) -> bool:
     )
 
 
+class _Memory(NamedTuple):
+    """As much of a tensor as a description for copies needs, so that it holds no memory."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@lru_cache(maxsize=1024)
+def _described(
+    address: int, dtype: torch.dtype, rows: int, head_dim: int, block_size: int
+) -> TensorDescriptor:
+    """A layer's keys or values as rows that are copied by blocks."""
+    box = [block_size, COPIED.value]
+    layout = gl.NVMMASharedLayout.get_default_for(
+        box, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    )
+    shape, strides = [rows, head_dim], [head_dim, 1]
+    return TensorDescriptor(_Memory(address, dtype), shape, strides, box, layout)
+
+
 def prompt_attention(
     query: Tensor,
     out: Tensor,
@@ -76,11 +102,8 @@ def prompt_attention(
     """
     _, num_heads, head_dim = query.shape
     num_kv_heads, block_size = cache.keys.shape[1], cache.block_size
-    dtype = gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16
-    box = [block_size, COPIED.value]
-    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
     keys, values = (
-        TensorDescriptor.from_tensor(side.view(-1, head_dim), box, layout)
+        _described(side.data_ptr(), side.dtype, side.numel() // head_dim, head_dim, block_size)
         for side in (cache.keys, cache.values)
     )
     keys_at_once = 2 * KEY_TILE if query.dtype == torch.bfloat16 else KEY_TILE
@@ -461,7 +484,7 @@ def _merge(
 
 
 # Specialised, it would be compiled again for a value of 1, and for multiples of 16.
-@gluon.jit(do_not_specialize=["num_tiles", "table_stride"])
+@gluon_jit(do_not_specialize=["num_tiles", "table_stride"])
 def _prompt_kernel(
     query,
     out,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, num_warps, row_stride
 from quire.kernels.ops import Activation
@@ -25,7 +26,7 @@ _BLOCK = 1024
 """Numbers of a row per program, in all operations but norms."""
 
 
-@triton.jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x,
     residual,
@@ -215,7 +216,7 @@ def gated(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
     return activated(gate, ACTIVATION).to(dtype).to(tl.float32) * up
 
 
-@triton.jit
+@jit
 def _gate_kernel(
     gate_up,
     out,
@@ -241,7 +242,7 @@ def _gate_kernel(
     tl.store(out + row * SIZE + column, result.to(dtype), mask=exists)
 
 
-@triton.jit(do_not_specialize_on_alignment=["gate"])
+@jit(do_not_specialize_on_alignment=["gate"])
 def _sigmoid_mul_kernel(
     gate,
     x,
@@ -343,7 +344,7 @@ def soft_capped(x, cap):
     return tl.where(x < 0.0, -size, size)
 
 
-@triton.jit
+@jit
 def _soft_cap_kernel(x, stride, cap, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -362,7 +363,7 @@ def soft_cap_(x: Tensor, cap: float) -> None:
     )
 
 
-@triton.jit
+@jit
 def _clamp_kernel(x, stride, limit, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -383,7 +384,7 @@ def clamp_(x: Tensor, limit: float) -> None:
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["token_ids"])
+@jit(do_not_specialize_on_alignment=["token_ids"])
 def _embedding_kernel(
     token_ids, weight, out, vocab_size, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
