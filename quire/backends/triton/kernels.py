@@ -434,7 +434,7 @@ class TritonKernels(ReferenceKernels):
             else:
                 paged_attention.prefill_attention(*arguments, spec, sinks, slopes)
             return
-        num_partials = 0 if batch.max_context_len <= SPLIT else len(work) - 1
+        num_partials = 0 if batch.max_context_len <= SPLIT else work.shape[0] - 1
         if name == "small" and has_others and small_batch_attention.takes(query, cache):
             small_batch_attention.small_batch_attention(
                 *arguments, num_partials, spec, self._num_multiprocessors, sinks

@@ -17,7 +17,7 @@ during a softmax.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -61,8 +61,13 @@ def takes(query: Tensor, cache: LayerCache) -> bool:
         and cache.block_size in _BLOCK_SIZES
         and cache.keys.is_contiguous()
         and cache.values.is_contiguous()
-        and torch.cuda.get_device_capability(query.device)[0] == 9
+        and _is_hopper(query.device)
     )
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 class _Memory(NamedTuple):
@@ -107,8 +112,9 @@ def prompt_attention(
         for side in (cache.keys, cache.values)
     )
     keys_at_once = 2 * KEY_TILE if query.dtype == torch.bfloat16 else KEY_TILE
-    failed = torch.empty(len(work) * num_kv_heads * 2, dtype=torch.int32, device=query.device)
-    _prompt_kernel[(min(len(work) * num_kv_heads, num_multiprocessors),)](
+    num_tiles = work.shape[0]
+    failed = torch.empty(num_tiles * num_kv_heads * 2, dtype=torch.int32, device=query.device)
+    _prompt_kernel[(min(num_tiles * num_kv_heads, num_multiprocessors),)](
         query=query,
         out=out,
         keys=keys,
@@ -116,7 +122,7 @@ def prompt_attention(
         block_tables=block_tables,
         work=work,
         failed=failed,
-        num_tiles=len(work),
+        num_tiles=num_tiles,
         table_stride=block_tables.stride(0),
         scale=spec.scale * math.log2(math.e),
         window=spec.sliding_window or 0,

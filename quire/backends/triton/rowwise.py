@@ -15,7 +15,14 @@ from torch import Tensor
 
 from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
-from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, num_warps, row_stride
+from quire.backends.triton.shapes import (
+    as_rows,
+    cdiv,
+    like_rows,
+    next_power_of_2,
+    num_warps,
+    row_stride,
+)
 from quire.kernels.ops import Activation
 
 MAX_SIZE = 16384
@@ -114,7 +121,7 @@ def _normed(
     rows, size = source.shape
     if size > MAX_SIZE:
         raise ValueError(f"The norm's kernel takes rows of up to {MAX_SIZE} numbers, not {size}.")
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    normed = like_rows(x, source)
     total = normed if residual is None else torch.empty_like(normed)
     if rows:
         block = next_power_of_2(size)
@@ -289,7 +296,8 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 def _activated(x: Tensor, activation: Activation, size: int) -> Tensor:
     source = as_rows(x)
-    out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
+    out = torch.empty(source.shape[0], size, dtype=x.dtype, device=x.device)
+    out = out if x.dim() == 2 else out.view(*x.shape[:-1], size)
     _launch_by_blocks(
         _gate_kernel,
         source.shape[0],
