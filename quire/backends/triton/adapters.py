@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.grouping import SINGLE, Tiles, group_pairs
 from quire.backends.triton.launch import (
     LAUNCH,
@@ -170,7 +171,7 @@ def _prefetch(places, mask):
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows"])
 def _shrink_kernel(
     x,
     table,
@@ -238,7 +239,7 @@ def _shrink_kernel(
         wait_for_previous(PDL)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows"])
 def _expand_kernel(
     out,
     table,

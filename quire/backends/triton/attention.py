@@ -41,6 +41,7 @@ from quire.backends.triton.attention_splits import (
 )
 from quire.backends.triton.attention_tile import attend_tile, halves
 from quire.backends.triton.attention_work import DECODE_ROWS, PROGRAMS, PROMPT_ROWS, SPLIT
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin, num_multiprocessors
 from quire.backends.triton.shapes import is_wide, next_power_of_2
 from quire.kernels.ops import AttentionSpec, LayerCache
@@ -134,7 +135,7 @@ def read_entry(entry):
     return numbers
 
 
-@triton.jit(do_not_specialize=["table_stride", "window"])
+@jit(do_not_specialize=["table_stride", "window"])
 def _decode_kernel(
     query,
     out,
@@ -348,7 +349,7 @@ def _decode_kernel(
         partial, first_split, first_row, num_queries, context_len, table_row, end_split = next_entry
 
 
-@triton.jit(do_not_specialize=["table_stride", "window"])
+@jit(do_not_specialize=["table_stride", "window"])
 def _prefill_kernel(
     query,
     out,
@@ -495,13 +496,14 @@ def prefill_attention(
     """Attention of the items of a list `prefill`, or of those that `failed`: writes their rows of
     `out`.
     """
-    if not len(work):
+    num_items = work.shape[0]
+    if not num_items:
         return
     cache = _pairs(cache)
     d_pad = _padded_dim(query, cache)
     _, rows = _tiles(query.device, d_pad * query.itemsize)
     parts = PROMPT_ROWS // rows
-    _prefill_kernel[(parts * len(work), cache.keys.shape[1])](
+    _prefill_kernel[(parts * num_items, cache.keys.shape[1])](
         query=query,
         out=out,
         keys=cache.keys,
@@ -533,13 +535,14 @@ def decode_attention(
     slopes: Tensor | None = None,
 ) -> None:
     """Attention of the items of a list `decode` or `small`: writes their rows of `out`."""
-    if len(work) < 2:
+    num_items = work.shape[0] - 1
+    if num_items < 1:
         return
     num_kv_heads = cache.keys.shape[1]
     cache = _pairs(cache)
     d_pad = _padded_dim(query, cache)
     partial_output, partial_state = partial_results(query, num_kv_heads, num_partials, d_pad)
-    _decode_kernel[(min((len(work) - 1) * num_kv_heads, most_programs(query.device)),)](
+    _decode_kernel[(min(num_items * num_kv_heads, most_programs(query.device)),)](
         query=query,
         out=out,
         keys=cache.keys,

@@ -8,10 +8,10 @@ begin and the input lies before that, from the chunk's state.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.backends.triton.rowwise import silu
 from quire.backends.triton.sequences import (
@@ -31,7 +31,7 @@ _ROWS = 8
 _CHANNELS = 512
 
 
-@triton.jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])
 def _convolve_kernel(
     x,
     weight,

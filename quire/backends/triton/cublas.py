@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from ctypes import byref, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from quire.backends.cuda.driver import stream_of
 
 _NUMBERS = {torch.float16: 2, torch.bfloat16: 14}
 _FLOAT32, _COMPUTE_FLOAT32, _TRANSPOSED, _ADD_BIAS = 0, 68, 1, 4
@@ -24,6 +28,8 @@ _WEIGHT_LIES, _AT_LAST, _BIAS = 3, 7, 8
 _SPLIT_SUMS, _ALIGNMENTS = 3, (5, 6, 7, 8)
 _MOST_ALIGNED = 16
 """Bytes; no algorithm asks that addresses of rows are multiples of more."""
+_Reference = Any
+"""What `byref` returns."""
 _ONE, _ZERO = (byref(ctypes.c_float(number)) for number in (1.0, 0.0))
 
 
@@ -102,9 +108,9 @@ def _asked(alignment: int) -> c_void_p:
 @cache
 def _described(
     device: torch.device, dtype: torch.dtype, shape: torch.Size, rows: int, has_bias: bool
-) -> tuple[c_void_p, c_void_p, c_void_p, c_void_p, _Algorithm]:
-    """The handle, the weight of this shape, so many rows of inputs and of outputs, and the
-    algorithm for them.
+) -> tuple[Callable[..., int], c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, _Reference]:
+    """What computes, the handle, a product without bias, the weight of this shape, so many rows of
+    inputs and of outputs, and the algorithm for them.
     """
     outputs, inner = shape
     alignment = math.gcd(outputs * dtype.itemsize, inner * dtype.itemsize, _MOST_ALIGNED)
@@ -118,7 +124,10 @@ def _described(
     algorithm, count = _Algorithm(), c_int()
     about = _handle(device), operation, weight, x, out, out, _asked(alignment)
     _call("MatmulAlgoGetHeuristic", *about, 1, byref(algorithm), byref(count))
-    return _handle(device), weight, x, out, algorithm
+    library = _library()
+    assert library is not None
+    handle = _handle(device)
+    return library.cublasLtMatmul, handle, _operation(0), weight, x, out, byref(algorithm)
 
 
 def product(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -127,26 +136,29 @@ def product(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) 
     """
     if _library() is None:
         return out.copy_(F.linear(x, weight, bias))
-    handle, as_weight, as_x, as_out, algorithm = _described(
-        x.device, x.dtype, weight.shape, x.shape[0], bias is not None
+    device = x.device
+    matmul, handle, operation, as_weight, as_x, as_out, algorithm = _described(
+        device, x.dtype, weight.shape, x.shape[0], bias is not None
     )
-    _call(
-        "Matmul",
+    address = out.data_ptr()
+    status = matmul(
         handle,
-        _operation(0 if bias is None else bias.data_ptr()),
+        operation if bias is None else _operation(bias.data_ptr()),
         _ONE,
         weight.data_ptr(),
         as_weight,
         x.data_ptr(),
         as_x,
         _ZERO,
-        out.data_ptr(),
+        address,
         as_out,
-        out.data_ptr(),
+        address,
         as_out,
-        byref(algorithm),
+        algorithm,
         None,
         0,
-        torch.cuda.current_stream(x.device).cuda_stream,
+        stream_of(device),
     )
+    if status:
+        raise CublasError(f"cublasLtMatmul failed with status {status}")
     return out

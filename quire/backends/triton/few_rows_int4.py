@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra import cuda
 
+from quire.backends.triton.direct_launch import gluon_jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 from quire.backends.triton.shapes import cdiv
 from quire.backends.triton.streamed_linear import (
@@ -120,7 +121,7 @@ def _load_scales(staged_scales, number: gl.constexpr, SCALES: gl.constexpr):
     return found
 
 
-@gluon.jit(do_not_specialize=["M"])
+@gluon_jit(do_not_specialize=["M"])
 def _few_rows_kernel(
     x,
     codes,

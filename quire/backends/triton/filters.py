@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import LAUNCH, USE_PDL, begin
 from quire.backends.triton.sampling import higher
 from quire.backends.triton.shapes import ALIGNMENT, CHUNK, cdiv, next_power_of_2
@@ -74,7 +75,7 @@ def _ring(i):
     return tl.where(i < 4, 1.5 * (i + 1), tl.where(i < 6, 3.0 * (i - 1), 6.0 * (i - 3)))
 
 
-@triton.jit
+@jit
 def _scale_kernel(
     logits,
     rows,
@@ -106,7 +107,7 @@ def _highest(figures, i, chunks, CHUNKS: tl.constexpr):
     return tl.reduce(each, 0, higher)
 
 
-@triton.jit
+@jit
 def _survey_kernel(
     logits,
     rows,
@@ -289,7 +290,7 @@ def _innermost_ring(figures, i, chunks, highest, low, top_k, top_p, total, CHUNK
     return cut, count
 
 
-@triton.jit
+@jit
 def _limits_kernel(
     logits,
     rows,
@@ -408,7 +409,7 @@ def _range_of(source, length, low, high, highest, mean, farthest, least, BLOCK: 
     return tl.min(lowest), tl.max(topmost)
 
 
-@triton.jit
+@jit
 def _keep_kernel(
     logits, rows, found, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

@@ -7,10 +7,10 @@ whose order depends on the group's size only.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.backends.triton.rowwise import silu
 from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, num_warps, row_stride
@@ -20,7 +20,7 @@ _NUMBERS = 1024
 """A program has as many groups as there are in so many numbers."""
 
 
-@triton.jit
+@jit
 def _gated_norm_kernel(
     x,
     gate,

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import LAUNCH, USE_PDL, begin
 from quire.backends.triton.shapes import cdiv, next_power_of_2
 
@@ -45,7 +45,7 @@ class Tiles:
     """
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@jit(do_not_specialize=["pairs"])
 def _count_kernel(
     expert_ids, totals, pairs, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):
@@ -56,7 +56,7 @@ def _count_kernel(
     tl.atomic_add(totals + tl.arange(0, BLOCK), tl.histogram(of_pair, BLOCK, mask=pair < pairs))
 
 
-@triton.jit(do_not_specialize=["pairs", "bound"])
+@jit(do_not_specialize=["pairs", "bound"])
 def _group_kernel(
     expert_ids,
     totals,

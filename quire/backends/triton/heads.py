@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import LAUNCH, USE_PDL, begin
 from quire.backends.triton.rowwise import rms_norm
 from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, num_warps, row_stride
@@ -88,7 +89,7 @@ def _divided(x, scale, SCALED: tl.constexpr):
     return tl.div_rn(x.to(tl.float32), scale) if SCALED else x
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+@jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _qkv_to_cache_kernel(
     qkv,
     query_norm,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import LAUNCH, USE_PDL, begin
 from quire.backends.triton.shapes import cdiv
 
 _BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["count"])
+@jit(do_not_specialize=["count"])
 def _gather_inputs_kernel(
     token_rows,
     places,

@@ -199,10 +199,14 @@ class TritonKernels(ReferenceKernels):
         own = self._own_linear(x, weight, bias)
         if own is not None:
             return own(x, matrix, bias, out, False)
-        x = _padded(x.contiguous())
-        if out is not None and rows >= SMALLEST_BATCH and out.is_contiguous():
+        x = x.contiguous()
+        if rows < SMALLEST_BATCH:
+            x = _padded(x)
+            result = cublas.product(x, matrix, room_for(x, matrix.shape[0]), bias)[:rows]
+        elif out is not None and out.is_contiguous():
             return cublas.product(x, matrix, out, bias)
-        result = cublas.product(x, matrix, room_for(x, matrix.shape[0]), bias)[:rows]
+        else:
+            result = cublas.product(x, matrix, room_for(x, matrix.shape[0]), bias)
         return result if out is None else out.copy_(result)
 
     def _own_linear(
@@ -430,7 +434,7 @@ class TritonKernels(ReferenceKernels):
             else:
                 paged_attention.prefill_attention(*arguments, spec, sinks, slopes)
             return
-        num_partials = 0 if batch.max_context_len <= SPLIT else len(work) - 1
+        num_partials = 0 if batch.max_context_len <= SPLIT else work.shape[0] - 1
         if name == "small" and has_others and small_batch_attention.takes(query, cache):
             small_batch_attention.small_batch_attention(
                 *arguments, num_partials, spec, self._num_multiprocessors, sinks
@@ -470,12 +474,10 @@ def _own_product(x: Tensor, weight: Tensor, silu_mul: bool) -> Callable[..., Ten
 
 
 def _padded(x: Tensor) -> Tensor:
-    """x with at least SMALLEST_BATCH rows, without a copy where its memory has room for them: the
+    """Few rows as SMALLEST_BATCH of them, without a copy where their memory has room for more: the
     added rows may hold anything, as they don't affect the others.
     """
     rows, size = x.shape
-    if rows >= SMALLEST_BATCH:
-        return x
     if x.untyped_storage().nbytes() >= (x.storage_offset() + SMALLEST_BATCH * size) * x.itemsize:
         return x.as_strided((SMALLEST_BATCH, size), (size, 1))
     return F.pad(x, (0, 0, 0, SMALLEST_BATCH - rows))

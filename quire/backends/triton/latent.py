@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.heads import _divided, _rotated
 from quire.backends.triton.launch import (
     LAUNCH,
@@ -83,7 +84,7 @@ def _head_product(
     tl.store(target + outputs[:, None], total.to(out.dtype.element_ty), mask=stored)
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit(do_not_specialize=["M"])
 def _heads_kernel(
     x,
     weight,
@@ -252,7 +253,7 @@ def _rotate_and_store(
         tl.store(query_tail + HALF, second, mask=halves)
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+@jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _latent_cache_kernel(
     absorbed,
     rotated,
@@ -310,7 +311,7 @@ def _latent_cache_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["positions", "slots"])
+@jit(do_not_specialize=["M"], do_not_specialize_on_alignment=["positions", "slots"])
 def _latent_query_kernel(
     plain,
     weight,

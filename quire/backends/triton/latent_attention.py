@@ -33,6 +33,7 @@ from quire.backends.triton.attention_splits import (
 )
 from quire.backends.triton.attention_tile import raised
 from quire.backends.triton.attention_work import SPLIT
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.latent_work import LATENT_ROWS, MAX_LATENT_PARTIALS
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 from quire.backends.triton.shapes import is_wide, next_power_of_2
@@ -177,7 +178,7 @@ def _merge_tile(
             )
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@jit(do_not_specialize=["table_stride"])
 def _latent_kernel(
     query,
     out,

@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.backends.triton.rowwise import silu
 from quire.backends.triton.shapes import cdiv
@@ -35,7 +35,7 @@ those that sample.
 """
 
 
-@triton.jit(do_not_specialize=["M"])
+@jit(do_not_specialize=["M"])
 def _linear_kernel(
     x,
     weight,
@@ -143,7 +143,9 @@ def room_for(x: Tensor, size: int) -> Tensor:
     batch.
     """
     rows = x.shape[0]
-    return torch.empty(max(rows, SMALLEST_BATCH), size, dtype=x.dtype, device=x.device)[:rows]
+    if rows >= SMALLEST_BATCH:
+        return x.new_empty((rows, size))
+    return x.new_empty((SMALLEST_BATCH, size))[:rows]
 
 
 class Tile(NamedTuple):

@@ -5,10 +5,10 @@ and neither waits for the other.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.backends.triton.linear import MEMORY_BOUND_ROWS, room_for
 from quire.backends.triton.shapes import as_rows, cdiv, row_stride
@@ -20,7 +20,7 @@ _MAX_INNER = 4096
 """With longer sums of few rows cuBLAS is quicker."""
 
 
-@triton.jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])
 def _pair_kernel(
     x,
     first,

@@ -7,10 +7,10 @@ exponentials and the number of tokens that rank before the scored one.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import LAUNCH, USE_PDL, begin
 from quire.backends.triton.sampling import higher
 from quire.backends.triton.shapes import CHUNK, as_rows, row_stride
@@ -19,7 +19,7 @@ from quire.kernels.ops import LogprobsTensors
 _NEVER = tl.constexpr(float("-inf"))
 
 
-@triton.jit
+@jit
 def _logprobs_kernel(
     logits,
     token_ids,

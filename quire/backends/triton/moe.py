@@ -10,10 +10,10 @@ of the experts.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.grouping import Tiles, group_pairs
 from quire.backends.triton.launch import HAS_GLUON, LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.backends.triton.linear import Tile
@@ -40,7 +40,7 @@ FP8_TILES = dict(TILES)
 """Of weights of half the bytes."""
 
 
-@triton.jit
+@jit
 def _route_kernel(
     router_logits,
     bias,
@@ -99,7 +99,7 @@ def _route_kernel(
         tl.store(expert_ids + first + TOP_K, EXPERTS)
 
 
-@triton.jit
+@jit
 def _combine_kernel(
     products,
     weights,

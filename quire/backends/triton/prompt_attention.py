@@ -17,6 +17,8 @@ during a softmax.
 from __future__ import annotations
 
 import math
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -35,6 +37,7 @@ from triton.language.extra import cuda
 from quire.backends.triton.attention import prefill_attention
 from quire.backends.triton.attention_tile import raised
 from quire.backends.triton.attention_work import KEY_TILE, PROMPT_ROWS, SPLIT
+from quire.backends.triton.direct_launch import gluon_jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 from quire.backends.triton.prompt_tiles import COPIED, barriers, copy_tiles, item_of, read_item
 from quire.kernels.ops import AttentionSpec, LayerCache
@@ -58,8 +61,36 @@ def takes(query: Tensor, cache: LayerCache) -> bool:
         and cache.block_size in _BLOCK_SIZES
         and cache.keys.is_contiguous()
         and cache.values.is_contiguous()
-        and torch.cuda.get_device_capability(query.device)[0] == 9
+        and _is_hopper(query.device)
     )
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+class _Memory(NamedTuple):
+    """As much of a tensor as a description for copies needs, so that it holds no memory."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@lru_cache(maxsize=1024)
+def _described(
+    address: int, dtype: torch.dtype, rows: int, head_dim: int, block_size: int
+) -> TensorDescriptor:
+    """A layer's keys or values as rows that are copied by blocks."""
+    box = [block_size, COPIED.value]
+    layout = gl.NVMMASharedLayout.get_default_for(
+        box, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    )
+    shape, strides = [rows, head_dim], [head_dim, 1]
+    return TensorDescriptor(_Memory(address, dtype), shape, strides, box, layout)
 
 
 def prompt_attention(
@@ -76,16 +107,14 @@ def prompt_attention(
     """
     _, num_heads, head_dim = query.shape
     num_kv_heads, block_size = cache.keys.shape[1], cache.block_size
-    dtype = gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16
-    box = [block_size, COPIED.value]
-    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
     keys, values = (
-        TensorDescriptor.from_tensor(side.view(-1, head_dim), box, layout)
+        _described(side.data_ptr(), side.dtype, side.numel() // head_dim, head_dim, block_size)
         for side in (cache.keys, cache.values)
     )
     keys_at_once = 2 * KEY_TILE if query.dtype == torch.bfloat16 else KEY_TILE
-    failed = torch.empty(len(work) * num_kv_heads * 2, dtype=torch.int32, device=query.device)
-    _prompt_kernel[(min(len(work) * num_kv_heads, num_multiprocessors),)](
+    num_tiles = work.shape[0]
+    failed = torch.empty(num_tiles * num_kv_heads * 2, dtype=torch.int32, device=query.device)
+    _prompt_kernel[(min(num_tiles * num_kv_heads, num_multiprocessors),)](
         query=query,
         out=out,
         keys=keys,
@@ -93,7 +122,7 @@ def prompt_attention(
         block_tables=block_tables,
         work=work,
         failed=failed,
-        num_tiles=len(work),
+        num_tiles=num_tiles,
         table_stride=block_tables.stride(0),
         scale=spec.scale * math.log2(math.e),
         window=spec.sliding_window or 0,
@@ -461,7 +490,7 @@ def _merge(
 
 
 # Specialised, it would be compiled again for a value of 1, and for multiples of 16.
-@gluon.jit(do_not_specialize=["num_tiles", "table_stride"])
+@gluon_jit(do_not_specialize=["num_tiles", "table_stride"])
 def _prompt_kernel(
     query,
     out,

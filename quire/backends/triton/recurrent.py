@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import INTERPRETED, LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.backends.triton.recurrent_scores import PIECE, product, scores_kernel, softplus
 from quire.backends.triton.sequences import CHUNK, TILE, head_of_state, in_step, rows_of
@@ -112,7 +113,7 @@ def write_state(
         tl.store(next_state + place, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])
 def _recur_kernel(
     mixed,
     gates,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import begin
 from quire.backends.triton.sequences import CHUNK, TILE, head_of_state, in_step, records_at
 
@@ -60,7 +61,7 @@ def inverse_norm(squares):
     return tl.rsqrt(tl.max(squares, 0) + _EPSILON)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])
 def scores_kernel(
     mixed,
     gates,

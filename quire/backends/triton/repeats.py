@@ -5,17 +5,17 @@ positions at once.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import LAUNCH, USE_PDL, begin
 from quire.backends.triton.shapes import cdiv
 
 _BLOCK = 512
 
 
-@triton.jit(do_not_specialize=["size", "most"])
+@jit(do_not_specialize=["size", "most"])
 def _match_kernel(
     tokens,
     lengths,

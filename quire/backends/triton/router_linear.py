@@ -9,10 +9,10 @@ on its way before the kernel waits for its input.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import (
     LAUNCH,
     ROUND_ALWAYS,
@@ -28,7 +28,7 @@ _NUMBERS = 8192
 _PROGRAMS = 792
 
 
-@triton.jit(do_not_specialize=["num_rows", "each"])
+@jit(do_not_specialize=["num_rows", "each"])
 def _router_kernel(
     x,
     weight,

@@ -13,8 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
-from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, num_warps, row_stride
+from quire.backends.triton.shapes import (
+    as_rows,
+    cdiv,
+    like_rows,
+    next_power_of_2,
+    num_warps,
+    row_stride,
+)
 from quire.kernels.ops import Activation
 
 MAX_SIZE = 16384
@@ -25,7 +33,7 @@ _BLOCK = 1024
 """Numbers of a row per program, in all operations but norms."""
 
 
-@triton.jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x,
     residual,
@@ -113,7 +121,7 @@ def _normed(
     rows, size = source.shape
     if size > MAX_SIZE:
         raise ValueError(f"The norm's kernel takes rows of up to {MAX_SIZE} numbers, not {size}.")
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    normed = like_rows(x, source)
     total = normed if residual is None else torch.empty_like(normed)
     if rows:
         block = next_power_of_2(size)
@@ -215,7 +223,7 @@ def gated(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
     return activated(gate, ACTIVATION).to(dtype).to(tl.float32) * up
 
 
-@triton.jit
+@jit
 def _gate_kernel(
     gate_up,
     out,
@@ -241,7 +249,7 @@ def _gate_kernel(
     tl.store(out + row * SIZE + column, result.to(dtype), mask=exists)
 
 
-@triton.jit(do_not_specialize_on_alignment=["gate"])
+@jit(do_not_specialize_on_alignment=["gate"])
 def _sigmoid_mul_kernel(
     gate,
     x,
@@ -288,7 +296,8 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 def _activated(x: Tensor, activation: Activation, size: int) -> Tensor:
     source = as_rows(x)
-    out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
+    out = torch.empty(source.shape[0], size, dtype=x.dtype, device=x.device)
+    out = out if x.dim() == 2 else out.view(*x.shape[:-1], size)
     _launch_by_blocks(
         _gate_kernel,
         source.shape[0],
@@ -343,7 +352,7 @@ def soft_capped(x, cap):
     return tl.where(x < 0.0, -size, size)
 
 
-@triton.jit
+@jit
 def _soft_cap_kernel(x, stride, cap, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -362,7 +371,7 @@ def soft_cap_(x: Tensor, cap: float) -> None:
     )
 
 
-@triton.jit
+@jit
 def _clamp_kernel(x, stride, limit, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     begin(PDL)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -383,7 +392,7 @@ def clamp_(x: Tensor, limit: float) -> None:
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["token_ids"])
+@jit(do_not_specialize_on_alignment=["token_ids"])
 def _embedding_kernel(
     token_ids, weight, out, vocab_size, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

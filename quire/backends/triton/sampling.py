@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import INTERPRETED, LAUNCH, USE_PDL, begin
 from quire.backends.triton.shapes import CHUNK, as_rows, cdiv, next_power_of_2, row_stride
 from quire.kernels.ops import HAS_NAN, NOTHING_LEFT
@@ -90,7 +91,7 @@ def _highest(scores):
     return found
 
 
-@triton.jit(do_not_specialize_on_alignment=["keys", "temperatures", "row_index", "positions"])
+@jit(do_not_specialize_on_alignment=["keys", "temperatures", "row_index", "positions"])
 def _scan_kernel(
     logits,
     keys,
@@ -135,7 +136,7 @@ def _scan_kernel(
         tl.store(best_ids + place, tl.min(tl.where(score == highest, token_id, _NO_ID)))
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_index", "positions", "token_ids", "out", "flags"])
+@jit(do_not_specialize_on_alignment=["row_index", "positions", "token_ids", "out", "flags"])
 def _fold_kernel(
     best,
     best_ids,

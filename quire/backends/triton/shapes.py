@@ -27,6 +27,14 @@ def as_rows(x: Tensor) -> Tensor:
     return rows
 
 
+def like_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Memory for as many numbers as x has, by x's shape, contiguous. `rows` is what `as_rows` made of
+    x. (Sizes one by one: torch takes twice as long to read a shape.)
+    """
+    made = torch.empty(rows.shape[0], rows.shape[1], dtype=x.dtype, device=x.device)
+    return made if x.dim() == 2 else made.view(x.shape)
+
+
 def row_stride(rows: Tensor) -> int:
     """The distance from one row to the next. A single row may have any stride; it gets that of
     contiguous rows.

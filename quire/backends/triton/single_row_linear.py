@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra import cuda
 
+from quire.backends.triton.direct_launch import gluon_jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 from quire.backends.triton.linear import VOCABULARY_SIZE, room_for
 from quire.backends.triton.rowwise import silu
@@ -82,7 +83,7 @@ def _stage_row(x, staged, K: gl.constexpr):
     return gl.max(gl.where(largest == float("inf"), float("nan"), gl.div_rn(largest, limit)), 0)
 
 
-@gluon.jit
+@gluon_jit
 def _single_row_kernel(
     x,
     weight,

@@ -35,6 +35,7 @@ from quire.backends.triton.attention_splits import (
 )
 from quire.backends.triton.attention_tile import raised
 from quire.backends.triton.attention_work import DECODE_ROWS, KEY_TILE, SPLIT
+from quire.backends.triton.direct_launch import gluon_jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 from quire.backends.triton.shapes import is_wide
 from quire.kernels.ops import AttentionSpec, LayerCache
@@ -361,7 +362,7 @@ def _merge_splits(
         )
 
 
-@gluon.jit(do_not_specialize=["table_stride"])
+@gluon_jit(do_not_specialize=["table_stride"])
 def _small_batch_kernel(
     query,
     out,

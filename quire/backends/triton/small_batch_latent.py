@@ -31,6 +31,7 @@ from quire.backends.triton.attention import read_entry
 from quire.backends.triton.attention_splits import counters, merge_stored
 from quire.backends.triton.attention_tile import raised
 from quire.backends.triton.attention_work import KEY_TILE, SPLIT
+from quire.backends.triton.direct_launch import gluon_jit
 from quire.backends.triton.latent_work import small_rows
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 from quire.backends.triton.shapes import cdiv, is_wide
@@ -148,7 +149,7 @@ def _rows_layout(piece, bits, num_warps):
     return gl.BlockedLayout([1, each], [32 // across, across], [num_warps, 1], [1, 0])
 
 
-@gluon.jit(do_not_specialize=["table_stride"])
+@gluon_jit(do_not_specialize=["table_stride"])
 def _small_scores_kernel(
     query,
     keys,
@@ -253,7 +254,7 @@ def _store_result(target, used, total, output, value_scale, SCALED: gl.constexpr
     gl.store(target, result.to(target.dtype.element_ty), mask=used)
 
 
-@gluon.jit(do_not_specialize=["table_stride"])
+@gluon_jit(do_not_specialize=["table_stride"])
 def _small_values_kernel(
     query,
     keys,

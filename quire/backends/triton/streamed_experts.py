@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra import cuda
 
+from quire.backends.triton.direct_launch import gluon_jit
 from quire.backends.triton.expert_codings import BYTES, MXFP4, ZEROS, expand, scale_words
 from quire.backends.triton.expert_layouts import PIECE_INPUTS, PIECE_OUTPUTS, coding_of
 from quire.backends.triton.grouping import GROUPED, Tiles
@@ -113,7 +114,7 @@ def _copy_weights(source, staged, first, stage, CODING: gl.constexpr, GROUP: gl.
             )
 
 
-@gluon.jit(do_not_specialize=["bound", "once"])
+@gluon_jit(do_not_specialize=["bound", "once"])
 def _experts_kernel(
     x,
     codes,

@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -26,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra import cuda
 
+from quire.backends.triton.direct_launch import gluon_jit, jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
 from quire.backends.triton.shapes import cdiv
 
@@ -232,7 +232,7 @@ def _copy_inputs(
     async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=["M"])
+@gluon_jit(do_not_specialize=["M"])
 def _int4_kernel(
     x,
     codes,
@@ -399,7 +399,7 @@ def _tile_of(rows: int, size: int, tiles: int) -> _Int4Tile:
     return _Int4Tile(block, ahead, min(chunk, ahead), stages, warps)
 
 
-@triton.jit
+@jit
 def _expand_kernel(
     codes,
     scales,

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.grouping import GROUPED, IN_ORDER, SINGLE, Tiles
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin, num_multiprocessors
 from quire.backends.triton.linear import Tile
@@ -42,7 +43,7 @@ half.
 """
 
 
-@triton.jit
+@jit
 def _quantize_kernel(
     x,
     codes,
@@ -221,7 +222,7 @@ def _numbers(
     return tl.reshape(number, (BLOCK, _HALF))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows"])
 def _expand_kernel(
     weight,
     scales,
@@ -308,7 +309,7 @@ def _matrices_of(expert, weight, shared, EXPERTS: tl.constexpr, SHARED: tl.const
     return weight, expert
 
 
-@triton.jit(do_not_specialize=["num_rows", "bound"])
+@jit(do_not_specialize=["num_rows", "bound"])
 def _product_kernel(
     x,
     x_scales,

@@ -42,9 +42,8 @@ def on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         [str(COMPILER), "-O1", "-shared", "-fPIC", str(source), "-o", str(library)], check=True
     )
     found = ctypes.CDLL(str(library))
-    stream = SimpleNamespace(cuda_stream=1234)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: found)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(cublas, "stream_of", lambda device: 1234)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.device("cpu"))
     for one in CACHES:
         one.cache_clear()
