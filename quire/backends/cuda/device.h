@@ -41,6 +41,12 @@ __device__ inline void copy16_async(float* to, const float* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(from) : "memory");
 }
 
+// 16 bytes to global memory at once, which the compiler divides into four stores where it does not see that they are aligned.
+__device__ inline void write4_global(float* to, float x, float y, float z, float w) {
+  const size_t target = __cvta_generic_to_global(to);
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+
 // Ends a group of copies.
 __device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -48,4 +54,9 @@ __device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: 
 template <int pending>
 __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// A barrier of `threads` threads, whole warps of a block; 0 is that of all.
+__device__ inline void sync_some(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }

@@ -74,6 +74,9 @@ struct Call {  // in the order of `_Call` in recurrent.py
   int64 input_stride;
   int64 state_stride;
   int64 state_width;
+  int64 least_columns;  // of a program for prompts, and at most
+  int64 most_columns;
+  int64 multiprocessors;
   float least_step;
   float largest_step;
   float beta_scale;
@@ -245,13 +248,19 @@ __device__ inline void read_normed(const Number* source, float scale, float (&x)
   normed(given, scale, x);
 }
 
+// To shared memory, or to global.
+template <bool GLOBAL>
 __device__ inline void write_vector(float* target, const float (&x)[PIECES][4]) {
   const int lane = threadIdx.x % LANES;
 #pragma unroll
   for (int piece = 0; piece < PIECES; ++piece) {
     const int k = (piece * LANES + lane) * 4;
 #if ALIGNED
-    if (k < KEY_DIM) *reinterpret_cast<float4*>(target + k) = make_float4(x[piece][0], x[piece][1], x[piece][2], x[piece][3]);
+    if (k >= KEY_DIM) continue;
+    if (GLOBAL)
+      write4_global(target + k, x[piece][0], x[piece][1], x[piece][2], x[piece][3]);
+    else
+      *reinterpret_cast<float4*>(target + k) = make_float4(x[piece][0], x[piece][1], x[piece][2], x[piece][3]);
 #else
     for (int e = 0; e < 4; ++e)
       if (k + e < KEY_DIM) target[k + e] = x[piece][e];
@@ -273,8 +282,7 @@ __device__ inline void copy_numbers(float* to, const float* from, int count, int
 // banks: of neighbouring tokens, and of tokens that are 8 apart.
 __host__ __device__ constexpr int padded(int size) { return (size + 3) / 4 * 4 + 4; }
 constexpr int ROW = padded(KEY_DIM);
-constexpr int SCORES_ROW = padded(CHUNK);
-constexpr int KEYS_SIZE = CHUNK * ROW + CHUNK / 8 * 16, SCORES_SIZE = CHUNK * SCORES_ROW + CHUNK;
+constexpr int KEYS_SIZE = CHUNK * ROW + CHUNK / 8 * 16;
 __device__ inline int row_place(int token, int row) { return token * row + token / 8 * 16; }
 
 template <int V>

@@ -36,13 +36,15 @@ On an H200 that is 1% faster there, 2 columns are 1% to 8% faster before.
 """
 columns_of_a_lane = 0
 """1, 2 or 4 for benchmarks; 0: by the number of programs. The bits are the same."""
+columns_of_a_program = 0
+"""32, 64 or 128 in the kernel for prompts, for benchmarks and tests; 0: the kernel chooses, by the
+number of prompts. The bits are the same.
+"""
 _FEW_THREADS, _MANY_THREADS, _LANES = 128, 256, 32
-_COLUMNS = 32
+WIDTHS = 32, 64, 128
 _QUERIES_AT_ONCE = 8
-_STATIC_SHARED = 4096
+_STATIC_SHARED = 2560
 """Bytes at most, of a kernel that takes dynamic memory, too."""
-_MOST_SHARED = 227 * 1024 - _STATIC_SHARED
-"""Of an H100 or H200; there two chunks' keys fit beside the rest."""
 
 
 class Call(ctypes.Structure):
@@ -63,34 +65,45 @@ class Call(ctypes.Structure):
                 *("rows", "single", "limit", "mixed_stride", "gates_stride", "table_stride"),
                 *("key_stride", "change_stride", "decay_stride", "input_stride"),
                 *("state_stride", "state_width"),
+                *("least_columns", "most_columns", "multiprocessors"),
             )
         ),
         *((name, c_float) for name in ("least_step", "largest_step", "beta_scale", "query_scale")),
     )
 
 
-def shared_sizes(spec: RecurrentSpec) -> dict[str, int]:
-    """Bytes of dynamic shared memory of each kernel."""
+def _many_tokens_size(spec: RecurrentSpec, columns: int) -> int:
+    """Bytes of shared memory of a program for prompts with so many columns."""
+    chunk = int(CHUNK)
+    vectors = 2 * chunk * cdiv(spec.key_dim, 32) * 32
+    scores = (2 if spec.is_delta else 1) * chunk * chunk
+    return 4 * (vectors + scores + (spec.key_dim + 2 * chunk) * columns)
+
+
+def widest(spec: RecurrentSpec, most_shared: int) -> int:
+    """The most columns that a program for prompts can have."""
+    sizes = {columns: _many_tokens_size(spec, columns) for columns in WIDTHS}
+    return max((one for one in WIDTHS if sizes[one] + _STATIC_SHARED <= most_shared), default=32)
+
+
+def shared_sizes(spec: RecurrentSpec, most_shared: int) -> dict[str, int]:
+    """Bytes of dynamic shared memory of each kernel, where a block may have `most_shared`."""
     chunk = int(CHUNK)
     row = cdiv(spec.key_dim, 4) * 4 + 4
-    keys, scores = chunk * row + chunk // 8 * 16, chunk * (chunk + 4) + chunk
-    many = (
-        spec.key_dim * _COLUMNS + 3 * chunk * _COLUMNS + (2 if spec.is_delta else 1) * scores + keys
-    )
-    buffers = 2 if 4 * (many + 2 * keys) <= _MOST_SHARED else 1
+    keys = chunk * row + chunk // 8 * 16
     few = {f"few_tokens_{columns}": 0 for columns in (1, 2, 4)}
     return {
         "few_scores": 4 * (keys + _QUERIES_AT_ONCE * row),
         "many_scores": 4 * 2 * keys,
-        "many_tokens": 4 * (many + buffers * keys),
+        "many_tokens": _many_tokens_size(spec, widest(spec, most_shared)),
         **few,
     }
 
 
 def _fits(spec: RecurrentSpec, device: torch.device) -> bool:
     """Whether heads of this size fit into a multiprocessor's memory."""
-    needed = max(shared_sizes(spec).values()) + _STATIC_SHARED
-    return needed <= driver.most_shared_bytes(device)
+    most = driver.most_shared_bytes(device)
+    return max(shared_sizes(spec, most).values()) + _STATIC_SHARED <= most
 
 
 def constants(
@@ -146,7 +159,7 @@ def _module(
     major, minor = torch.cuda.get_device_capability(device)
     given = constants(spec, block_size, dtype, has_skip, aligned, USE_PDL)
     with torch.cuda.device(device):
-        sizes = shared_sizes(spec)
+        sizes = shared_sizes(spec, driver.most_shared_bytes(device))
         if not aligned:
             sizes = {name: size for name, size in sizes.items() if name[-2:] not in ("_2", "_4")}
         code = build.build("recurrent.cu", given, f"sm_{major}{minor}")
@@ -208,6 +221,10 @@ class Launches:
         self.count = len(batch.context_lens)
         self.has_skip = weights.skip is not None
         least, largest = spec.time_limits
+        most_shared, multiprocessors = self.limits()
+        most_columns = widest(spec, most_shared)
+        if columns_of_a_program:
+            most_columns = min(columns_of_a_program, most_columns)
         empty = torch.empty
         out = empty(self.rows, spec.value_size, dtype=mixed.dtype, device=mixed.device)
         queries = empty(self.rows, spec.query_size, device=mixed.device)
@@ -252,6 +269,9 @@ class Launches:
             input_stride=cache.convolution.inputs.stride(0),
             state_stride=states.stride(0),
             state_width=states.stride(1),
+            least_columns=most_columns if columns_of_a_program else 0,
+            most_columns=most_columns,
+            multiprocessors=multiprocessors,
             least_step=least,
             largest_step=min(largest, torch.finfo(torch.float32).max),
             beta_scale=spec.beta_scale,
@@ -276,7 +296,7 @@ class Launches:
             programs = self.spec.num_value_heads * parts
             self._launch(f"few_tokens_{columns}", self.count, programs, _LANES)
         if has_many:
-            parts = cdiv(self.spec.value_dim, _COLUMNS)
+            parts = cdiv(self.spec.value_dim, min(WIDTHS))  # wider ones leave some to do nothing
             programs = self.spec.num_value_heads * parts
             self._launch("many_tokens", self.count, programs, _MANY_THREADS)
         return self.out
@@ -290,6 +310,11 @@ class Launches:
         parts = cdiv(self.spec.value_dim, 4 * _LANES)
         programs = self.count * self.spec.num_value_heads * parts
         return 4 if programs >= MANY_PROGRAMS else 2
+
+    def limits(self) -> tuple[int, int]:
+        """Bytes of shared memory that a block can have, and how many multiprocessors there are."""
+        properties = torch.cuda.get_device_properties(self.device)
+        return driver.most_shared_bytes(self.device), properties.multi_processor_count
 
     def module(self) -> driver.Module:
         return _module(

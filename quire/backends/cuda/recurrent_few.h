@@ -31,12 +31,12 @@ __device__ inline void few_scores_of(const Call& call, int64 row, float* shared)
       float x[PIECES][4];
       if (task % 2 == 0) {
         read_normed(source, call.query_scale, x);
-        write_vector(query_of(call, row + t, key_head), x);
-        write_vector(queries + task / 2 * ROW, x);
+        write_vector<true>(query_of(call, row + t, key_head), x);
+        write_vector<false>(queries + task / 2 * ROW, x);
       } else {
         read_normed(source + KEY_HEADS * KEY_DIM, 1.0f, x);
-        write_vector(key_record(call, block_of(call, table, at), key_head, at), x);
-        write_vector(keys + row_place(known + t, ROW), x);
+        write_vector<true>(key_record(call, block_of(call, table, at), key_head, at), x);
+        write_vector<false>(keys + row_place(known + t, ROW), x);
       }
     }
     if (first == 0) wait_for_copies<0>();

@@ -72,11 +72,11 @@ extern "C" __global__ void __launch_bounds__(MANY_THREADS, 2) many_scores(const 
         }
         float x[PIECES][4];
         normed(given[t][0], call.query_scale, x);
-        write_vector(query_of(call, row + (i - known), key_head), x);
-        write_vector(queries + row_place(i, ROW), x);
+        write_vector<true>(query_of(call, row + (i - known), key_head), x);
+        write_vector<false>(queries + row_place(i, ROW), x);
         normed(given[t][1], 1.0f, x);
-        write_vector(record, x);
-        write_vector(key, x);
+        write_vector<true>(record, x);
+        write_vector<false>(key, x);
       }
     }
     end_copies();
@@ -118,22 +118,39 @@ extern "C" __global__ void __launch_bounds__(MANY_THREADS, 2) many_scores(const 
   }
 }
 
-constexpr int COLUMNS = 32;  // of a value head that a program has
+// A program of `many_tokens` has 32, 64 or 128 columns of a value head. Wider ones do more sums for each number that they
+// read from shared memory; narrower ones are more programs. Numbers do not depend on the width.
+constexpr int FINDERS = MANY_WARPS / 2;  // warps that find the changes of the delta rule, and the keys' products for it
+constexpr int ASKERS = DELTA ? MANY_WARPS - FINDERS : MANY_WARPS;  // those that have the queries
+constexpr int FIRST_ASKER = MANY_WARPS - ASKERS;
+constexpr int SOLVED = 16;  // tokens whose changes are found before others are told of them
 
-// What a program keeps in shared memory: numbers of 4 bytes.
-constexpr int STATE_AT = 0;
-constexpr int CHANGES_AT = STATE_AT + KEY_DIM * COLUMNS;  // what the state says of a key, until its change is known
-constexpr int FADED_AT = CHANGES_AT + CHUNK * COLUMNS;    // changes that have faded until the chunk's end
-constexpr int VALUES_AT = FADED_AT + CHUNK * COLUMNS;
-constexpr int SCORES_AT = VALUES_AT + CHUNK * COLUMNS;
-constexpr int QUERIES_AT = SCORES_AT + (DELTA ? 2 : 1) * SCORES_SIZE;
-constexpr int KEYS_AT = QUERIES_AT + KEYS_SIZE;
-constexpr int MOST_SHARED = 227 * 1024 / 4 - 1024;
-constexpr int KEY_BUFFERS = KEYS_AT + 2 * KEYS_SIZE <= MOST_SHARED ? 2 : 1;
+// Vectors of tokens lie in rows of whole 32 numbers, in which fours are exchanged: those of 8 neighbouring tokens at one
+// channel lie in different banks, and so do those of a score's 8 tokens at one key.
+constexpr int VECTOR = (KEY_DIM + 31) / 32 * 32, VECTORS = CHUNK * VECTOR;
+__device__ inline int vector_place(int token, int k) { return token * VECTOR + (k ^ token % 8 * 4); }
+__device__ inline int score_place(int token, int key) { return token * CHUNK + (key ^ token % 8 * 4); }
 
-// Rows of four tokens that lie four rows apart are read at once, by lanes that have neighbouring tokens or columns.
-__device__ inline int score_place(int token) { return token * SCORES_ROW + token / 4 * 4; }
-__device__ inline int change_place(int token, int column) { return token * COLUMNS + (column ^ token / 4 % 4 * 8); }
+// How a program of so many columns is divided. A thread has fours of columns that lie 16 apart, and rows that lie 8 apart.
+template <int COLUMNS>
+struct Width {
+  static constexpr int FOURS = COLUMNS == 32 ? 1 : 2, OWN = 4 * FOURS;
+  static constexpr int COLUMN_WARPS = COLUMNS / (4 * OWN);
+  static constexpr int ROW_WARPS = ASKERS / COLUMN_WARPS;        // of those that have all tokens of a product
+  static constexpr int ROWS = CHUNK / 8 / ROW_WARPS;
+  static constexpr int KEY_FOURS = COLUMNS == 128 ? 2 : 1;       // of 4 of the state's rows, 32 apart
+  static constexpr int KEY_WARPS = MANY_WARPS / COLUMN_WARPS;
+  static constexpr int SOLVERS = FINDERS / (COLUMNS / LANES);    // warps among which a column's tokens are divided
+  static constexpr int SOLVER_BLOCKS = CHUNK / SOLVED / SOLVERS;
+  static constexpr int READERS = COLUMNS / 4, READS = CHUNK * READERS / MANY_THREADS;  // of values
+  // What a program keeps in shared memory: numbers of 4 bytes. Keys and queries, which change places with each chunk, are
+  // first: reads of what is ahead, for nothing after the last, end in other memory of the program.
+  static constexpr int SCORES_AT = 2 * VECTORS;
+  static constexpr int STATE_AT = SCORES_AT + (DELTA ? 2 : 1) * CHUNK * CHUNK;
+  static constexpr int CHANGES_AT = STATE_AT + KEY_DIM * COLUMNS;  // what the state says of a key, until its change is known
+  static constexpr int VALUES_AT = CHANGES_AT + CHUNK * COLUMNS;   // later changes that have faded until the chunk's end
+  static constexpr int SIZE = VALUES_AT + CHUNK * COLUMNS;
+};
 
 // A chunk of a run.
 struct Part {
@@ -143,29 +160,58 @@ struct Part {
   int end;    // behind the last new token, as counted from `begin`
 };
 
-// Which 4 columns and which of 4 neighbouring rows of a product a lane has: such that of each two reads of 16 bytes one is
-// the same for lanes that differ in bit 0, the other for those that differ in bit 1, which a multiprocessor then serves at once.
+struct alignas(16) Chunk {
+  float decays[CHUNK], betas[CHUNK];
+  float since[CHUNK], fades[CHUNK];  // from the chunk's begin to a token, and from there to its end
+};
+
+// What a program keeps beside it, of this chunk and the next.
+struct alignas(16) Run {
+  Chunk chunks[2];
+  int64 blocks[2][BLOCKS];
+  int is_kept;
+};
+
+// Which rows and columns of a product a lane has: such that of each two reads of 16 bytes one is the same for lanes that
+// differ in bit 0, the other for those that differ in bit 1, which a multiprocessor then serves at once.
 struct Place {
   int warp, row, column;
 };
 
+template <int COLUMNS>
 __device__ inline Place place_of(int warp, int lane) {
-  const int row = (lane >> 1 & 1) | (lane >> 2 & 2), fours = (lane & 1) | (lane >> 1 & 2) | (lane >> 2 & 4);
-  return {warp, row, fours * 4};
+  constexpr int WARPS = Width<COLUMNS>::COLUMN_WARPS;
+  const int row = (lane >> 1 & 3) | (lane >> 2 & 4), four = (lane & 1) | (lane >> 2 & 2);
+  return {warp / WARPS, row, warp % WARPS * (4 * Width<COLUMNS>::OWN) + four * 4};
 }
 
-// The r-th of a thread's tokens, where `warps` warps share the chunk.
-__device__ inline int token_of(const Place& place, int r, int warps) { return (r * warps + place.warp) * 4 + place.row; }
+template <int COLUMNS>
+__device__ inline int token_of(const Place& place, int r) {
+  return (r * Width<COLUMNS>::ROW_WARPS + place.warp) * 8 + place.row;
+}
 
-__device__ inline void copy_keys_and_queries(
-    const Call& call, const Part& part, int key_head, const int64* blocks, float* keys, float* queries) {
+__device__ inline void copy_vector(float* vectors, int token, const float* from, int lane) {
+#if ALIGNED
+  for (int k = 4 * lane; k < KEY_DIM; k += 4 * LANES) copy16_async(vectors + vector_place(token, k), from + k);
+#else
+  for (int k = lane; k < KEY_DIM; k += LANES) vectors[vector_place(token, k)] = from[k];
+#endif
+}
+
+__device__ inline void copy_keys(const Call& call, const Part& part, int key_head, const int64* blocks, float* keys) {
   const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
 #pragma unroll 4
-  for (int i = warp; i < part.end; i += MANY_WARPS) {
-    copy_numbers(keys + row_place(i, ROW), key_record(call, blocks[i / BLOCK_SIZE], key_head, i), KEY_DIM, lane, LANES);
-    if (i >= part.known)
-      copy_numbers(
-          queries + row_place(i, ROW), query_of(call, part.row + (i - part.known), key_head), KEY_DIM, lane, LANES);
+  for (int i = warp; i < part.end; i += MANY_WARPS)
+    copy_vector(keys, i, key_record(call, blocks[i / BLOCK_SIZE], key_head, i), lane);
+  end_copies();
+}
+
+__device__ inline void copy_queries(const Call& call, const Part& part, int key_head, float* queries) {
+  const int asker = threadIdx.x / LANES - FIRST_ASKER, lane = threadIdx.x % LANES;
+  if (asker >= 0) {
+#pragma unroll 4
+    for (int i = asker; i < part.end; i += ASKERS)
+      if (i >= part.known) copy_vector(queries, i, query_of(call, part.row + (i - part.known), key_head), lane);
   }
   end_copies();
 }
@@ -180,7 +226,7 @@ __device__ inline void copy_scores(const Call& call, const Part& part, int key_h
     const int64 row = part.row + (i - part.known);
 #pragma unroll
     for (int which = 0; which < (DELTA ? 2 : 1); ++which)
-      copy16_async(scores + which * SCORES_SIZE + score_place(i) + j, scores_of(call, row, key_head, which) + j);
+      copy16_async(scores + which * CHUNK * CHUNK + score_place(i, j), scores_of(call, row, key_head, which) + j);
   }
   end_copies();
 }
@@ -197,7 +243,7 @@ __device__ inline void fade_scores(const Part& part, const float* decays, float*
     for (int e = 0; e < 4; ++e) fades[e] = expf(__fsub_rn(now, decays[least(j + e, i)]));
 #pragma unroll
     for (int which = 0; which < (DELTA ? 2 : 1); ++which) {
-      float4* place = reinterpret_cast<float4*>(scores + which * SCORES_SIZE + score_place(i) + j);
+      float4* place = reinterpret_cast<float4*>(scores + which * CHUNK * CHUNK + score_place(i, j));
       float4 x = *place;
       x.x = __fmul_rn(x.x, fades[0]), x.y = __fmul_rn(x.y, fades[1]);
       x.z = __fmul_rn(x.z, fades[2]), x.w = __fmul_rn(x.w, fades[3]);
@@ -206,155 +252,185 @@ __device__ inline void fade_scores(const Part& part, const float* decays, float*
   }
 }
 
-// x times each of y, added to four chains.
-__device__ inline void add_product(float x, const float4& y, float (&total)[4]) {
+// x times each of y, added to chains.
+template <int FOURS>
+__device__ inline void add_product(float x, const float4 (&y)[FOURS], float (&total)[4 * FOURS]) {
 #pragma unroll
-  for (int v = 0; v < 4; ++v) total[v] = __fmaf_rn(x, element(y, v), total[v]);
+  for (int v = 0; v < 4 * FOURS; ++v) total[v] = __fmaf_rn(x, element(y[v / 4], v % 4), total[v]);
 }
 
-// Vectors of R tokens a thread times the state, in order of its rows; what the next step needs is read before this one's
-// sums.
-template <int R, int WARPS>
-__device__ inline void ask_state(float (&sums)[R][4], const float* vectors, const float* state, const Place& place) {
-  float4 a[R], b[4], next_a[R], next_b[4];
-  const float* own[R];
+// A thread's fours of a row.
+template <int FOURS>
+__device__ inline void read_fours(const float* from, float4 (&to)[FOURS]) {
 #pragma unroll
-  for (int r = 0; r < R; ++r) own[r] = vectors + row_place(token_of(place, r, WARPS), ROW);
+  for (int f = 0; f < FOURS; ++f) to[f] = read4(from + 16 * f);
+}
+
+// Vectors of a thread's tokens times the state, in order of its rows; what the next step needs is read before this one's
+// sums.
+template <int COLUMNS>
+__device__ inline void ask_state(
+    float (&sums)[Width<COLUMNS>::ROWS][Width<COLUMNS>::OWN], const float* vectors, const float* state, const Place& place) {
+  using W = Width<COLUMNS>;
+  const float* const own = vectors + token_of<COLUMNS>(place, 0) * VECTOR;
+  const float* rows = state + place.column;
+  const int exchanged = place.row * 4;
+  float4 a[W::ROWS], next_a[W::ROWS], b[W::FOURS], next_b[W::FOURS];
   auto read = [&](int k) {
 #pragma unroll
-    for (int r = 0; r < R; ++r) next_a[r] = read4(own[r] + k);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) next_b[e] = read4(state + least(k + e, KEY_DIM - 1) * COLUMNS + place.column);
+    for (int r = 0; r < W::ROWS; ++r) next_a[r] = read4(own + r * (8 * W::ROW_WARPS * VECTOR) + (k ^ exchanged));
   };
   read(0);
-#pragma unroll 4
+  read_fours(rows, next_b);
+#pragma unroll 2
   for (int k = 0; k < KEY_DIM; k += 4) {
 #pragma unroll
-    for (int r = 0; r < R; ++r) a[r] = next_a[r];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) b[e] = next_b[e];
-    read(k + 4 < KEY_DIM ? k + 4 : 0);
+    for (int r = 0; r < W::ROWS; ++r) a[r] = next_a[r];
+    read(k + 4);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       if (KEY_DIM % 4 != 0 && k + e >= KEY_DIM) break;
 #pragma unroll
-      for (int r = 0; r < R; ++r) add_product(element(a[r], e), b[e], sums[r]);
+      for (int f = 0; f < W::FOURS; ++f) b[f] = next_b[f];
+      read_fours(rows + (k + e + 1) * COLUMNS, next_b);
+#pragma unroll
+      for (int r = 0; r < W::ROWS; ++r) add_product(element(a[r], e), b, sums[r]);
     }
   }
 }
 
-// What the changes say to the tokens' queries, in order: to each those of the tokens up to itself.
-template <int R, int WARPS>
+// What the changes of tokens `stage` * SOLVED... say to the queries of a thread's tokens, in order: to each those of the
+// tokens up to itself.
+template <int COLUMNS>
 __device__ inline void ask_changes(
-    float (&sums)[R][4], const float* scores, const float* changes, const Place& place, int end) {
-#pragma unroll
-  for (int m = 0; m < R; ++m) {
+    float (&sums)[Width<COLUMNS>::ROWS][Width<COLUMNS>::OWN], const float* scores, const float* changes, const Place& place,
+    int stage) {
+  using W = Width<COLUMNS>;
+  const float* const own = scores + token_of<COLUMNS>(place, 0) * CHUNK;
 #pragma unroll 2
-    for (int w = 0; w < WARPS; ++w) {
-      const int first = (m * WARPS + w) * 4;
-      if (first >= end) break;
-      float4 change[4], factors[R];
+  for (int four = 0; four < SOLVED / 4; ++four) {
+    const int first = stage * SOLVED + four * 4;
+    float4 change[4][W::FOURS], factors[W::ROWS];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) change[e] = read4(changes + change_place(first + e, place.column));
+    for (int r = 0; r < W::ROWS; ++r) factors[r] = read4(own + r * (8 * W::ROW_WARPS * CHUNK) + (first ^ place.row * 4));
 #pragma unroll
-      for (int r = m; r < R; ++r) factors[r] = read4(scores + score_place(token_of(place, r, WARPS)) + first);
-      if (w <= place.warp) {
+    for (int e = 0; e < 4; ++e) read_fours(changes + (first + e) * COLUMNS + place.column, change[e]);
+#pragma unroll
+    for (int r = 0; r < W::ROWS; ++r) {
+      const int eight = r * W::ROW_WARPS + place.warp;
+      if (eight > first / 8) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) add_product(element(factors[r], e), change[e], sums[r]);
+      } else if (eight == first / 8) {
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          if (w < place.warp || e <= place.row) add_product(element(factors[m], e), change[e], sums[m]);
-      }
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-#pragma unroll
-        for (int r = m + 1; r < R; ++r) add_product(element(factors[r], e), change[e], sums[r]);
+          if (first % 8 + e <= place.row) add_product(element(factors[r], e), change[e], sums[r]);
       }
     }
   }
 }
 
-struct alignas(16) Chunk {
-  float decays[CHUNK], betas[CHUNK];
-  float since[CHUNK], fades[CHUNK];  // from the chunk's begin to a token, and from there to its end
+// Where the scores of tokens from `first` on with keys from `others` on are read, both multiples of SOLVED: so that the
+// compiler sees that places differ by constants.
+struct SolvedScores {
+  const float* rows[2];
+
+  __device__ inline SolvedScores(const float* scores, int first, int others)
+      : rows{scores + first * CHUNK + others, scores + first * CHUNK + (others ^ 16)} {}
+  __device__ inline float4 read(int r, int four) const { return read4(rows[r / 4 % 2] + r * CHUNK + (four ^ r % 4 * 4)); }
 };
 
-// The changes of 8 columns, by a warp: 4 lanes share a column, each of which has every fourth four of tokens. A four is
-// found by its lane, one token after the other, and told to the others.
-__device__ inline void find_changes(
-    const Call& call, const Part& part, int head, int first_column, const int64* blocks, const Chunk& chunk,
-    const float* values, const float* scores, float* changes, float* faded) {
-  constexpr int OWN = CHUNK / 16;
-  const int lane = threadIdx.x % LANES, sharer = lane / 8, column = threadIdx.x / LANES * 8 + lane % 8;
-  const bool is_inside = first_column + column < VALUE_DIM;
-  float sums[OWN][4], given[OWN][4];
-  float4 betas[OWN];
+// The changes of the tokens from `first` on, in one column, one after the other: `told` is what is said of their keys by
+// all before them. Some may be known already. Those up to `end` are kept for the next steps.
+template <int COLUMNS, bool KNOWN>
+__device__ inline void solve(
+    float (&told)[SOLVED], int first, int known, int end, int column, const Chunk& chunk, float* values,
+    const float* scores, float* changes, float* record) {
+  float given[SOLVED];
+  const SolvedScores own(scores, first, first);
 #pragma unroll
-  for (int m = 0; m < OWN; ++m) {
-    const int first = m * 16 + sharer * 4;
-    betas[m] = read4(chunk.betas + first);
+  for (int r = 0; r < SOLVED; ++r) given[r] = values[(first + r) * COLUMNS + column];
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      sums[m][r] = changes[change_place(first + r, column)];
-      given[m][r] = values[change_place(first + r, column)];
+  for (int four = 0; four < SOLVED; four += 4) {
+    float4 near[SOLVED];
+    const float4 betas = read4(chunk.betas + first + four);
+#pragma unroll
+    for (int r = four + 1; r < SOLVED; ++r) near[r] = own.read(r, four);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int t = four + e;
+      told[t] = __fmul_rn(element(betas, e), __fsub_rn(given[t], told[t]));
+      if (KNOWN && first + t < known) told[t] = changes[(first + t) * COLUMNS + column];
+#pragma unroll
+      for (int r = t + 1; r < SOLVED; ++r) told[r] = __fmaf_rn(element(near[r], e), told[t], told[r]);
     }
   }
-  const float* own = scores + score_place(sharer * 4);  // 16 tokens further: 16 * SCORES_ROW + 16
-  constexpr int FURTHER = 16 * SCORES_ROW + 16;
-  __syncwarp();
 #pragma unroll
-  for (int m = 0; m < OWN; ++m) {
-    float4 near[4];
+  for (int four = 0; four < SOLVED; four += 4) {
+    const float4 fades = read4(chunk.fades + first + four);
 #pragma unroll
-    for (int r = 0; r < 4; ++r) near[r] = read4(own + m * FURTHER + r * SCORES_ROW + m * 16);
+    for (int e = 0; e < 4; ++e) {
+      const int r = four + e, at = (first + r) * COLUMNS + column;
+      changes[at] = told[r];
+      values[at] = __fmul_rn(told[r], element(fades, e));
+      if ((!KNOWN || first + r >= known) && first + r < end) record[r * VALUE_DIM] = told[r];
+    }
+  }
+}
+
+// The changes, by the first warps, a column by the same lane of some of these: each of them has as many tokens. After each
+// SOLVED tokens all of the program meet.
+template <int COLUMNS>
+__device__ inline void find_changes(
+    const Call& call, const Part& part, int head, int first_column, const int64* blocks, const Chunk& chunk, float* values,
+    const float* scores, float* changes, int stages) {
+  using W = Width<COLUMNS>;
+  constexpr int GROUPS = COLUMNS / LANES;
+  const int warp = threadIdx.x / LANES, column = warp % GROUPS * LANES + threadIdx.x % LANES;
+  const int first_block = warp / GROUPS * W::SOLVER_BLOCKS;
+  const int end = first_column + column < VALUE_DIM ? part.end : 0;
+  float told[W::SOLVER_BLOCKS][SOLVED];
+#pragma unroll
+  for (int b = 0; b < W::SOLVER_BLOCKS; ++b) {
+#pragma unroll
+    for (int r = 0; r < SOLVED; ++r) told[b][r] = changes[((first_block + b) * SOLVED + r) * COLUMNS + column];
+  }
 #pragma unroll 1
-    for (int which = 0; which < 4; ++which) {
-      const int first = m * 16 + which * 4;
-      if (first >= part.end) break;
-      float4 far[OWN][4];
+  for (int stage = 0; stage < stages; ++stage) {
 #pragma unroll
-      for (int later = m + 1; later < OWN; ++later) {
+    for (int b = 0; b < W::SOLVER_BLOCKS; ++b) {
+      const int first = (first_block + b) * SOLVED;
+      if (stage > 0 && first_block + b >= stage) {
+        // of the tokens before, whose changes were found last
+        const int others = (stage - 1) * SOLVED;
+        const SolvedScores own(scores, first, others);
+#pragma unroll  // of fours
+        for (int four = 0; four < SOLVED; four += 4) {
+          float found[4];
 #pragma unroll
-        for (int r = 0; r < 4; ++r) far[later][r] = read4(own + later * FURTHER + r * SCORES_ROW + first);
-      }
-      float told[4], found[4];
+          for (int e = 0; e < 4; ++e) found[e] = changes[(others + four + e) * COLUMNS + column];
 #pragma unroll
-      for (int r = 0; r < 4; ++r) told[r] = sums[m][r];
+          for (int r = 0; r < SOLVED; ++r) {
+            const float4 factors = own.read(r, four);
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        found[r] = __fmul_rn(element(betas[m], r), __fsub_rn(given[m][r], told[r]));
-        if (first + r < part.known) found[r] = changes[change_place(first + r, column)];
-#pragma unroll
-        for (int later = r + 1; later < 4; ++later) told[later] = __fmaf_rn(element(near[later], r), found[r], told[later]);
-      }
-#pragma unroll
-      for (int r = 0; r < 4; ++r) found[r] = __shfl_sync(ALL_LANES, found[r], which * 8 + lane % 8);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-#pragma unroll
-        for (int r = 0; r < 4; ++r) sums[m][r] = __fmaf_rn(element(near[r], j), found[j], sums[m][r]);
-      }
-#pragma unroll
-      for (int r = 0; r < 4; ++r) near[r] = read4(own + m * FURTHER + r * SCORES_ROW + least(first + 4, CHUNK - 4));
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-#pragma unroll
-        for (int later = m + 1; later < OWN; ++later) {
-#pragma unroll
-          for (int r = 0; r < 4; ++r) sums[later][r] = __fmaf_rn(element(far[later][r], j), found[j], sums[later][r]);
+            for (int e = 0; e < 4; ++e) told[b][r] = __fmaf_rn(element(factors, e), found[e], told[b][r]);
+          }
         }
       }
-      // Each of the sharers writes one.
-      const int i = first + sharer;
-      const float change = sharer == 0 ? found[0] : sharer == 1 ? found[1] : sharer == 2 ? found[2] : found[3];
-      faded[change_place(i, column)] = __fmul_rn(change, chunk.fades[i]);
-      if (i < part.known) continue;
-      changes[change_place(i, column)] = change;
-      if (i < part.end && is_inside) change_record(call, blocks[i / BLOCK_SIZE], head, i)[first_column + column] = change;
+      if (first_block + b == stage) {
+        float* record = change_record(call, blocks[first / BLOCK_SIZE], head, first) + first_column + column;
+        if (first < part.known)
+          solve<COLUMNS, true>(told[b], first, part.known, end, column, chunk, values, scores, changes, record);
+        else
+          solve<COLUMNS, false>(told[b], first, part.known, end, column, chunk, values, scores, changes, record);
+      }
     }
+    __syncthreads();
   }
 }
 
 // 4 neighbouring numbers, of which `inside` are there.
-__device__ inline void write_numbers(Number* to, int inside, const float (&x)[4]) {
+__device__ inline void write_numbers(Number* to, int inside, const float* x) {
 #if ALIGNED && NUMBER != 0
   if (inside <= 0) return;
   unsigned both[2];
@@ -368,234 +444,280 @@ __device__ inline void write_numbers(Number* to, int inside, const float (&x)[4]
 #endif
 }
 
-// The run that begins with a sequence of the step: of COLUMNS columns of a value head. In the delta rule half of the warps
-// find the changes while the others multiply the queries with the state.
-extern "C" __global__ void __launch_bounds__(MANY_THREADS, 1) many_tokens(const Call call) {
-  begin_kernel();
-  constexpr int PARTS = (VALUE_DIM + COLUMNS - 1) / COLUMNS;
-  constexpr int ALL_ROWS = CHUNK / 4 / MANY_WARPS;                      // of a thread, where all warps share the chunk
-  constexpr int ASKING = DELTA ? MANY_WARPS / 2 : MANY_WARPS, ROWS = CHUNK / 4 / ASKING;  // warps and rows of the queries
-  constexpr int FIRST_ASKING = MANY_WARPS - ASKING;
-  SHARED_MEMORY(shared);
-  __shared__ Chunk chunk;
-  __shared__ int64 both_blocks[2][BLOCKS];
-  __shared__ int is_kept;
-  float* const state = shared + STATE_AT;
-  float* const changes = shared + CHANGES_AT;
-  float* const faded = shared + FADED_AT;
-  float* const values = shared + VALUES_AT;
-  float* const scores = shared + SCORES_AT;
-  float* const queries = shared + QUERIES_AT;
+// A run from its first chunk, `part`, on: of COLUMNS columns of a value head.
+template <int COLUMNS>
+__device__ inline void compute_run(const Call& call, Part part, int table, int head, int first_column, float* shared, Run& run) {
+  using W = Width<COLUMNS>;
+  float* const scores = shared + W::SCORES_AT;
+  float* const state = shared + W::STATE_AT;
+  float* const changes = shared + W::CHANGES_AT;
+  float* const values = shared + W::VALUES_AT;
   const int thread = threadIdx.x, warp = thread / LANES, lane = thread % LANES;
-  const int head = blockIdx.y / PARTS, key_head = head / HEADS_OF_A_KEY, first_column = blockIdx.y % PARTS * COLUMNS;
-  Part part;
-  part.row = call.starts[blockIdx.x];
-  if (call.starts[blockIdx.x + 1] <= part.row) return;
-  const int table = call.tables[part.row], position = call.positions[part.row];
-  if (table < 0 || in_step(call, part.row - 1, table, position - 1)) return;
-  if (!in_step(call, part.row + call.limit, table, position + static_cast<int>(call.limit))) return;
-  part.begin = position / CHUNK * CHUNK;
-  part.known = position - part.begin;
-  part.end = part.known + __syncthreads_count(
-      thread < CHUNK - part.known && in_step(call, part.row + thread, table, position + thread));
-  if (thread < BLOCKS && thread * BLOCK_SIZE < part.end)
-    both_blocks[0][thread] = block_of(call, table, part.begin + thread * BLOCK_SIZE);
-  __syncthreads();
+  const int key_head = head / HEADS_OF_A_KEY;
+  const bool asks = warp >= FIRST_ASKER;
+  const Place place = place_of<COLUMNS>(asks ? warp - FIRST_ASKER : warp, lane), of_state = place_of<COLUMNS>(warp, lane);
+  auto inside = [&](int column) { return least(most(VALUE_DIM - first_column - column, 0), 4); };  // columns of four
 
-  const Place all = place_of(warp, lane), asking = place_of(warp - FIRST_ASKING, lane);
-  const bool asks = warp >= FIRST_ASKING;
-  const int asker = thread - FIRST_ASKING * LANES;
-  const int inside = least(most(VALUE_DIM - first_column - all.column, 0), 4);  // columns that there are
-
-  int turn = 0, buffer = 0;
-  bool has_state = part.begin > 0;
-  copy_keys_and_queries(call, part, key_head, both_blocks[0], shared + KEYS_AT, queries);
-  copy_scores(call, part, key_head, scores);
-  if (has_state) {
-    const float* source = carried<const float>(call, call.state_places, head, table, part.begin) + first_column;
-    for (int k = warp; k < KEY_DIM; k += MANY_WARPS)
-      state[k * COLUMNS + lane] = first_column + lane < VALUE_DIM ? source[k * VALUE_DIM + lane] : 0.0f;
-  }
-  for (int j = warp; j < part.known; j += MANY_WARPS) {
-    const float* source = change_record(call, both_blocks[0][j / BLOCK_SIZE], head, j) + first_column;
-    changes[change_place(j, lane)] = first_column + lane < VALUE_DIM ? source[lane] : 0.0f;
-  }
   // A chunk's values, decays and gates are asked for before the last part of the work on the chunk before it.
-  Number value[ALL_ROWS][4], gate = Number(0);
+  const int reader = thread / W::READERS, read_column = thread % W::READERS * 4;
+  constexpr int APART = MANY_THREADS / W::READERS;
+  Number value[W::READS][4], gate = Number(0);
   float decay = 0.0f;
   auto ask_inputs = [&](const Part& of, const int64* blocks) {
 #pragma unroll
-    for (int r = 0; r < ALL_ROWS; ++r) {
-      const int i = token_of(all, r, MANY_WARPS);
+    for (int r = 0; r < W::READS; ++r) {
+      const int i = reader + r * APART;
       const bool is_new = i >= of.known && i < of.end;
       const int64 row = is_new ? of.row + (i - of.known) : of.row;
-      read_numbers(value_of(call, row, head) + first_column + all.column, is_new ? inside : 0, value[r]);
+      read_numbers(value_of(call, row, head) + first_column + read_column, is_new ? inside(read_column) : 0, value[r]);
     }
     if (thread < of.end) {
       decay = *decay_record(call, blocks[thread / BLOCK_SIZE], head, thread);
       if (thread >= of.known) gate = beta_gate(call, of.row + (thread - of.known), head);
     }
   };
-  ask_inputs(part, both_blocks[0]);
+  auto begin_chunk = [&](Chunk& chunk) {
+    if (thread >= CHUNK) return;
+    chunk.decays[thread] = decay;
+    chunk.betas[thread] = beta_of(call, gate, head);
+    chunk.since[thread] = expf(decay);
+  };
+
+  int turn = 0;
+  bool has_state = part.begin > 0;
+  copy_keys(call, part, key_head, run.blocks[0], shared);
+  ask_inputs(part, run.blocks[0]);
+  if (has_state) {
+    const float* source = carried<const float>(call, call.state_places, head, table, part.begin) + first_column;
+    for (int i = thread; i < KEY_DIM * COLUMNS; i += MANY_THREADS) {
+      const int k = i / COLUMNS, column = i % COLUMNS;
+      state[i] = first_column + column < VALUE_DIM ? source[k * VALUE_DIM + column] : 0.0f;
+    }
+  }
+  for (int i = thread; i < part.known * COLUMNS; i += MANY_THREADS) {
+    const int j = i / COLUMNS, column = i % COLUMNS;
+    const float* source = change_record(call, run.blocks[0][j / BLOCK_SIZE], head, j) + first_column;
+    changes[i] = first_column + column < VALUE_DIM ? source[column] : 0.0f;
+  }
+  begin_chunk(run.chunks[0]);
+  wait_for_copies<0>();
   while (true) {
-    const float* const keys = shared + KEYS_AT + buffer * KEYS_SIZE;
-    const int64* const blocks = both_blocks[turn];
-    if (thread < CHUNK) {
-      chunk.decays[thread] = decay;
-      chunk.betas[thread] = beta_of(call, gate, head);
-      chunk.since[thread] = expf(decay);
-    }
+    float* const keys = shared + turn * VECTORS;
+    float* const queries = shared + (turn ^ 1) * VECTORS;
+    Chunk& chunk = run.chunks[turn];
+    __syncthreads();  // Keys, decays and the state are there, and what the chunk before had is free.
+    copy_queries(call, part, key_head, queries);
+    copy_scores(call, part, key_head, scores);
 #pragma unroll
-    for (int r = 0; r < ALL_ROWS; ++r)
-      *reinterpret_cast<float4*>(values + change_place(token_of(all, r, MANY_WARPS), all.column)) = make_float4(
+    for (int r = 0; r < W::READS; ++r)
+      *reinterpret_cast<float4*>(values + (reader + r * APART) * COLUMNS + read_column) = make_float4(
           to_float(value[r][0]), to_float(value[r][1]), to_float(value[r][2]), to_float(value[r][3]));
-    wait_for_copies<1>();  // keys and queries, not yet the scores
-    __syncthreads();
-
-    if (thread < CHUNK) chunk.fades[thread] = expf(__fsub_rn(chunk.decays[CHUNK - 1], decay));
-    if (DELTA) {
-      float sums[ALL_ROWS][4] = {};
-      if (has_state) ask_state<ALL_ROWS, MANY_WARPS>(sums, keys, state, all);
-#pragma unroll
-      for (int r = 0; r < ALL_ROWS; ++r) {
-        const int i = token_of(all, r, MANY_WARPS);
-        const float since = chunk.since[i];
-        if (i >= part.known)
-          *reinterpret_cast<float4*>(changes + change_place(i, all.column)) = make_float4(
-              __fmul_rn(sums[r][0], since), __fmul_rn(sums[r][1], since), __fmul_rn(sums[r][2], since),
-              __fmul_rn(sums[r][3], since));
-      }
-    }
-    wait_for_copies<0>();
-    fade_scores(part, chunk.decays, scores);
-    __syncthreads();
-
+    if (thread < CHUNK) chunk.fades[thread] = expf(__fsub_rn(chunk.decays[CHUNK - 1], chunk.decays[thread]));
+    // Which rows the next chunk has, where; and whether a state is one of the run's last two, which are kept.
     Part next;
     next.row = part.row + (part.end - part.known);
     next.begin = part.begin + CHUNK;
     next.known = 0;
-    float asked[ROWS][4] = {};
-    bool goes_on = false;
-    if (asks) {
-      // Which rows the next chunk has, where; and whether a state is one of the run's last two, which are kept.
-      const bool is_full = part.end == CHUNK;
-      const int ahead = asker == CHUNK ? 2 * CHUNK - 1 : asker;
-      const bool may_go_on = is_full && asker <= CHUNK && next.row + ahead < call.rows;
-      int its_table = -1, its_position = 0;
-      if (may_go_on) its_table = call.tables[next.row + ahead], its_position = call.positions[next.row + ahead];
-      if (has_state) ask_state<ROWS, ASKING>(asked, queries, state, asking);
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        const float since = chunk.since[token_of(asking, r, ASKING)];
-#pragma unroll
-        for (int v = 0; v < 4; ++v) asked[r][v] = __fmul_rn(asked[r][v], since);
-      }
-      const bool is_there = its_table == table && its_position == next.begin + ahead;
-      if (asker == CHUNK) is_kept = !is_there;
-      goes_on = asker < CHUNK && is_there;
-      if (goes_on && asker % BLOCK_SIZE == 0)
-        both_blocks[turn ^ 1][asker / BLOCK_SIZE] = block_of(call, table, next.begin + asker);
+    const int ahead = thread == CHUNK ? 2 * CHUNK - 1 : thread;
+    int its_table = -1, its_position = 0;
+    int64 its_block = 0;
+    if (part.end == CHUNK && thread <= CHUNK && next.row + ahead < call.rows) {
+      its_table = call.tables[next.row + ahead], its_position = call.positions[next.row + ahead];
+      const int position = next.begin + thread;
+      if (thread < CHUNK && thread % BLOCK_SIZE == 0 && position / BLOCK_SIZE < call.table_stride)
+        its_block = block_of(call, table, position);
     }
-    if (DELTA) {
-      if (!asks)
-        find_changes(
-            call, part, head, first_column, blocks, chunk, values, scores + SCORES_SIZE, changes, faded);
+
+    float sums[W::ROWS][W::OWN] = {};
+    if (asks) {
+      wait_for_copies<1>();  // queries, not yet the scores
+      sync_some(1, ASKERS * LANES);
+    }
+    if (has_state) ask_state<COLUMNS>(sums, asks ? queries : keys, state, place);
+#pragma unroll
+    for (int r = 0; r < W::ROWS; ++r) {
+      const int i = token_of<COLUMNS>(place, r);
+      const float since = chunk.since[i];
+#pragma unroll
+      for (int v = 0; v < W::OWN; ++v) sums[r][v] = __fmul_rn(sums[r][v], since);
+      if (asks || i < part.known) continue;
+#pragma unroll
+      for (int f = 0; f < W::FOURS; ++f)
+        *reinterpret_cast<float4*>(changes + i * COLUMNS + place.column + 16 * f) =
+            make_float4(sums[r][4 * f], sums[r][4 * f + 1], sums[r][4 * f + 2], sums[r][4 * f + 3]);
+    }
+    wait_for_copies<0>();
+    fade_scores(part, chunk.decays, scores);
+    const bool is_there = its_table == table && its_position == next.begin + ahead;
+    if (thread == CHUNK) run.is_kept = !is_there;
+    if (thread < CHUNK && thread % BLOCK_SIZE == 0) run.blocks[turn ^ 1][thread / BLOCK_SIZE] = its_block;
+    next.end = __syncthreads_count(thread < CHUNK && is_there);
+    if (next.end > 0) copy_keys(call, next, key_head, run.blocks[turn ^ 1], queries);  // which have been read
+
+    const int stages = (part.end + SOLVED - 1) / SOLVED;
+    if (!asks) {
+      find_changes<COLUMNS>(
+          call, part, head, first_column, run.blocks[turn], chunk, values, scores + CHUNK * CHUNK, changes, stages);
     } else {
+      if (!DELTA) {
 #pragma unroll
-      for (int r = 0; r < ALL_ROWS; ++r) {
-        const int i = token_of(all, r, MANY_WARPS);
-        float* record = nullptr;
-        if (i >= part.known && i < part.end)
-          record = change_record(call, blocks[i / BLOCK_SIZE], head, i) + first_column + all.column;
+        for (int r = 0; r < W::READS; ++r) {
+          const int i = reader + r * APART;
+          float* record = nullptr;
+          if (i >= part.known && i < part.end)
+            record = change_record(call, run.blocks[turn][i / BLOCK_SIZE], head, i) + first_column + read_column;
 #pragma unroll
-        for (int v = 0; v < 4; ++v) {
-          const int place = change_place(i, all.column + v);
-          const float change = i < part.known ? changes[place] : __fmul_rn(chunk.betas[i], values[place]);
-          changes[place] = change;
-          faded[place] = __fmul_rn(change, chunk.fades[i]);
-          if (record != nullptr && v < inside) record[v] = change;
+          for (int v = 0; v < 4; ++v) {
+            const int at = i * COLUMNS + read_column + v;
+            const float change = i < part.known ? changes[at] : __fmul_rn(chunk.betas[i], values[at]);
+            changes[at] = change;
+            values[at] = __fmul_rn(change, chunk.fades[i]);
+            if (record != nullptr && v < inside(read_column)) record[v] = change;
+          }
         }
+        __syncthreads();
       }
-    }
-    next.end = __syncthreads_count(goes_on);
-    // The queries have been read, and all changes are known.
-    const int64* const next_blocks = both_blocks[turn ^ 1];
-    if (next.end > 0) {
-      if (KEY_BUFFERS == 2)
-        copy_keys_and_queries(call, next, key_head, next_blocks, shared + KEYS_AT + (buffer ^ 1) * KEYS_SIZE, queries);
-      ask_inputs(next, next_blocks);
-    }
-    if (asks) {
-      ask_changes<ROWS, ASKING>(asked, scores, changes, asking, part.end);
+#pragma unroll 1
+      for (int stage = 0; stage < stages; ++stage) {
+        if (DELTA) __syncthreads();
+        if (stage + 1 == stages && next.end > 0) ask_inputs(next, run.blocks[turn ^ 1]);
+        ask_changes<COLUMNS>(sums, scores, changes, place, stage);
+      }
 #pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-        const int i = token_of(asking, r, ASKING);
+      for (int r = 0; r < W::ROWS; ++r) {
+        const int i = token_of<COLUMNS>(place, r);
         if (i < part.known || i >= part.end) continue;
+        const int64 row = part.row + (i - part.known);
+        Number* out = call.out + row * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + first_column + place.column;
+#pragma unroll
+        for (int f = 0; f < W::FOURS; ++f) {
+          const int exist = inside(place.column + 16 * f);
 #if SKIP
-        const float factor = call.skip[head];
-        const float4 given = read4(values + change_place(i, asking.column));
-        add_product(factor, given, asked[r]);
+          Number given[4];
+          read_numbers(value_of(call, row, head) + first_column + place.column + 16 * f, exist, given);
+#pragma unroll
+          for (int v = 0; v < 4; ++v) sums[r][4 * f + v] = __fmaf_rn(call.skip[head], to_float(given[v]), sums[r][4 * f + v]);
 #endif
-        Number* out = call.out + (part.row + (i - part.known)) * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM;
-        write_numbers(out + first_column + asking.column, inside, asked[r]);
+          write_numbers(out + 16 * f, exist, &sums[r][4 * f]);
+        }
       }
     }
     if (part.end < CHUNK) return;
-    // Of the next state a thread has 4 rows and 4 columns at a time.
+    if (!asks && next.end > 0) ask_inputs(next, run.blocks[turn ^ 1]);
+    // The next state.
     const float left = chunk.since[CHUNK - 1];
     float* target = nullptr;
-    if (is_kept) target = carried<float>(call, call.state_places, head, table, next.begin) + first_column + all.column;
-    for (int k = warp * 16 + all.row * 4; k < KEY_DIM; k += MANY_WARPS * 16) {
-      float total[4][4];
+    if (run.is_kept) target = carried<float>(call, call.state_places, head, table, next.begin) + first_column;
+    constexpr int ROWS = 4 * W::KEY_FOURS;
+    for (int k = of_state.warp * (8 * ROWS) + of_state.row * 4; k < KEY_DIM; k += W::KEY_WARPS * (8 * ROWS)) {
+      float total[ROWS][W::OWN];
+      auto row_of = [&](int e) { return k + e / 4 * 32 + e % 4; };
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float4 now = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (has_state && k + e < KEY_DIM) now = read4(state + (k + e) * COLUMNS + all.column);
+      for (int e = 0; e < ROWS; ++e) {
 #pragma unroll
-        for (int v = 0; v < 4; ++v) total[e][v] = __fmul_rn(element(now, v), left);
-      }
-      constexpr int SOME = 4;
-      float4 key[SOME], change[SOME], next_key[SOME], next_change[SOME];
-      auto read = [&](int j) {
+        for (int f = 0; f < W::FOURS; ++f) {
+          float4 now = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          if (has_state && row_of(e) < KEY_DIM) now = read4(state + row_of(e) * COLUMNS + of_state.column + 16 * f);
 #pragma unroll
-        for (int e = 0; e < SOME; ++e) {
-          next_key[e] = read4(keys + row_place(j, ROW) + e * ROW + k);
-          next_change[e] = read4(faded + change_place(j + e, all.column));
+          for (int v = 0; v < 4; ++v) total[e][4 * f + v] = __fmul_rn(element(now, v), left);
         }
+      }
+      float4 key[W::KEY_FOURS], change[W::FOURS], next_key[W::KEY_FOURS], next_change[W::FOURS];
+      auto read = [&](int j, int exchanged) {
+#pragma unroll
+        for (int f = 0; f < W::KEY_FOURS; ++f) next_key[f] = read4(keys + j * VECTOR + (k ^ exchanged) + 32 * f);
+        read_fours(values + j * COLUMNS + of_state.column, next_change);
       };
-      read(0);
-#pragma unroll 2
-      for (int j = 0; j < CHUNK; j += SOME) {
+      read(0, 0);
+#pragma unroll 1
+      for (int j = 0; j < CHUNK; j += 8) {
 #pragma unroll
-        for (int e = 0; e < SOME; ++e) key[e] = next_key[e], change[e] = next_change[e];
-        read(j + SOME < CHUNK ? j + SOME : 0);
+        for (int one = 0; one < 8; ++one) {
 #pragma unroll
-        for (int one = 0; one < SOME; ++one) {
+          for (int f = 0; f < W::KEY_FOURS; ++f) key[f] = next_key[f];
 #pragma unroll
-          for (int e = 0; e < 4; ++e) add_product(element(key[one], e), change[one], total[e]);
+          for (int f = 0; f < W::FOURS; ++f) change[f] = next_change[f];
+          read(one < 7 || j + 8 < CHUNK ? j + one + 1 : 0, (one + 1) % 8 * 4);
+#pragma unroll
+          for (int e = 0; e < ROWS; ++e) add_product(element(key[e / 4], e % 4), change, total[e]);
         }
       }
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (k + e >= KEY_DIM) break;
-        *reinterpret_cast<float4*>(state + (k + e) * COLUMNS + all.column) =
-            make_float4(total[e][0], total[e][1], total[e][2], total[e][3]);
-        if (!is_kept) continue;
+      for (int e = 0; e < ROWS; ++e) {
+        if (row_of(e) >= KEY_DIM) continue;
 #pragma unroll
-        for (int v = 0; v < 4; ++v)
-          if (v < inside) target[(k + e) * VALUE_DIM + v] = total[e][v];
+        for (int f = 0; f < W::FOURS; ++f) {
+          const float4 sum = make_float4(total[e][4 * f], total[e][4 * f + 1], total[e][4 * f + 2], total[e][4 * f + 3]);
+          const int column = of_state.column + 16 * f;
+          *reinterpret_cast<float4*>(state + row_of(e) * COLUMNS + column) = sum;
+          if (target == nullptr) continue;
+          float* const kept = target + row_of(e) * VALUE_DIM + column;
+#if ALIGNED
+          if (inside(column) > 0) write4_global(kept, sum.x, sum.y, sum.z, sum.w);
+#else
+#pragma unroll
+          for (int v = 0; v < 4; ++v)
+            if (v < inside(column)) kept[v] = element(sum, v);
+#endif
+        }
       }
     }
     if (next.end == 0) return;
-    __syncthreads();
-    // Keys, scores and changes have been read.
-    if (KEY_BUFFERS == 1)
-      copy_keys_and_queries(call, next, key_head, next_blocks, shared + KEYS_AT, queries);
-    else
-      buffer ^= 1;
-    copy_scores(call, next, key_head, scores);
     turn ^= 1;
+    begin_chunk(run.chunks[turn]);
+    wait_for_copies<0>();
     has_state = true;
     part = next;
   }
+}
+
+// Of how many columns programs are, such that the multiprocessors take the least time for all runs of the step.
+__device__ inline int columns_of(const Call& call) {
+  int64 runs = 0;
+  for (int first = 0; first < gridDim.x; first += MANY_THREADS) {
+    const int i = first + threadIdx.x;
+    runs += __syncthreads_count(i < gridDim.x && call.starts[i + 1] - call.starts[i] > call.limit);
+  }
+  int best = 0;
+  int64 least_cost = 0;
+#pragma unroll
+  for (int columns = 32; columns <= 128; columns *= 2) {
+    if (columns < call.least_columns || columns > call.most_columns) continue;
+    const int chunk_cost = columns == 32 ? 13 : columns == 64 ? 21 : 39;  // one beside the other
+    const int64 programs = runs * VALUE_HEADS * ((VALUE_DIM + columns - 1) / columns);
+    const int64 cost = (programs + call.multiprocessors - 1) / call.multiprocessors * chunk_cost;
+    if (best == 0 || cost < least_cost) best = columns, least_cost = cost;
+  }
+  return best;
+}
+
+// The run that begins with a sequence of the step: some columns of a value head. In the delta rule half of the warps have
+// the keys and find the changes, the others have the queries.
+extern "C" __global__ void __launch_bounds__(MANY_THREADS, 1) many_tokens(const Call call) {
+  begin_kernel();
+  constexpr int PARTS = (VALUE_DIM + 31) / 32;
+  SHARED_MEMORY(shared);
+  __shared__ Run run;
+  const int thread = threadIdx.x, head = blockIdx.y / PARTS, index = blockIdx.y % PARTS;
+  Part part;
+  part.row = call.starts[blockIdx.x];
+  if (call.starts[blockIdx.x + 1] <= part.row) return;
+  const int table = call.tables[part.row], position = call.positions[part.row];
+  if (table < 0 || in_step(call, part.row - 1, table, position - 1)) return;
+  if (!in_step(call, part.row + call.limit, table, position + static_cast<int>(call.limit))) return;
+  const int columns = columns_of(call);
+  if (index * columns >= VALUE_DIM) return;
+  part.begin = position / CHUNK * CHUNK;
+  part.known = position - part.begin;
+  part.end = part.known + __syncthreads_count(
+      thread < CHUNK - part.known && in_step(call, part.row + thread, table, position + thread));
+  if (thread < BLOCKS && thread * BLOCK_SIZE < part.end)
+    run.blocks[0][thread] = block_of(call, table, part.begin + thread * BLOCK_SIZE);
+  __syncthreads();
+  if (columns == 128)
+    compute_run<128>(call, part, table, head, index * columns, shared, run);
+  else if (columns == 64)
+    compute_run<64>(call, part, table, head, index * columns, shared, run);
+  else
+    compute_run<32>(call, part, table, head, index * columns, shared, run);
 }

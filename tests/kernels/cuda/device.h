@@ -37,7 +37,7 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 
 namespace emulation {
 
-enum class At { RUNNING, WARP, BLOCK, END };
+enum class At { RUNNING, WARP, SOME, BLOCK, END };
 
 struct Copy {
   float* to;
@@ -48,6 +48,7 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
   At at;
+  int barrier, expected;  // if it waits for some
   std::vector<std::vector<Copy>> groups;  // of copies on their way, the last one is still open
 };
 
@@ -89,6 +90,22 @@ inline bool release(size_t first, size_t end, At at) {
   return some;
 }
 
+// Those that wait at one barrier of some threads go on when all of these are there.
+inline bool release_some() {
+  bool went_on = false;
+  for (const Fiber& one : fibers) {
+    if (one.at != At::SOME) continue;
+    const int barrier = one.barrier, expected = one.expected;
+    int there = 0;
+    for (const Fiber& other : fibers) there += other.at == At::SOME && other.barrier == barrier;
+    if (there != expected) continue;
+    for (Fiber& other : fibers)
+      if (other.at == At::SOME && other.barrier == barrier) other.at = At::RUNNING;
+    went_on = true;
+  }
+  return went_on;
+}
+
 inline void run_block(unsigned threads, std::mt19937& source) {
   if (fibers.size() != threads) fibers = std::vector<Fiber>(threads);
   std::vector<unsigned> order(threads);
@@ -116,7 +133,7 @@ inline void run_block(unsigned threads, std::mt19937& source) {
     }
     for (unsigned i = 0; i < threads; ++i) alive |= fibers[i].at != At::END;
     if (!alive) return;
-    bool goes_on = release(0, threads, At::BLOCK);
+    bool goes_on = release(0, threads, At::BLOCK) | release_some();
     for (unsigned i = 0; i < threads; i += 32) goes_on |= release(i, i + 32 < threads ? i + 32 : threads, At::WARP);
     if (!goes_on && !ran) {
       std::fprintf(stderr, "threads wait for each other in block %u, %u\n", blockIdx.x, blockIdx.y);
@@ -144,6 +161,11 @@ void run_grid(void (*kernel)(Argument), const Argument& argument, unsigned x, un
 
 inline void __syncthreads() { emulation::wait_at(emulation::At::BLOCK); }
 inline void __syncwarp() { emulation::wait_at(emulation::At::WARP); }
+
+inline void sync_some(int barrier, int threads) {
+  emulation::fibers[threadIdx.x].barrier = barrier, emulation::fibers[threadIdx.x].expected = threads;
+  emulation::wait_at(emulation::At::SOME);
+}
 
 inline int __syncthreads_count(bool predicate) {
   emulation::votes[threadIdx.x] = predicate;
@@ -225,6 +247,14 @@ inline void copy16_async(float* to, const float* from) {
     emulation::fibers[threadIdx.x].groups.back().push_back({to, from});
   else
     std::memcpy(to, from, 16);
+}
+
+inline void write4_global(float* to, float x, float y, float z, float w) {
+  if (reinterpret_cast<uintptr_t>(to) % 16) {
+    std::fprintf(stderr, "a store of 16 bytes is not aligned\n");
+    std::abort();
+  }
+  to[0] = x, to[1] = y, to[2] = z, to[3] = w;
 }
 
 inline void end_copies() { emulation::fibers[threadIdx.x].groups.emplace_back(); }

@@ -21,6 +21,7 @@ from quire.kernels.reference import ReferenceKernels
 from quire.process.native_library import find_compiler
 
 FOLDER = Path(__file__).parent
+MOST_SHARED = 227 * 1024
 # Hidden, or the loader would take what libraries of other shapes call by the same name for one thing.
 _FLAGS = (
     *("-O2", "-std=c++17", "-march=native", "-ffp-contract=off", "-fPIC", "-shared"),
@@ -53,7 +54,7 @@ class Emulator:
 
     def __init__(self, spec: RecurrentSpec, definitions: tuple[str, ...]) -> None:
         self._library = library(definitions)
-        self._shared_bytes = recurrent.shared_sizes(spec)
+        self._shared_bytes = recurrent.shared_sizes(spec, MOST_SHARED)
         assert self._library.call_size() == ctypes.sizeof(recurrent.Call)
         self.launched: list[str] = []
 
@@ -106,6 +107,9 @@ class EmulatedKernels(ReferenceKernels):
 
 class _Launches(recurrent.Launches):
     modules: dict[object, Emulator]
+
+    def limits(self) -> tuple[int, int]:
+        return MOST_SHARED, 6
 
     def module(self) -> Emulator:  # type: ignore[override]
         given = recurrent.constants(

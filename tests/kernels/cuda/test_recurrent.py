@@ -42,8 +42,8 @@ EACH_SPEC = pytest.mark.parametrize(
     ],
 )
 WIDE_DELTA = RecurrentSpec(1, 1, 128, 128, taps=4)
-ONE_BUFFER = RecurrentSpec(1, 1, 256, 32, taps=4)
-"""Its keys leave no room for those of the next chunk."""
+LONG_KEYS = RecurrentSpec(1, 1, 256, 32, taps=4)
+"""They leave room for 32 columns of a program for prompts only."""
 WIDE_SSD = replace(SSD, num_key_heads=1, num_value_heads=1, key_dim=128, value_dim=64)
 BOUNDS = [0, 1, 5, 17, 63, 64, 66, 79, 88, 89, 129, 140]
 
@@ -80,7 +80,7 @@ def test_it_is_what_the_recurrence_gives_and_may_be_divided(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "dtype"),
-    [(ONE_BUFFER, torch.float32), (WIDE_DELTA, torch.bfloat16), (WIDE_SSD, torch.float16)],
+    [(LONG_KEYS, torch.float32), (WIDE_DELTA, torch.bfloat16), (WIDE_SSD, torch.float16)],
     ids=["delta, float32", "delta, bfloat16", "state space, float16"],
 )
 def test_wide_heads_are(kernels: EmulatedKernels, spec: RecurrentSpec, dtype: torch.dtype) -> None:
@@ -226,3 +226,34 @@ def test_columns_of_a_lane_change_no_bit(
         assert f"few_tokens_{columns}" in launched(kernels)
     assert all(torch.equal(one, found[0]) for one in found)
     assert torch.equal(found[0], Layer(kernels, ALIGNED, [70]).step([(0, 0, 70)])[0])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ALIGNED,
+        pytest.param(SSD, id="state space"),
+        pytest.param(WIDE_DELTA, marks=pytest.mark.slow),
+        pytest.param(WIDE_SSD, marks=pytest.mark.slow),
+    ],
+)
+def test_columns_of_a_program_change_no_bit(
+    kernels: EmulatedKernels, monkeypatch: pytest.MonkeyPatch, spec: RecurrentSpec
+) -> None:
+    """Of prompts that begin and end within chunks; with 0 the kernel chooses."""
+    found = []
+    for columns in (0, *recurrent.WIDTHS):
+        monkeypatch.setattr(recurrent, "columns_of_a_program", columns)
+        layer = Layer(kernels, spec, [150, 140, 20])
+        outputs = layer.step([(0, 0, 84), (1, 0, 64), (2, 0, 1)])
+        outputs += layer.step([(2, 1, 20), (0, 84, 150), (1, 64, 140)])
+        found.append([*outputs, *_kept(layer)])
+    for other in found[1:]:
+        for one, again in zip(found[0], other, strict=True):
+            assert torch.equal(one.nan_to_num(nan=-1.0), again.nan_to_num(nan=-1.0))
+
+
+def test_only_what_fits_is_chosen() -> None:
+    most = 227 * 1024
+    assert [recurrent.widest(one, most) for one in (WIDE_DELTA, LONG_KEYS)] == [128, 32]
+    assert [recurrent.widest(WIDE_DELTA, kib * 1024) for kib in (163, 140)] == [64, 32]

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quire.backends.cuda import recurrent as cuda_recurrent
 from quire.backends.triton.kernels import TritonKernels
 from quire.errors import DeviceError
 from quire.kernels.ops import PagedBatch
@@ -277,3 +278,18 @@ def test_blocks_that_no_tile_fits_into_are_refused(kernels: TritonKernels) -> No
     layer.cache = replace(layer.cache, keys=layer.cache.keys[:, :, :8])
     with pytest.raises(DeviceError, match="block_size is 8, but must be a multiple of 16"):
         layer.step([(0, 0, 2)])
+
+
+@pytest.mark.skipif(not ON_GPU, reason="columns of a program are those of the CUDA kernels")
+@pytest.mark.parametrize("spec", WIDE.values(), ids=WIDE)
+def test_columns_of_a_program_change_no_bit(
+    kernels: TritonKernels, monkeypatch: pytest.MonkeyPatch, spec: RecurrentSpec
+) -> None:
+    """Of prompts; with 0 the kernel chooses. Tokens by themselves have the same bits."""
+    length = 300
+    expected = by_steps(Layer(kernels, spec, [length]), [0, 3, *range(4, 70), length])
+    for columns in (0, *cuda_recurrent.WIDTHS):
+        monkeypatch.setattr(cuda_recurrent, "columns_of_a_program", columns)
+        assert torch.equal(Layer(kernels, spec, [length]).step([(0, 0, length)])[0], expected)
+        layer = Layer(kernels, spec, [length])
+        assert torch.equal(by_steps(layer, [0, 60, 130, length]), expected)

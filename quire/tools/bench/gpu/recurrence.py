@@ -2,7 +2,7 @@
 
     python -m quire.tools.bench.gpu.recurrence                  # Qwen3.5's shape, 1 to 256 requests, prompts
     python -m quire.tools.bench.gpu.recurrence --heads 1:48:128:64 --no-delta
-    python -m quire.tools.bench.gpu.recurrence --forms tiles,cuda,cuda:1,cuda:2,cuda:4
+    python -m quire.tools.bench.gpu.recurrence --forms tiles,cuda,cuda:1,cuda:2,cuda:4,cuda:0:128
 
 Convolution and recurrence, captured in a graph; each request is at the 32nd token of its 17th chunk.
 Beside the times stands what the bytes take that must be moved, and how far outputs are from those of
@@ -138,10 +138,13 @@ class _Tiles(TritonKernels):
 def kernels_of(form: str) -> TritonKernels:
     if form == "tiles":
         return _Tiles(torch.bfloat16)
-    name, _, columns = form.partition(":")
+    name, lane, program = [*form.split(":"), "0", "0"][:3]
     if name != "cuda":
-        raise ValueError(f"{form}: a form is tiles, cuda or cuda:<columns of a lane>")
-    cuda_recurrent.columns_of_a_lane = int(columns or 0)
+        raise ValueError(
+            f"{form}: a form is tiles, cuda or cuda:<columns of a lane>:<of a program for prompts>"
+        )
+    cuda_recurrent.columns_of_a_lane = int(lane)
+    cuda_recurrent.columns_of_a_program = int(program)
     return TritonKernels(torch.bfloat16)
 
 
