@@ -404,7 +404,7 @@ class TritonKernels(ReferenceKernels):
             }
         if isinstance(spec, LatentSpec):
             ((name, listed),) = work.items()
-            attend = latent_attention
+            attend: Callable[..., Tensor] = latent_attention
             if name == "small":
                 attend = small_batch_latent.small_batch_latent
             elif name == "prompts" and prompt_latent.takes_cache(query, cache):
