@@ -365,6 +365,7 @@ class TritonKernels(ReferenceKernels):
     ) -> dict[str, int]:
         if isinstance(shape, LatentHeads):
             has_small = self._has_small_latent(shape)
+            self._has_prompt_latent(shape)  # tested here, before a graph is captured
             return latent_decode_lists(fewest, most, max_context_len, shape, has_small)
         return decode_lists(fewest, most, max_context_len, shape, self._num_multiprocessors)
 
