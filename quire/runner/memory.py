@@ -156,6 +156,9 @@ def measure_needs(
         largest = _peak_of_step(decoder, limits.max_batched_tokens, limits.max_num_seqs, cache)
         return largest, _peak_of_step(decoder, tokens, tokens, cache) if tokens else 0
 
+    for heads in decoder.spec.head_shapes:
+        # kernels are tested at their first question, which fails while they are only compiled
+        decoder.kernels.decode_lists(1, 1, 1, heads)
     try:
         decoder.kernels.compile_together(peaks)
         activations, graphs = peaks()

@@ -85,6 +85,7 @@ def test_launches_are_found() -> None:
         "linear_pair.py": 1,
         "moe.py": 2,
         "prompt_attention.py": 1,
+        "prompt_latent.py": 1,
         "recurrent.py": 2,
         "repeats.py": 1,
         "router_linear.py": 1,

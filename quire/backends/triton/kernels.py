@@ -56,7 +56,11 @@ from quire.backends.triton.linear import (
 )
 from quire.backends.triton.packed_size import packed_bytes
 from quire.backends.triton.shapes import as_rows
-from quire.backends.triton.small_batches import are_exact, latents_are_exact
+from quire.backends.triton.small_batches import (
+    are_exact,
+    latent_prompts_are_exact,
+    latents_are_exact,
+)
 from quire.kernels.formats import Format
 from quire.kernels.latent import LatentHeads, LatentSpec
 from quire.kernels.low_rank import ExpertAdapters, LowRank, LowRankTable, PackedLowRank
@@ -81,6 +85,7 @@ from quire.process.compile_together import compile_together
 if HAS_GLUON:
     from quire.backends.triton import (
         prompt_attention,
+        prompt_latent,
         single_row_linear,
         small_batch_attention,
         small_batch_latent,
@@ -354,7 +359,9 @@ class TritonKernels(ReferenceKernels):
     ) -> dict[str, Int32Array]:
         of_all = query_lens, context_lens, table_rows, shape, self._num_multiprocessors
         if isinstance(shape, LatentHeads):
-            return latent_work(*of_all, self._has_small_latent(shape))
+            return latent_work(
+                *of_all, self._has_small_latent(shape), self._has_prompt_latent(shape)
+            )
         return attention_work(*of_all)
 
     def decode_lists(
@@ -362,6 +369,7 @@ class TritonKernels(ReferenceKernels):
     ) -> dict[str, int]:
         if isinstance(shape, LatentHeads):
             has_small = self._has_small_latent(shape)
+            self._has_prompt_latent(shape)  # tested here, before a graph is captured
             return latent_decode_lists(fewest, most, max_context_len, shape, has_small)
         return decode_lists(fewest, most, max_context_len, shape, self._num_multiprocessors)
 
@@ -370,6 +378,13 @@ class TritonKernels(ReferenceKernels):
             HAS_GLUON
             and small_batch_latent.takes(heads, self._dtype)
             and latents_are_exact(self._device, self._dtype)
+        )
+
+    def _has_prompt_latent(self, heads: LatentHeads) -> bool:
+        return (
+            HAS_GLUON
+            and prompt_latent.takes(heads, self._dtype)
+            and latent_prompts_are_exact(self._device)
         )
 
     def attention(
@@ -394,8 +409,11 @@ class TritonKernels(ReferenceKernels):
             }
         if isinstance(spec, LatentSpec):
             ((name, listed),) = work.items()
-            is_small = name == "small"
-            attend = small_batch_latent.small_batch_latent if is_small else latent_attention
+            attend: Callable[..., Tensor] = latent_attention
+            if name == "small":
+                attend = small_batch_latent.small_batch_latent
+            elif name == "prompts" and prompt_latent.takes_cache(query, cache):
+                attend = prompt_latent.prompt_latent
             return attend(
                 query,
                 cache,

@@ -25,8 +25,8 @@ from quire.backends.triton.tile_product import prefetch
 from quire.kernels.ops import LatentNorm, LayerCache
 from quire.kernels.weights import Weight
 
-_HEADS = 4
-"""Heads of a query that one program rotates."""
+_HEADS, _MANY_HEADS = 4, 32
+"""Heads of a query that one program rotates, of few rows and of many."""
 _MOST_JOINED = 256
 """Rows up to which products and what else a query needs are one launch: both have 4 warps there, and
 with more of them norms would add in another order.
@@ -92,7 +92,8 @@ def _heads_kernel(
     M,
     x_stride,
     x_head_stride,
-    HEADS: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    OUT_HEAD_STRIDE: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -111,8 +112,8 @@ def _heads_kernel(
         M,
         x_stride,
         x_head_stride,
-        HEADS * N,
-        N,
+        OUT_STRIDE,
+        OUT_HEAD_STRIDE,
         N,
         K,
         BLOCK_M,
@@ -124,12 +125,20 @@ def _heads_kernel(
 
 def linear_heads(x: Tensor, weight: Weight) -> Tensor:
     """`Kernels.linear_heads`: all heads in one launch."""
+    rows, heads, _ = x.shape
+    size = weight.shape[1]
+    out = room_for(x, heads * size).view(rows, heads, size)
+    _multiply_heads(x, weight, out)
+    return out
+
+
+def _multiply_heads(x: Tensor, weight: Weight, out: Tensor) -> None:
+    """Into `out` [rows, heads, size], which may be a part of longer rows."""
     rows, heads, inner = x.shape
     count, size, depth = weight.shape
     if (count, depth) != (heads, inner) or weight.tensor.dtype != x.dtype:
         raise ValueError(f"the weight {weight.shape} was not packed for x {tuple(x.shape)}")
     x = _aligned(x)
-    out = room_for(x, heads * size).view(rows, heads, size)
     tile = heads_tile(rows, x.dtype)
     if rows:
         _heads_kernel[(cdiv(size, tile.outputs), cdiv(rows, tile.rows), heads)](
@@ -139,7 +148,8 @@ def linear_heads(x: Tensor, weight: Weight) -> Tensor:
             M=rows,
             x_stride=x.stride(0),
             x_head_stride=x.stride(1),
-            HEADS=heads,
+            OUT_STRIDE=out.stride(0),
+            OUT_HEAD_STRIDE=out.stride(1),
             N=size,
             K=inner,
             BLOCK_M=tile.rows,
@@ -151,7 +161,6 @@ def linear_heads(x: Tensor, weight: Weight) -> Tensor:
             **ROUND_ALWAYS,
             **LAUNCH,
         )
-    return out
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -278,6 +287,7 @@ def _latent_cache_kernel(
     EACH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SCALED: tl.constexpr,
+    COPIED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     begin(PDL)
@@ -307,7 +317,7 @@ def _latent_cache_kernel(
         EACH,
         BLOCK_SIZE,
         SCALED,
-        True,
+        COPIED,
     )
 
 
@@ -424,14 +434,36 @@ def latent_to_cache_(
 ) -> Tensor:
     """`Kernels.latent_to_cache_`, in one launch."""
     rows, heads, rank = absorbed.shape
+    absorbed = absorbed.contiguous()
+    query = absorbed.new_empty(rows, heads, rank + rotated.shape[2])
+    arguments = rotated, latent, norm, positions, cos_sin, cache, slot_mapping
+    _rotate_to_cache_(query, absorbed, *arguments)
+    return query
+
+
+def _rotate_to_cache_(
+    query: Tensor,
+    absorbed: Tensor | None,
+    rotated: Tensor,
+    latent: Tensor,
+    norm: LatentNorm,
+    positions: Tensor,
+    cos_sin: Tensor | None,
+    cache: LayerCache,
+    slot_mapping: Tensor,
+) -> None:
+    """Latents into their slots, and the rest of `query` [rows, heads, rank + rope] beside what was
+    absorbed: `absorbed`, which is copied, or what lies there.
+    """
+    rows, heads, size = query.shape
     rope = rotated.shape[2]
-    absorbed, latent = absorbed.contiguous(), as_rows(latent)
+    latent = as_rows(latent)
     rotated = rotated if rotated.stride(2) == 1 else rotated.contiguous()
-    query = absorbed.new_empty(rows, heads, rank + rope)
     positions, cos_sin = _angles(positions, cos_sin, rope)
+    each = _HEADS if absorbed is not None else _MANY_HEADS
     if rows:
-        _latent_cache_kernel[(rows, 1 + cdiv(heads, _HEADS))](
-            absorbed=absorbed,
+        _latent_cache_kernel[(rows, 1 + cdiv(heads, each))](
+            absorbed=query if absorbed is None else absorbed,
             rotated=rotated,
             latent=latent,
             norm=norm.weight,
@@ -447,19 +479,19 @@ def latent_to_cache_(
             eps=norm.eps,
             key_scale=cache.fp8_scales[0],
             HEADS=heads,
-            RANK=rank,
+            RANK=size - rope,
             ROPE=rope,
-            RANK_PAD=next_power_of_2(rank),
+            RANK_PAD=next_power_of_2(size - rope),
             HALF_PAD=next_power_of_2(rope // 2),
-            EACH=_HEADS,
+            EACH=each,
             BLOCK_SIZE=cache.block_size,
             SCALED=cache.fp8_scales != (1.0, 1.0),
+            COPIED=absorbed is not None,
             PDL=USE_PDL,
             num_warps=4,
             **ROUND_ALWAYS,
             **LAUNCH,
         )
-    return query
 
 
 def latent_queries_(
@@ -473,14 +505,18 @@ def latent_queries_(
     cache: LayerCache,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """`Kernels.latent_queries_`, in one launch if there are few rows."""
+    """`Kernels.latent_queries_`, in one launch if there are few rows; of many, products first, which
+    are stored where the queries need them.
+    """
     rows, heads, depth = plain.shape
     rope, rank = rotated.shape[2], key_up.shape[1]
     if not 0 < rows <= _MOST_JOINED:
-        absorbed = linear_heads(plain, key_up)
-        return latent_to_cache_(
-            absorbed, rotated, latent, norm, positions, cos_sin, cache, slot_mapping
+        query = plain.new_empty(rows, heads, rank + rope)
+        _multiply_heads(plain, key_up, query[..., :rank])
+        _rotate_to_cache_(
+            query, None, rotated, latent, norm, positions, cos_sin, cache, slot_mapping
         )
+        return query
     if key_up.shape != (heads, rank, depth) or key_up.tensor.dtype != plain.dtype:
         raise ValueError(f"the weight {key_up.shape} was not packed for x {tuple(plain.shape)}")
     plain, latent = _aligned(plain), as_rows(latent)

@@ -1,11 +1,11 @@
 """Latent attention over the paged cache: one key head for all query heads, whose value is the first
 part of its key.
 
-One kernel for decode steps and prompts. A program computes a tile of 64 (query, head) rows of one
-sequence, so that a latent is read once for all of them and multiplied by the wide tensor core
-instruction, whose left operand is read from shared memory: rows of 576 numbers have no room in
-registers. With 20 heads three queries fill a tile; a decode step leaves rows empty, which costs
-nothing while the time goes to reading.
+One kernel for decode steps and prompts; on Hopper `prompt_latent.py` computes most of a prompt. A
+program computes a tile of 64 (query, head) rows of one sequence, so that a latent is read once for
+all of them and multiplied by the wide tensor core instruction, whose left operand is read from
+shared memory: rows of 576 numbers have no room in registers. With 20 heads three queries fill a
+tile; a decode step leaves rows empty, which costs nothing while the time goes to reading.
 
 Exactness is that of `attention.py`: keys in tiles of KEYS, tiles in splits of SPLIT keys, the
 splits' results merged in order. A program that walks all splits of a tile keeps what is merged so
@@ -44,6 +44,8 @@ _ONES = 16
 _WARPS = 8
 _AT_ONCE = tl.constexpr(8)
 """Splits whose results are loaded before the first of them is merged."""
+_LOOKED_AT = tl.constexpr(64)
+"""Items whose flags are loaded at once."""
 _KEPT = 5
 """Results that a program stores before it merges them: of 64 rows each has 128 KiB."""
 FORMS: dict[int, tuple[int, int, int]] = {2: (LATENT_ROWS, 64, 2), 4: (16, 16, 2)}
@@ -178,6 +180,22 @@ def _merge_tile(
             )
 
 
+@triton.jit
+def _next_item(item, count, failed, PARTS: tl.constexpr, AGAIN: tl.constexpr):
+    """The first item from `item` on that this program computes."""
+    if AGAIN:
+        ahead = tl.arange(0, _LOOKED_AT)
+        skipped = _LOOKED_AT
+        while skipped == _LOOKED_AT:
+            at = item + ahead * tl.num_programs(0)
+            flags = failed + at // PARTS * 2
+            first = tl.load(flags, mask=at < count, other=1, cache_modifier=".cg")
+            second = tl.load(flags + 1, mask=at < count, other=1, cache_modifier=".cg")
+            skipped = tl.min(tl.where(first + second != 0, ahead, _LOOKED_AT), 0)
+            item += skipped * tl.num_programs(0)
+    return item
+
+
 @jit(do_not_specialize=["table_stride"])
 def _latent_kernel(
     query,
@@ -185,6 +203,7 @@ def _latent_kernel(
     keys,
     block_tables,
     work,
+    failed,
     stored_output,
     stored_state,
     arrived,
@@ -209,8 +228,11 @@ def _latent_kernel(
     KEPT: tl.constexpr,
     WIDE: tl.constexpr,
     PDL: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
-    """`work` is the list of `latent_work.py`. A program computes ROWS of a tile's TILE_ROWS rows."""
+    """`work` is the list of `latent_work.py`. A program computes ROWS of a tile's TILE_ROWS rows.
+    AGAIN: only of items for which one of two flags in `failed` [items, 2] is set.
+    """
     PARTS: tl.constexpr = TILE_ROWS // ROWS
     rows = tl.arange(0, ROWS)
     column, tail = tl.arange(0, RANK_PAD), tl.arange(0, ROPE_PAD)
@@ -219,6 +241,7 @@ def _latent_kernel(
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
     count = tl.load(work, cache_modifier=".cg") * PARTS
+    item = _next_item(item, count, failed, PARTS, AGAIN)
     while item < count:
         entry = work + (1 + item // PARTS) * 8
         partial, first_split, first_row, num_queries, context_len, table_row, end_split = (
@@ -342,7 +365,7 @@ def _latent_kernel(
                     SCALED,
                 )
                 tl.store(arrived + counter, 0)
-        item += tl.num_programs(0)
+        item = _next_item(item + tl.num_programs(0), count, failed, PARTS, AGAIN)
 
 
 def latent_attention(
@@ -353,10 +376,15 @@ def latent_attention(
     spec: LatentSpec,
     max_context_len: int,
     num_multiprocessors: int,
+    out: Tensor | None = None,
+    failed: Tensor | None = None,
 ) -> Tensor:
-    """[rows, heads, rank] of query [rows, heads, rank + rope]; `work`: the list `decode`."""
+    """[rows, heads, rank] of query [rows, heads, rank + rope]; `work`: the list `decode` or `prompts`.
+    Of the latter, only items that `failed` may be computed: rows of `out`.
+    """
     rows, heads, _ = query.shape
-    out = torch.empty(rows, heads, spec.rank, dtype=query.dtype, device=query.device)
+    if out is None:
+        out = torch.empty(rows, heads, spec.rank, dtype=query.dtype, device=query.device)
     tile_rows, _, _ = FORMS[query.itemsize]
     parts = LATENT_ROWS // tile_rows
     programs = min((len(work) - 1) * parts, num_multiprocessors)
@@ -372,6 +400,7 @@ def latent_attention(
         keys=cache.keys,
         block_tables=block_tables,
         work=work,
+        failed=work if failed is None else failed,
         stored_output=query.new_empty(slots * rank_pad, dtype=torch.float32),
         stored_state=query.new_empty(slots * 2, dtype=torch.float32),
         arrived=counters(query.device, 1),
@@ -379,6 +408,7 @@ def latent_attention(
         block_stride=cache.keys.stride(0),
         OWN_SLOTS=own_slots,
         PDL=USE_PDL,
+        AGAIN=failed is not None,
         **arguments(query, cache, spec),
         num_warps=_WARPS,
         **ROUND_ALWAYS,

@@ -1,5 +1,6 @@
-"""Divides a step's latent attention into items of work: one list for decode steps and prompts, and
-one for single queries of few sequences.
+"""Divides a step's latent attention into items of work: one list for decode steps and prompts
+(called `prompts` where a kernel for these is to compute it), and one for single queries of few
+sequences.
 
 An item is a tile of (query, head) rows of one sequence, which all look at the same latents, and some
 of the splits of the keys that the tile sees. The list has the name and the fields of the list
@@ -27,6 +28,9 @@ MAX_SMALL_TILES = 384
 MAX_SMALL_TILES_OF_SPLITS = 640
 """The same where a sequence has several splits, with which the kernel for all takes longer."""
 
+_PROMPTS_GAIN = 3
+"""How many times as fast the kernel for prompts is, which takes whole tiles only."""
+
 
 def small_rows(heads: int) -> int:
     """Heads of an item of the list `small`."""
@@ -40,15 +44,21 @@ def latent_work(
     shape: HeadShape,
     num_multiprocessors: int,
     has_small: bool = False,
+    has_prompts: bool = False,
 ) -> dict[str, Int32Array]:
-    """The list of a step. `has_small`: whether it may be the list `small`."""
+    """The list of a step. `has_small`: whether it may be the list `small`; `has_prompts`: the list
+    `prompts`.
+    """
     if has_small and query_lens.max() == 1:
         tiles = int((-(-context_lens // KEY_TILE)).sum()) * _small_tiles(shape)
         if _is_small(tiles, int(context_lens.max())):
             return {"small": _small_work(context_lens, table_rows, shape.num_heads)}
-    return {
-        "decode": _work_of_all(query_lens, context_lens, table_rows, shape, num_multiprocessors)
-    }
+    # some tile is full of one sequence's rows
+    is_prompts = bool(has_prompts and query_lens.max() * shape.num_heads >= LATENT_ROWS)
+    is_prompts = is_prompts and bool(query_lens.max() > 1)
+    arrays = query_lens, context_lens, table_rows
+    work = _work_of_all(*arrays, shape, num_multiprocessors, is_prompts)
+    return {"prompts" if is_prompts else "decode": work}
 
 
 def _small_tiles(shape: HeadShape) -> int:
@@ -92,6 +102,7 @@ def _work_of_all(
     table_rows: Int32Array,
     shape: HeadShape,
     num_multiprocessors: int,
+    is_prompts: bool,
 ) -> Int32Array:
     """A program has a multiprocessor to itself."""
     heads = shape.num_heads
@@ -102,7 +113,13 @@ def _work_of_all(
     last = (first + LATENT_ROWS - 1) // heads
     seen = context_lens[owner] - query_lens[owner] + np.minimum(last + 1, query_lens[owner])
     splits = -(-seen // SPLIT)
-    run = _run(splits, num_multiprocessors)
+    share = int(splits.sum()) / num_multiprocessors
+    longest = int(splits.max())
+    run = (
+        longest
+        if is_prompts and longest <= _PROMPTS_GAIN * share
+        else _run(splits, num_multiprocessors)
+    )
     pieces = -(-splits // run)
     partials = np.where(pieces > 1, splits, 0)
     tile = np.repeat(np.arange(len(pieces)), pieces)

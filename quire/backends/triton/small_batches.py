@@ -74,6 +74,27 @@ def latents_are_exact(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @cache
+def latent_prompts_are_exact(device: torch.device) -> bool:
+    """Tests latent attention of prompts in bfloat16, once; it must not be during a graph capture."""
+    if not HAS_GLUON or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        compile_together(lambda: _same_latent_prompts(device))
+        is_exact = _same_latent_prompts(device)
+    except Exception as error:  # whatever a compiler of another version says
+        logger.warning(
+            "latent attention of prompts takes longer, as a kernel for it doesn't compile here: %s",
+            error,
+        )
+        return False
+    if not is_exact:
+        logger.warning(
+            "latent attention of prompts takes longer, as a kernel for it gives other bits on this GPU"
+        )
+    return is_exact
+
+
+@cache
 def experts_are_exact(device: torch.device, format: Format, inner: int) -> bool:
     """Tests the kernel for experts in a format that have so many inputs, once; it must not be during
     a graph capture.
@@ -212,6 +233,28 @@ def _same_latents(device: torch.device, dtype: torch.dtype) -> bool:
     found, expected = (
         attend(query, cache, blocks, torch.from_numpy(work).to(device), spec, 700, programs)
         for attend, work in ((small_batch_latent, small), (latent_attention, decode))
+    )
+    return torch.equal(found, expected)
+
+
+def _same_latent_prompts(device: torch.device) -> bool:
+    """Whether it has the bits of the kernel for all, with one split and with two."""
+    from quire.backends.triton.prompt_latent import prompt_latent
+
+    heads = latent_heads(20, 256, 64)
+    spec = LatentSpec(heads, 0.1, nope_dim=64, rope_dim=64, value_dim=64)
+    queries, lengths = np.array([40, 9], np.int32), np.array([100, 700], np.int32)
+    keys = _random(96, 1, 16, heads.head_dim, device=device, dtype=torch.bfloat16)
+    cache = LayerCache(keys, keys[..., : spec.rank])
+    query = _random(49, heads.num_heads, heads.head_dim, device=device, dtype=torch.bfloat16)
+    blocks = torch.arange(96, dtype=torch.int32, device=device).view(2, 48)
+    # on one multiprocessor nobody divides an item
+    tables = np.arange(2, dtype=np.int32)
+    (work,) = latent_work(queries, lengths, tables, heads, 1, False, True).values()
+    listed = torch.from_numpy(work).to(device)
+    found, expected = (
+        attend(query, cache, blocks, listed, spec, 700, num_multiprocessors(device))
+        for attend in (prompt_latent, latent_attention)
     )
     return torch.equal(found, expected)
 

@@ -10,7 +10,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
 
+from quire.backends.triton import prompt_latent
 from quire.backends.triton import small_batch_latent as small
 from quire.backends.triton.latent import (
     _heads_kernel,
@@ -24,14 +26,14 @@ from tests.long_runs import IS_LONG
 
 _TYPES = {
     **dict.fromkeys(("query", "out", "keys", "x", "weight"), "*bf16"),
-    **dict.fromkeys(("block_tables", "work", "arrived"), "*i32"),
+    **dict.fromkeys(("block_tables", "work", "failed", "arrived"), "*i32"),
     **dict.fromkeys(("stored_output", "stored_state"), "*fp32"),
     **dict.fromkeys(("scale", "value_scale"), "fp32"),
 }
 _LATENT = {
     "RANK": 512, "ROPE": 64, "RANK_PAD": 512, "ROPE_PAD": 64, "BLOCK_SIZE": 16, "TILE_ROWS": 64,
     "ROWS": 64, "KEYS": 64, "TILES": 8, "ONES": 16, "STAGES": 2, "OWN_SLOTS": 512, "KEPT": 5,
-    "WIDE": False, "PDL": True,
+    "WIDE": False, "PDL": True, "AGAIN": False,
 }  # fmt: skip
 
 
@@ -61,6 +63,27 @@ def compiled(
     return {"shared": made.metadata.shared, "stack": stack_size(made.asm["cubin"])}
 
 
+def _tiles(rows: int) -> str:
+    """The type of a descriptor of tiles of so many rows."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, 64], gl.bfloat16)
+    return f"tensordesc<bf16[{rows}, 64],{layout!r}>"
+
+
+def prompt_latent_kernels() -> dict[str, dict[str, int]]:
+    found = {}
+    for half, block_size in ((256, 16), (256, 64), (128, 32)) if IS_LONG else ((128, 32),):
+        constants = {"HEADS": 20, "HALF": half, "ROPE": 64, "BLOCK_SIZE": block_size, "PDL": True}
+        types = _TYPES | {"query": _tiles(64), "keys": _tiles(block_size), "stored": "*fp32"}
+        found[f"prompts {half} {block_size}"] = resources(
+            prompt_latent._prompt_latent_kernel,
+            types,
+            constants,
+            4,
+            maxnreg=prompt_latent._REGISTERS,
+        )
+    return found
+
+
 def small_latent_kernels() -> dict[str, dict[str, int]]:
     found = {}
     cases = (32, 20, "*fp8e4nv"), (32, 20, "*bf16"), (16, 16, "*bf16")
@@ -86,16 +109,17 @@ def small_latent_kernels() -> dict[str, dict[str, int]]:
 
 def latent_kernels() -> dict[str, dict[str, int]]:
     """What each takes; in the short form one of those for few sequences, as others compile slowly."""
-    found = small_latent_kernels()
+    found = small_latent_kernels() | prompt_latent_kernels()
     if not IS_LONG:
         return found
     for heads, cache in ((20, "*bf16"), (128, "*bf16"), (20, "*fp8e4nv")):
         constants = _LATENT | {"HEADS": heads, "SCALED": cache != "*bf16"}
+        constants |= {"AGAIN": heads == 128}
         types = _TYPES | {"keys": cache}
         found[f"latent {heads} {cache}"] = compiled(_latent_kernel, constants, 8, types)
-    for rows, inner in ((16, 192), (16, 512), (64, 192), (128, 192)):
+    for rows, inner in ((16, 192), (16, 512), (64, 192), (1000, 192)):
         tile = heads_tile(rows, torch.bfloat16)
-        constants = {"HEADS": 20, "N": 512, "K": inner, "PDL": True}
+        constants = {"OUT_STRIDE": 10240, "OUT_HEAD_STRIDE": 512, "N": 512, "K": inner, "PDL": True}
         constants |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inner}
         found[f"heads {rows} {inner}"] = compiled(
             _heads_kernel, constants, tile.warps, _TYPES, num_stages=tile.stages
@@ -106,7 +130,10 @@ def latent_kernels() -> dict[str, dict[str, int]]:
         types = dict.fromkeys(("absorbed", "rotated", "latent", "norm", "query"), "*bf16")
         types |= {"positions": "*i64", "slots": "*i64", "cos_sin": "*fp32", "keys": cache}
         types |= {"eps": "fp32", "key_scale": "fp32"}
-        found[f"to cache {cache}"] = compiled(_latent_cache_kernel, constants, 4, types)
+        for copied in (True, False):
+            found[f"to cache {cache} {copied}"] = compiled(
+                _latent_cache_kernel, constants | {"COPIED": copied}, 4, types
+            )
         types |= {"plain": "*bf16", "weight": "*bf16"}
         constants |= {"NOPE": 192, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64}
         found[f"queries {cache}"] = compiled(

@@ -41,10 +41,12 @@ from quire.backends.triton.latent_work import (  # isort: skip
 )
 
 if ON_GPU:
-    from quire.backends.triton import small_batch_latent, small_batches
+    from quire.backends.triton import prompt_latent, small_batch_latent, small_batches
 
 pytestmark = MARKS
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+ON_HOPPER = ON_GPU and torch.cuda.get_device_capability()[0] == 9
+on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="this kernel is for Hopper")
 KERNELS = TritonKernels()
 SPECS = {
     "small": LatentSpec(latent_heads(3, 24, 8), 0.3, nope_dim=10, rope_dim=8, value_dim=6),
@@ -105,6 +107,22 @@ class Sequences:
             self.query, self.cache, self.tables, listed, self.spec, longest, programs
         )
 
+    def prompts_work(self, programs: int = 132) -> Tensor:
+        sizes = (self.queries, self.lengths, range(len(self.queries)))
+        arrays = [np.array(each, np.int32) for each in sizes]
+        heads = self.spec.heads
+        lists = latent_work(arrays[0], arrays[1], arrays[2], heads, programs, True, True)
+        return torch.from_numpy(lists["prompts"]).to(DEVICE)
+
+    def attend_prompts(self, programs: int = 132, work: Tensor | None = None) -> Tensor:
+        """By the kernel for prompts."""
+        listed = self.prompts_work(programs) if work is None else work
+        assert prompt_latent.takes_cache(self.query, self.cache)
+        longest = max(self.lengths)
+        return prompt_latent.prompt_latent(
+            self.query, self.cache, self.tables, listed, self.spec, longest, programs
+        )
+
     def latents(self, i: int) -> Tensor:
         blocks = self.tables[i].long()
         stored = self.cache.keys.view(torch.uint8) if self.is_fp8 else self.cache.keys
@@ -141,18 +159,19 @@ def make(
     queries: list[int],
     dtype: torch.dtype,
     is_fp8: bool = False,
+    block_size: int = 16,
 ) -> Sequences:
     size = spec.heads.head_dim
-    counts = [-(-length // 16) for length in lengths]
+    counts = [-(-length // block_size) for length in lengths]
     order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(1))
-    keys = random(len(order), 1, 16, size, dtype=dtype, seed=2)
+    keys = random(len(order), 1, block_size, size, dtype=dtype, seed=2)
     tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
-    owned = torch.zeros(len(order), 16, dtype=torch.bool)
+    owned = torch.zeros(len(order), block_size, dtype=torch.bool)
     blocks = iter(order.tolist())
     for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         tables[i, :count] = torch.tensor(list(itertools.islice(blocks, count)))
         for token in range(length):
-            owned[int(tables[i, token // 16]), token % 16] = True
+            owned[int(tables[i, token // block_size]), token % block_size] = True
     keys = keys.masked_fill(~owned.to(DEVICE)[:, None, :, None], NAN)
     scale = 1.0
     if is_fp8:
@@ -462,6 +481,113 @@ def test_they_are_for_half_precision_and_whole_pieces() -> None:
     assert small_batches.latents_are_exact(DEVICE, torch.bfloat16)
     assert small_batches.latents_are_exact(DEVICE, torch.float16)
     assert set(KERNELS.decode_lists(1, 1, 512, latent_heads(20, 512, 64))) == {"small"}
+
+
+PROMPTS = (
+    [(40, 40)],
+    [(64, 64), (1, 9), (65, 700), (2, 513)],
+    [(130, 130), (7, 2000), (33, 512), (1, 1), (127, 1151)],
+    [(300, 1500), (513, 513)],
+    [(3, 5000), (20, 640), (1, 3000), (1, 20)],
+)
+"""(queries, length) of sequences: whole tiles and ragged ones, cached prefixes, decode steps beside."""
+
+
+@on_hopper
+@pytest.mark.parametrize("case", range(len(PROMPTS)))
+@pytest.mark.parametrize("spread", [1, 30, 300])
+@pytest.mark.parametrize("name", [*TRUE, "mistral4"])
+def test_prompts_have_the_bits_of_the_kernel_for_all(name: str, spread: int, case: int) -> None:
+    """By many programs, by few, and with items divided. Where scores are far apart a weight's
+    reference is raised within a split, which is left to the kernel for all. What belongs to nobody
+    is NaN.
+    """
+    queries, lengths = [list(each) for each in zip(*PROMPTS[case], strict=True)]
+    block_size = (16, 32, 64)[case % 3]
+    sequences = make(SPECS[name], lengths, queries, torch.bfloat16, block_size=block_size)
+    sequences = replace(sequences, query=sequences.query * spread)
+    expected = sequences.attend()
+    assert not expected.isnan().any()
+    for programs in (132, 132, 1, 2, 7):
+        found = sequences.attend_prompts(programs)
+        assert torch.equal(found, expected), programs
+    divided = sequences.work(132)
+    assert torch.equal(sequences.attend_prompts(132, divided), expected)
+
+
+@on_hopper
+def test_few_items_of_prompts_are_left_to_the_kernel_for_all() -> None:
+    """The kernel for prompts computes what it can: outputs are there before the other one runs."""
+    sequences = make(SPECS["glm"], [2048] * 3, [2048] * 3, torch.bfloat16)
+    work = sequences.prompts_work()
+    assert work[0, 1] == 0  # no item is divided
+    out = torch.full((3 * 2048, 20, 512), NAN, dtype=torch.bfloat16, device=DEVICE)
+    left: list[Tensor] = []
+
+    def skipped(*arguments: Any, out: Tensor, failed: Tensor) -> Tensor:
+        left.append(failed)
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_latent, "latent_attention", skipped)
+        out = sequences.attend_prompts(132, work)
+    assert left[0].numel() == 2 * (len(work) - 1)
+    assert not left[0].any()
+    assert torch.equal(out, sequences.attend())
+
+
+@on_hopper
+def test_prompts_that_turn_out_shorter() -> None:
+    """By wrong draft tokens before them."""
+    sequences = make(SPECS["glm"], [510, 300, 511, 1900], [30, 40, 3, 64], torch.bfloat16)
+    told = replace(sequences, lengths=[515, 300, 514, 1960])
+    lag = torch.tensor([5, 0, 3, 60], dtype=torch.int32, device=DEVICE)
+    for programs in (1, 132):
+        work = told.prompts_work(programs)
+        shorten_attention_work_({"prompts": work}, lag)
+        assert torch.equal(sequences.attend_prompts(132, work), sequences.attend())
+
+
+@on_hopper
+def test_prompts_in_a_graph() -> None:
+    sequences = make(SPECS["glm"], [700, 33, 1500], [64, 33, 5], torch.bfloat16)
+    work = sequences.prompts_work()
+    found = in_graph(lambda: sequences.attend_prompts(132, work))
+    assert torch.equal(found, sequences.attend())
+
+
+def test_the_list_of_prompts_is_for_tiles_full_of_one_sequence() -> None:
+    glm = latent_heads(20, 512, 64)
+
+    def lists(queries: list[int], lengths: list[int]) -> dict[str, Int32Array]:
+        rows = np.arange(len(queries), dtype=np.int32)
+        arrays = np.array(queries, np.int32), np.array(lengths, np.int32), rows
+        return latent_work(*arrays, glm, 132, True, True)
+
+    assert set(lists([1] * 500, [300] * 500)) == {"decode"}
+    assert set(lists([1, 1], [300, 9])) == {"small"}
+    assert set(lists([3, 3], [300, 9])) == {"decode"}
+    assert set(lists([1, 4], [300, 9])) == {"prompts"}
+    # the kernel for prompts takes whole tiles: more of them than other kernels would
+    whole = lists([512], [16384])["prompts"]
+    assert (whole[0, 0], whole[0, 1]) == (160, 0)
+    assert lists([16], [16384])["prompts"][0, 1] > 0
+    many = latent_heads(128, 512, 64)
+    rows, lengths = np.zeros(1, np.int32), np.array([5000], np.int32)
+    assert set(latent_work(rows + 1, lengths, rows, many, 132, False, True)) == {"decode"}
+
+
+@on_hopper
+def test_kernels_for_prompts_are_for_bfloat16() -> None:
+    assert small_batches.latent_prompts_are_exact(DEVICE)
+    assert prompt_latent.takes(latent_heads(20, 512, 64), torch.bfloat16)
+    assert not prompt_latent.takes(latent_heads(20, 512, 64), torch.float16)
+    assert not prompt_latent.takes(latent_heads(20, 40, 24), torch.bfloat16)
+    fp8 = make(SPECS["glm"], [100], [100], torch.bfloat16, True)
+    assert not prompt_latent.takes_cache(fp8.query, fp8.cache)
+    kernels = TritonKernels(torch.bfloat16)
+    counts, rows = np.array([100], np.int32), np.zeros(1, np.int32)
+    assert set(kernels.attention_work(counts, counts, rows, fp8.spec.heads)) == {"prompts"}
 
 
 HEADS_COUNTS = (1, 17, 300, 2048) if ON_GPU else (1, 17)

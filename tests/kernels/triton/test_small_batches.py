@@ -270,13 +270,14 @@ def test_kernels_for_all_devices_compile_and_fit_into_what_each_has() -> None:
             96 if name.startswith(("prompt", "four bits", "experts")) else 0
         ), name
         assert used["shared"] <= 227 * 1024, name
-    assert len(found["attention"]) == short_or_long(2, 17)
+    assert len(found["attention"]) == short_or_long(3, 22)
     for name, (shared, limit) in found["attention"].items():
         assert shared <= limit, name
     assert len(found["latent"]) == short_or_long(2, 17)
     assert len(found["adapters"]) == short_or_long(0, 4)
     for name, used in (found["latent"] | found["adapters"]).items():
-        assert used["stack"] <= (1200 if name.startswith("latent") else 32), name
+        spilled = {"latent": 1200, "prompts": 96}.get(name.split()[0], 32)
+        assert used["stack"] <= spilled, name
         is_small = name.startswith(("scores", "values"))  # two programs on a multiprocessor
         assert used["shared"] <= (113 if is_small else 227) * 1024, name
     assert len(found["recurrent"]) == short_or_long(4, 20)
