@@ -83,6 +83,7 @@ def test_launches_are_found() -> None:
         "latent_attention.py": 1,
         "linear.py": 1,
         "linear_pair.py": 1,
+        "many_rows_experts.py": 1,
         "moe.py": 2,
         "prompt_attention.py": 1,
         "prompt_latent.py": 1,

@@ -5,9 +5,11 @@ come from the step, from the records of earlier steps, or, where the run began b
 begin and the input lies before that, from the chunk's state.
 """
 
+# mypy: disable-error-code="unreachable, var-annotated"
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -27,8 +29,34 @@ from quire.kernels.recurrent import ConvolutionCache, ConvolutionSpec
 
 _FEW = 64
 """Up to so many rows get a program each for every few channels."""
+_MANY = 1024
+"""From so many rows on a program takes stretches of rows that follow each other."""
 _ROWS = 8
 _CHANNELS = 512
+_STRETCHES = 2
+"""Of a program of many rows, of `_ROWS` rows and twice `_CHANNELS` each: 16 bytes a thread and row."""
+
+
+@triton.jit
+def _factors(weight, channel, within, TAPS: tl.constexpr, IN_WORDS: tl.constexpr):
+    """What each tap of some channels is multiplied by, the earliest first, in float32.
+
+    IN_WORDS: a channel's are four numbers of 16 bits, loaded at once. By themselves they lie 8 bytes
+    apart, so that a warp's load of one number each takes as long as one of 16 bytes each.
+    """
+    found = ()
+    NUMBER: tl.constexpr = weight.dtype.element_ty
+    if IN_WORDS:
+        words = weight.to(tl.pointer_type(tl.uint64), bitcast=True)
+        word = tl.load(words + channel, mask=within, other=0)
+        for tap in tl.static_range(TAPS):
+            bits = (word >> 16 * tap).to(tl.uint16)
+            found = found + (bits.to(NUMBER, bitcast=True).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    else:
+        for tap in tl.static_range(TAPS):
+            factor = tl.load(weight + channel * TAPS + tap, mask=within, other=0.0)
+            found = found + (factor.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
 
 
 @jit(do_not_specialize=["rows"])
@@ -56,64 +84,216 @@ def _convolve_kernel(
     SILU: tl.constexpr,
     TAIL: tl.constexpr,
     ROWS: tl.constexpr,
+    STRETCHES: tl.constexpr,
+    IN_WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS rows and BLOCK channels."""
-    NUMBER: tl.constexpr = x.dtype.element_ty
+    """STRETCHES times ROWS rows and BLOCK channels; 0 stretches: ROWS rows, each by itself."""
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = channel < CHANNELS
+    factors = _factors(weight, channel, within, TAPS, IN_WORDS)  # constants: before the wait
+    added = tl.load(bias + channel, mask=within, other=0.0).to(tl.float32) if BIAS else 0.0
     begin(PDL)
-    for i in range(ROWS):
-        row = tl.program_id(0).to(tl.int64) * ROWS + i
-        table = tl.load(tables + row, mask=row < rows, other=-1)
-        if table >= 0:
-            position = tl.load(positions + row)
-            # How many of the inputs before it are in the step: its run begins so much earlier.
-            before = 0
-            for back in tl.static_range(1, TAPS):
-                is_next = in_step(tables, positions, rows, row - back, table, position - back)
-                before += tl.where(is_next & (before == back - 1), 1, 0)
-            first = (position - before) // CHUNK * CHUNK if TAIL else 0
-            total = tl.zeros((BLOCK,), tl.float32)
-            for d in tl.static_range(TAPS - 1, -1, -1):  # how long ago
-                at = position - d
-                new = d <= before
-                value = tl.load(x + (row - d) * x_stride + channel, mask=within & new, other=0.0)
-                if d > 0:
-                    kept = (at >= first) & (at >= 0) & (d > before)
-                    start, offset = records_at(
-                        block_tables, table_stride, table, at, kept, block_stride, BLOCK_SIZE
-                    )
-                    place = inputs + start + offset * CHANNELS + channel
-                    value += tl.load(place, mask=within & kept, other=0.0)
-                    if TAIL:
-                        carried = (at < first) & (first > 0) & (d > before)
-                        if carried:
-                            last_inputs = head_of_state(
-                                tail_places,
-                                at - first + TAPS - 1,
-                                state_tables,
-                                state_stride,
-                                state_width,
-                                table,
-                                first,
-                                NUMBER,
-                                NUMBER.primitive_bitwidth // 8,
-                            )
-                            value = tl.load(last_inputs + channel, mask=within, other=0.0)
-                factor = tl.load(weight + channel * TAPS + (TAPS - 1 - d), mask=within, other=0.0)
-                total = tl.fma(value.to(tl.float32), factor.to(tl.float32), total)
-                if d == 0:
-                    start, offset = records_at(
-                        block_tables, table_stride, table, at, True, block_stride, BLOCK_SIZE
-                    )
-                    tl.store(inputs + start + offset * CHANNELS + channel, value, mask=within)
-            if BIAS:
-                total += tl.load(bias + channel, mask=within, other=0.0).to(tl.float32)
-            if SILU:
-                total = silu(total)
-            tl.store(out + row * CHANNELS + channel, total.to(NUMBER), mask=within)
+    for stretch in range(max(STRETCHES, 1)):
+        start = (tl.program_id(0).to(tl.int64) * max(STRETCHES, 1) + stretch) * ROWS
+        is_run, table, position = False, 0, 0
+        if STRETCHES > 0:
+            # Whether these rows and those that their taps reach follow each other in one sequence.
+            EARLIER: tl.constexpr = TAPS - 1
+            near = tl.arange(0, triton.next_power_of_2(ROWS + EARLIER))
+            seen = (near < ROWS + EARLIER) & (start >= EARLIER) & (start + ROWS <= rows)
+            place = start - EARLIER + near
+            table = tl.load(tables + start, mask=start < rows, other=-1)
+            position = tl.load(positions + start, mask=start < rows, other=0)
+            follows = tl.load(tables + place, mask=seen, other=-1) == table
+            follows &= tl.load(positions + place, mask=seen, other=-1) == position - EARLIER + near
+            breaks = tl.sum(((near < ROWS + EARLIER) & ~follows).to(tl.int32), 0)
+            is_run = (breaks == 0) & (table >= 0)
+        if is_run:
+            _convolve_run(
+                x,
+                factors,
+                added,
+                out,
+                inputs,
+                block_tables,
+                start,
+                table,
+                position,
+                channel,
+                within,
+                x_stride,
+                table_stride,
+                block_stride,
+                CHANNELS,
+                TAPS,
+                BLOCK_SIZE,
+                BIAS,
+                SILU,
+                ROWS,
+            )
+        else:
+            for i in range(ROWS):
+                _convolve_row(
+                    x,
+                    factors,
+                    added,
+                    out,
+                    inputs,
+                    tail_places,
+                    tables,
+                    positions,
+                    block_tables,
+                    state_tables,
+                    rows,
+                    start + i,
+                    channel,
+                    within,
+                    x_stride,
+                    table_stride,
+                    block_stride,
+                    state_stride,
+                    state_width,
+                    CHANNELS,
+                    TAPS,
+                    BLOCK_SIZE,
+                    BIAS,
+                    SILU,
+                    TAIL,
+                )
+
+
+@triton.jit
+def _finished(total, added, NUMBER: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr):
+    if BIAS:
+        total += added
+    if SILU:
+        total = silu(total)
+    return total.to(NUMBER)
+
+
+@triton.jit
+def _convolve_run(
+    x,
+    factors,
+    added,
+    out,
+    inputs,
+    block_tables,
+    start,
+    table,
+    position,
+    channel,
+    within,
+    x_stride,
+    table_stride,
+    block_stride,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """ROWS rows that follow each other, as do those before them that taps reach: each input is
+    loaded once, all of them before the first is used.
+    """
+    NUMBER: tl.constexpr = x.dtype.element_ty
+    source = x + (start - (TAPS - 1)) * x_stride + channel
+    loaded = ()
+    for i in tl.static_range(ROWS + TAPS - 1):
+        loaded = loaded + (tl.load(source + i * x_stride, mask=within, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    for i in tl.static_range(ROWS):
+        total = tl.zeros(channel.shape, tl.float32)
+        for d in tl.static_range(TAPS - 1, -1, -1):  # how long ago
+            value = loaded[i + TAPS - 1 - d].to(tl.float32)
+            if d > 0:
+                value += 0.0  # no negative zero, as where it is added to what was kept
+            total = tl.fma(value, factors[TAPS - 1 - d], total)
+        block, offset = records_at(
+            block_tables, table_stride, table, position + i, True, block_stride, BLOCK_SIZE
+        )
+        record = inputs + block + offset * CHANNELS + channel
+        tl.store(record, loaded[i + TAPS - 1], mask=within)
+        target = out + (start + i) * CHANNELS + channel
+        tl.store(target, _finished(total, added, NUMBER, BIAS, SILU), mask=within)
+
+
+@triton.jit
+def _convolve_row(
+    x,
+    factors,
+    added,
+    out,
+    inputs,
+    tail_places,
+    tables,
+    positions,
+    block_tables,
+    state_tables,
+    rows,
+    row,
+    channel,
+    within,
+    x_stride,
+    table_stride,
+    block_stride,
+    state_stride,
+    state_width,
+    CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """One row, wherever the inputs before it come from."""
+    NUMBER: tl.constexpr = x.dtype.element_ty
+    table = tl.load(tables + row, mask=row < rows, other=-1)
+    if table >= 0:
+        position = tl.load(positions + row)
+        # How many of the inputs before it are in the step: its run begins so much earlier.
+        before = 0
+        for back in tl.static_range(1, TAPS):
+            is_next = in_step(tables, positions, rows, row - back, table, position - back)
+            before += tl.where(is_next & (before == back - 1), 1, 0)
+        first = (position - before) // CHUNK * CHUNK if TAIL else 0
+        total = tl.zeros(channel.shape, tl.float32)
+        for d in tl.static_range(TAPS - 1, -1, -1):  # how long ago
+            at = position - d
+            new = d <= before
+            value = tl.load(x + (row - d) * x_stride + channel, mask=within & new, other=0.0)
+            if d > 0:
+                kept = (at >= first) & (at >= 0) & (d > before)
+                start, offset = records_at(
+                    block_tables, table_stride, table, at, kept, block_stride, BLOCK_SIZE
+                )
+                place = inputs + start + offset * CHANNELS + channel
+                value += tl.load(place, mask=within & kept, other=0.0)
+                if TAIL:
+                    carried = (at < first) & (first > 0) & (d > before)
+                    if carried:
+                        last_inputs = head_of_state(
+                            tail_places,
+                            at - first + TAPS - 1,
+                            state_tables,
+                            state_stride,
+                            state_width,
+                            table,
+                            first,
+                            NUMBER,
+                            NUMBER.primitive_bitwidth // 8,
+                        )
+                        value = tl.load(last_inputs + channel, mask=within, other=0.0)
+            total = tl.fma(value.to(tl.float32), factors[TAPS - 1 - d], total)
+            if d == 0:
+                start, offset = records_at(
+                    block_tables, table_stride, table, at, True, block_stride, BLOCK_SIZE
+                )
+                tl.store(inputs + start + offset * CHANNELS + channel, value, mask=within)
+        result = _finished(total, added, NUMBER, BIAS, SILU)
+        tl.store(out + row * CHANNELS + channel, result, mask=within)
 
 
 def convolve_(
@@ -134,9 +314,11 @@ def convolve_(
         return out
     tables, positions = rows_of(batch)
     states = batch.block_tables[None] if batch.state_tables is None else batch.state_tables
-    block = min(_CHANNELS, next_power_of_2(channels))
+    is_many = rows >= _MANY
+    block = min(_CHANNELS * (1 + is_many), next_power_of_2(channels))
     group = 1 if rows <= _FEW else _ROWS
-    _convolve_kernel[(cdiv(rows, group), cdiv(channels, block))](
+    stretches = _STRETCHES if is_many else 0
+    _convolve_kernel[(cdiv(rows, group * max(stretches, 1)), cdiv(channels, block))](
         x=source,
         weight=weight,
         bias=weight if bias is None else bias,
@@ -160,6 +342,8 @@ def convolve_(
         SILU=spec.silu,
         TAIL=cache.tail is not None,
         ROWS=group,
+        STRETCHES=stretches,
+        IN_WORDS=spec.taps == 4 and weight.itemsize == 2 and weight.data_ptr() % 8 == 0,
         BLOCK=block,
         PDL=USE_PDL,
         num_warps=4,

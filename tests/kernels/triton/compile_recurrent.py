@@ -80,10 +80,10 @@ def recurrent_kernels() -> dict[str, dict[str, int]]:
         )
         shared = common | shape | {"PIECES": shape["KEY_DIM"] // 32, "CHANNELS": channels}
         shared |= {"SKIP": not shape["DELTA"], "HEADS_PAD": 64}
-        shared |= {"BIAS": False, "SILU": True, "TAIL": True, "BLOCK": 512}
+        shared |= {"BIAS": False, "SILU": True, "TAIL": True, "BLOCK": 512, "IN_WORDS": True}
         cases = {
             "scores": (scores_kernel, {"ROWS": 1}),
-            "convolution": (_convolve_kernel, {"ROWS": 1}),
+            "convolution": (_convolve_kernel, {"ROWS": 1, "STRETCHES": 0}),
         }
         for columns in (32, 64) if IS_LONG else (64,):
             for single in (True, False) if IS_LONG else (True,):
@@ -91,15 +91,18 @@ def recurrent_kernels() -> dict[str, dict[str, int]]:
                 cases[f"recurrence {columns} {single}"] = _recur_kernel, more
         if IS_LONG:
             cases["scores of prompts"] = scores_kernel, {"ROWS": 16}
-            cases["convolution of prompts"] = _convolve_kernel, {"ROWS": 8}
+            many = {"ROWS": 8, "STRETCHES": 2, "BLOCK": 1024}
+            cases["convolution of prompts"] = _convolve_kernel, many
         for case, (kernel, more) in cases.items():
-            options = {}
+            options: dict[str, Any] = {}
             if kernel is _recur_kernel:
                 options = {"num_stages": 1, "maxnreg": FORMS[more["COLUMNS"]][1]}
+            elif kernel is _convolve_kernel:
+                options = {"types": _TYPES | {"weight": "*bf16"}}
             done = compiled(kernel, shared | more, **options)
             found[f"{name} {case}"] = _resources(done)
     norm = {"SIZE": 4096, "GROUP": 128, "WEIGHT_SIZE": 128, "GROUPS": 8, "BLOCK": 128}
-    norm |= {"NORM": True, "GATE_FIRST": False, "PDL": True}
+    norm |= {"NORM": True, "GATE_FIRST": False, "ROWS": 4, "PDL": True}
     done = compiled(_gated_norm_kernel, norm)
     found["norm"] = _resources(done)
     return found

@@ -1,10 +1,12 @@
-"""Compiles the kernels of shared experts for an H200, which needs none. Called by
-`compile_kernels`.
+"""Compiles the kernels of shared experts, and of experts with many rows, for an H200, which needs
+none. Called by `compile_kernels`.
 """
 
 from __future__ import annotations
 
+from quire.backends.triton import many_rows_experts
 from quire.backends.triton.linear_pair import _pair_kernel
+from quire.backends.triton.many_rows_experts import _many_rows_kernel
 from quire.backends.triton.tile_product import _product_kernel
 from tests.kernels.triton import compile_recurrent
 from tests.kernels.triton.compile_small_batches import stack_size
@@ -39,6 +41,32 @@ def shared_experts_kernels() -> dict[str, dict[str, int]]:
         # weights and rows come 16 bytes at a time
         assert "cp.async.cg.shared.global" in done.asm["ptx"]
         found[name] = {
+            "shared": done.metadata.shared,
+            "stack": stack_size(done.asm["cubin"]),
+        }
+    return found
+
+
+def many_rows_kernels() -> dict[str, dict[str, int]]:
+    """The same model's, of prompts."""
+    common = {"TOP_K": 8, "ACTIVATION": 0, "BIAS": False, "TILE": many_rows_experts.WIDTH}
+    common |= {"BLOCK_K": 64, "PDL": True}
+    found = {}
+    for is_gated in (True, False) if IS_LONG else (True,):
+        block = many_rows_experts.GATED if is_gated else many_rows_experts.PLAIN
+        sides = {"INNER": 2048, "OUTER": 512} if is_gated else {"INNER": 512, "OUTER": 2048}
+        more = {"IS_GATED": is_gated, "BLOCK": block.outputs, "STAYS": block.stays}
+        box = f"tensordesc<bf16[{1 + is_gated}, {block.outputs}, 64]>"
+        done = compile_recurrent.compiled(
+            _many_rows_kernel,
+            common | sides | more,
+            block.warps,
+            TYPES | {"weight": box},
+            num_stages=block.stages,
+        )
+        assert "wgmma.mma_async" in done.asm["ptx"]
+        assert "cp.async.bulk.tensor.3d" in done.asm["ptx"]
+        found[f"gated {is_gated}"] = {
             "shared": done.metadata.shared,
             "stack": stack_size(done.asm["cubin"]),
         }

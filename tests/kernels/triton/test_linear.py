@@ -29,6 +29,7 @@ from quire.kernels.ops import Activation  # isort: skip  (after the check for Tr
 from quire.backends.triton.kernels import TritonKernels, rows_are_exact  # isort: skip
 from quire.backends.triton import cublas  # isort: skip
 from quire.backends.triton.linear import linear, room_for, tile_of  # isort: skip
+from quire.backends.triton.router_linear import router_linear  # isort: skip
 from quire.kernels.weights import Weight  # isort: skip
 
 pytestmark = MARKS
@@ -201,6 +202,18 @@ def test_routers_in_float32_have_the_bits_of_each_row_alone(
         assert torch.equal(kernels.linear(many, packed, bias), found.repeat(500, 1))
     for i in range(rows):
         assert torch.equal(kernels.linear(x[i : i + 1], packed, bias)[0], found[i])
+
+
+@pytest.mark.parametrize(("size", "inner"), [(64, 2048), (30, 1000)], ids=str)
+def test_routers_of_many_rows_have_the_bits_of_few(size: int, inner: int) -> None:
+    """Several rows at a time, the last of them not full."""
+    half = torch.bfloat16 if ON_GPU else torch.float16
+    x = random(1027, inner, dtype=half)
+    weight = random(size, inner, dtype=torch.float32, seed=1)
+    bias = random(size, dtype=torch.float32, seed=2)
+    found = router_linear(x, weight, bias)
+    for some in (slice(0, 1), slice(500, 517), slice(1024, 1027)):
+        assert torch.equal(router_linear(x[some], weight, bias), found[some])
 
 
 @pytest.mark.slow

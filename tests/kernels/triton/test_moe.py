@@ -30,10 +30,13 @@ from tests.kernels.triton.support import (
     random,
 )
 
-from quire.backends.triton.grouping import group_pairs  # isort: skip  (after the check for Triton)
+from quire.backends.triton import many_rows_experts  # isort: skip  (after the check for Triton)
+from quire.backends.triton.grouping import group_pairs  # isort: skip
+from quire.backends.triton.linear import Tile  # isort: skip
 from quire.backends.triton.kernels import TritonKernels  # isort: skip
 from quire.kernels.reference import ReferenceKernels  # isort: skip
 from quire.backends.triton.moe import moe, route, tile_width  # isort: skip
+from quire.backends.triton.tile_product import tile_product  # isort: skip
 
 pytestmark = MARKS
 
@@ -195,7 +198,10 @@ def test_a_row_without_weights_gets_different_experts_all_the_same(spoilt: list[
 @pytest.mark.slow
 @drawn
 @given(
-    st.sampled_from([(2, 2), (3, 4), (17, 8), (64, 8), (65, 8), (512, 8), (600, 8)]),
+    st.sampled_from(
+        [(2, 2), (3, 4), (17, 8), (64, 8), (65, 8), (512, 8), (600, 8)]
+        + ([(2500, 8), (16384, 8), (30000, 4)] if ON_GPU else [])
+    ),
     st.sampled_from([8, 60, 128, 256]),
     st.sampled_from([16, 32, 64, 128]),
     st.booleans(),
@@ -223,6 +229,36 @@ def test_tiles_hold_every_pair_once_with_its_expert(
             found[owner] += tiles.order[tile * width : tile * width + count].tolist()
     for expert, pairs in enumerate(found):
         assert pairs == (expert_ids == expert).nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("activation", [Activation.SILU, None], ids=["gated", "plain"])
+def test_products_of_many_rows_have_the_bits_of_those_of_few(
+    activation: Activation | None, biases: bool
+) -> None:
+    """Also where an expert has no row, or tiles are not full."""
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    experts, inner, outputs, top_k = (6, 2048, 768, 3) if ON_GPU else (3, 64, 256, 2)
+    rows = 700 if ON_GPU else 192
+    weight = random(experts, outputs, inner, dtype=dtype, seed=1) * inner**-0.5
+    bias = random(experts, outputs, dtype=dtype, seed=2) if biases else None
+    chosen = torch.rand(rows, experts - 1, generator=torch.Generator().manual_seed(3))
+    expert_ids = chosen.topk(top_k).indices.sort(-1).values.flatten().int().to(DEVICE)
+    x = random(rows * (1 if activation else top_k), inner, dtype=dtype, seed=4)
+    pairs_of_row = top_k if activation else 1
+    tiles = group_pairs(expert_ids, experts, rows, many_rows_experts.WIDTH)
+    takes = many_rows_experts.takes(x, weight, tiles)
+    assert takes == (not ON_GPU or torch.cuda.get_device_capability() >= (9, 0))
+    if not takes:
+        pytest.skip("this GPU has no tensor memory accelerator")
+    found = many_rows_experts.many_rows_product(x, weight, bias, tiles, pairs_of_row, activation)
+    packed = Weight.dense(weight)
+    few = group_pairs(expert_ids, experts, rows, 16)
+    for listed, tile in ((tiles, Tile(128, 64, 64, 3, 8)), (few, Tile(16, 32, 64, 3, 4))):
+        expected = tile_product(x, packed, bias, listed, tile, dtype, pairs_of_row, activation)
+        # numpy has no order of additions that is the same for tiles of all shapes
+        same = torch.equal if ON_GPU else torch.allclose
+        assert same(found, expected, **({} if ON_GPU else {"rtol": 1e-2, "atol": 1e-2}))
 
 
 def test_no_rows() -> None:

@@ -249,6 +249,64 @@ def test_a_convolution_alone_reads_its_window_from_blocks(kernels: TritonKernels
     assert torch.equal(steps([0, 20]), steps([0, 1, 2, 3, 18, 20]))
 
 
+@pytest.mark.parametrize("taps", [3, 4])
+def test_a_convolution_of_many_rows_has_the_bits_of_few(kernels: TritonKernels, taps: int) -> None:
+    """Many rows are computed in stretches, where they follow each other."""
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    spec = ConvolutionSpec(5, taps)
+    lengths = [1030, 1, 9, 40]
+    starts = torch.tensor([0, 0, 7, 130])
+    x, weight = random(sum(lengths), 5, dtype=dtype, seed=1), random(5, taps, dtype=dtype)
+    bias = random(5, dtype=dtype, seed=2)
+    spec = replace(spec, bias=True)
+    width = -(-max(lengths) // BLOCK)
+    tables = (1 + torch.randperm(width * 4, device="cpu")).view(4, width).int().to(DEVICE)
+    memory = random(1 + width * 4, 1, BLOCK, 5, dtype=dtype, seed=3)
+    offsets = [0, *itertools.accumulate(lengths)]
+
+    def convolved(parts: Sequence[tuple[int, int, int]], memory: Tensor) -> Tensor:
+        """Rows `first` to `end`, counted from its first in `x`, of each of some sequences."""
+        at = [starts[i] + torch.arange(first, end) for i, first, end in parts]
+        batch = PagedBatch(
+            query_start=torch.tensor([0, *itertools.accumulate(map(len, at))]).int(),
+            context_lens=torch.tensor([int(one[-1]) + 1 for one in at]).int(),
+            block_tables=tables,
+            table_rows=torch.tensor([i for i, _, _ in parts]).int(),
+            slot_mapping=torch.cat(
+                [
+                    tables[i].long()[one // BLOCK] * BLOCK + one % BLOCK
+                    for (i, _, _), one in zip(parts, at, strict=True)
+                ]
+            ),
+            max_context_len=max(int(one[-1]) + 1 for one in at),
+        )
+        rows = torch.cat([x[offsets[i] + first : offsets[i] + end] for i, first, end in parts])
+        return kernels.convolve_(rows, weight, bias, spec, ConvolutionCache(memory, None, 0), batch)
+
+    kept = memory.clone()
+    whole = convolved([(i, 0, n) for i, n in enumerate(lengths)], kept).split(lengths)
+    # what the many rows kept is what few rows read
+    for i, first, end in ((0, 0, 2), (0, 15, 18), (0, 500, 509), (0, 1023, 1030), (2, 3, 9)):
+        assert torch.equal(convolved([(i, first, end)], kept), whole[i][first:end]), (i, first)
+    few = memory.clone()
+    for i in (1, 2, 3):
+        assert torch.equal(convolved([(i, 0, lengths[i])], few), whole[i])
+    used = tables[1:].flatten().long()
+    assert torch.equal(few[used], kept[used])
+
+
+def test_a_gated_norm_of_many_rows_has_the_bits_of_few(kernels: TritonKernels) -> None:
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    size, spec = (4096, GatedNormSpec(128)) if ON_GPU else (16, GatedNormSpec(8))
+    rows = 2050
+    x, gate = (random(rows, size, dtype=dtype, seed=seed) for seed in (1, 2))
+    weight = random(spec.group_size, dtype=dtype, seed=3)
+    whole = kernels.gated_norm(x, gate, weight, 1e-5, spec)
+    for some in (slice(0, 1), slice(1000, 1017), slice(2047, 2050)):
+        found = kernels.gated_norm(x[some], gate[some], weight, 1e-5, spec)
+        assert torch.equal(found, whole[some])
+
+
 @pytest.mark.parametrize(
     "spec", [GatedNormSpec(4), GatedNormSpec(6, gate_first=True), GatedNormSpec(0)], ids=str
 )

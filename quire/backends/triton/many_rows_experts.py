@@ -1,0 +1,183 @@
+"""Products of experts that have many rows each, as in steps of long prompts.
+
+Here rows are on the left of a product and weights on the right, 256 of them at once: then a tensor
+core reads fewer bytes of shared memory for a product, and a program fewer of the L2 cache, than with
+tiles of 128 by 128 (`tile_product.py`). Weights come by the tensor memory accelerator, whole tiles
+for one instruction. The inner dimension is walked in order with one accumulator, so products have the
+bits of those in `tile_product.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from quire.backends.triton.direct_launch import jit
+from quire.backends.triton.grouping import GROUPED, Tiles
+from quire.backends.triton.launch import (
+    INTERPRETED,
+    LAUNCH,
+    ROUND_ALWAYS,
+    USE_PDL,
+    begin,
+    num_multiprocessors,
+)
+from quire.backends.triton.rowwise import NUMBERS, gated
+from quire.backends.triton.shapes import ALIGNMENT, row_stride
+from quire.kernels.ops import Activation
+
+WIDTH = 128
+"""Rows of a tile."""
+_MANY = 128
+"""Pairs that an expert has on average."""
+_INNER = 64
+_OUTPUTS = 128
+
+
+class Block(NamedTuple):
+    """What a program computes of a tile; bits don't depend on it."""
+
+    outputs: int
+    """Of a gated product: as many gates as ups."""
+    stages: int
+    warps: int
+    stays: bool
+    """One program on each multiprocessor, which goes on to further tiles."""
+
+
+GATED = Block(_OUTPUTS, 4, 8, False)
+PLAIN = Block(_OUTPUTS, 3, 8, False)
+
+
+@jit(do_not_specialize=["bound"])
+def _many_rows_kernel(
+    x,
+    weight,
+    bias,
+    tile_experts,
+    tile_counts,
+    order,
+    out,
+    x_stride,
+    bound,
+    INNER: tl.constexpr,
+    OUTER: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAYS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A tile of one expert's pairs times BLOCK rows of its weight -> out [pairs, OUTER]; IS_GATED:
+    times BLOCK rows of gate and of up, and x has one row for TOP_K pairs. STAYS: there are more of
+    these than programs, which go on to further ones, and copy their first inputs meanwhile.
+    """
+    SIDES: tl.constexpr = 2 if IS_GATED else 1
+    BLOCKS: tl.constexpr = OUTER // BLOCK
+    dtype: tl.constexpr = out.dtype.element_ty
+    begin(PDL, SHARES_INPUT=IS_GATED)  # the next product reads the same work list
+    slot = tl.arange(0, TILE)
+    num_items = tl.load(tile_counts + bound) * BLOCKS
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), flatten=STAYS):
+        tile = item // BLOCKS
+        first = (item % BLOCKS) * BLOCK
+        expert = tl.load(tile_experts + tile)
+        occupied = slot < tl.load(tile_counts + tile)
+        pair = tl.load(order + tile * TILE + slot, mask=occupied, other=0)
+        # Slots without a pair are computed as copies of the first pair and not stored.
+        inputs = x + (pair // TOP_K if IS_GATED else pair).to(tl.int64)[:, None] * x_stride
+        inputs += tl.arange(0, BLOCK_K)[None, :]
+        total = tl.zeros((TILE, SIDES * BLOCK), tl.float32)
+        for k in range(0, INNER, BLOCK_K):
+            input_tile = tl.load(inputs + k)
+            weight_tile = tl.reshape(
+                weight.load([SIDES * expert, first, k]), (SIDES * BLOCK, BLOCK_K)
+            )
+            total = tl.dot(input_tile, tl.trans(weight_tile), total)
+        if BIAS:
+            side = tl.arange(0, SIDES * BLOCK)
+            place = (SIDES * expert + side // BLOCK) * OUTER + first + side % BLOCK
+            total += tl.load(bias + place)[None, :].to(tl.float32)
+        if IS_GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(total, (TILE, 2, BLOCK)), (0, 2, 1)))
+            total = gated(
+                gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, dtype
+            )
+        column = first + tl.arange(0, BLOCK)
+        target = out + pair.to(tl.int64)[:, None] * OUTER + column[None, :]
+        tl.store(target, total.to(dtype), mask=occupied[:, None])
+
+
+def takes(x: Tensor, weight: Tensor, tiles: Tiles) -> bool:
+    """Whether these are products of many rows of x with weights [experts, outputs, inputs] that the
+    kernel can compute.
+    """
+    experts, outputs, inner = weight.shape
+    return (
+        (INTERPRETED or USE_PDL)  # a GPU with a tensor memory accelerator
+        and tiles.listed == GROUPED.value
+        and tiles.width == WIDTH
+        and tiles.pairs >= _MANY * experts
+        and weight.dtype == x.dtype != torch.float32
+        and weight.is_contiguous()
+        and weight.data_ptr() % ALIGNMENT == 0
+        and inner % _INNER == 0
+        and outputs % (2 * _OUTPUTS) == 0
+    )
+
+
+def many_rows_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tiles: Tiles,
+    top_k: int,
+    activation: Activation | None,
+    block: Block | None = None,
+) -> Tensor:
+    """[pairs, outputs]: `tile_product` of what `takes` says yes to."""
+    _, size, inner = weight.shape
+    is_gated = activation is not None
+    outer = size // 2 if is_gated else size
+    block = block or (GATED if is_gated else PLAIN)
+    out = torch.empty(tiles.pairs, outer, dtype=x.dtype, device=x.device)
+    sides = weight.view(-1, outer, inner)  # a gate and an up of each expert, or one matrix
+    box = [2 if is_gated else 1, block.outputs, _INNER]
+    programs = tiles.bound * (outer // block.outputs)
+    if block.stays:
+        programs = min(programs, num_multiprocessors(x.device))
+    _many_rows_kernel[(programs,)](
+        x=x,
+        weight=TensorDescriptor.from_tensor(sides, box),
+        bias=weight if bias is None else bias,
+        tile_experts=tiles.experts,
+        tile_counts=tiles.counts,
+        order=tiles.order,
+        out=out,
+        x_stride=row_stride(x),
+        bound=tiles.bound,
+        INNER=inner,
+        OUTER=outer,
+        TOP_K=top_k,
+        IS_GATED=is_gated,
+        ACTIVATION=0 if activation is None else NUMBERS[activation],
+        BIAS=bias is not None,
+        BLOCK=block.outputs,
+        TILE=WIDTH,
+        BLOCK_K=_INNER,
+        STAYS=block.stays,
+        PDL=USE_PDL,
+        num_stages=block.stages,
+        num_warps=block.warps,
+        **ROUND_ALWAYS,
+        **LAUNCH,
+    )
+    return out
