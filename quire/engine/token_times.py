@@ -14,6 +14,7 @@ from operator import itemgetter
 
 from quire.engine.config import SchedulerConfig
 from quire.engine.request import Request
+from quire.engine.step_plan import StepPlan
 from quire.step import ScheduledRequest, Step, StepPromise, new_tuple
 
 _FORGET = 0.95
@@ -244,19 +245,21 @@ class TokenTimes:
             return 0.0, per_token * scale, per_pair * scale
         return base, per_token, per_pair
 
-    def promise(
-        self,
-        decodes: Sequence[ScheduledRequest],
-        requests: list[Request],
-        prompt: Request | None,
-        now: float,
-        most: int,
-    ) -> StepPromise:
-        """How many prompt tokens may be computed beside these decodes (`requests`: whose they are),
-        or alone; `prompt` is the first that waits for more of its tokens.
+    def limit(self, plan: StepPlan, prompt: Request | None) -> None:
+        """Promises how many prompt tokens the step may compute beside the decodes that it has, or
+        alone, and leaves no more to be scheduled; `prompt` is the first that waits for more of its
+        tokens.
         """
+        plan.promise = promise = self._promise(plan, prompt)
+        allowed = promise[0]
+        if allowed < plan.budget:
+            plan.left_out += plan.budget - allowed
+            plan.budget = allowed
+
+    def _promise(self, plan: StepPlan, prompt: Request | None) -> StepPromise:
         if self._unread:
             self._learn()
+        decodes, requests, most = plan.scheduled, plan.requests, plan.budget
         start = 0 if prompt is None else prompt.num_computed_tokens
         num_decodes = len(decodes)
         beside, per_token, per_pair = self._plane
@@ -290,7 +293,7 @@ class TokenTimes:
             if allowed > known:
                 allowed = max(known, _FIRST_PROMPT_TOKENS)
         if self._first_token is not None and prompt is not None:
-            needed = self._needed(prompt, self._first_token, target, now)
+            needed = self._needed(prompt, self._first_token, target, plan.now)
             if needed > allowed:
                 gave_way = self._gives_way
                 if gave_way == "token_time":
