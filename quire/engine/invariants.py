@@ -157,10 +157,11 @@ def check_host_sums(host: HostTier) -> None:
 def _check_queues(scheduler: Scheduler) -> None:
     """Queues, rows and groups: each has the requests that it should have, and no others."""
     table = scheduler.table
-    for queue in (*table.waiting.queues, table.running):
+    queues = (*table.waiting.queues, table.running)
+    for queue in queues:
         if any(queue.order(one) >= queue.order(other) for one, other in pairwise(queue)):
             raise InvariantError("a queue is out of order")
-    names = [request.request_id for queue in (table.waiting, table.running) for request in queue]
+    names = [request.request_id for queue in queues for request in queue]
     if len(table.waiting) + len(table.running) != len(names):
         raise InvariantError(f"{len(table.waiting)} requests wait by the queue's own count")
     if table.shares is not None:

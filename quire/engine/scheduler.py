@@ -147,34 +147,41 @@ class Scheduler:
 
     def _fill(self, plan: StepPlan, held: frozenset[int]) -> None:
         """Puts into the step what is to be computed."""
-        table = self.table
-        if table.shares is not None and self.pauses.mode is None:
+        table, shares = self.table, self.table.shares
+        if shares is not None and not shares.are_even and self.pauses.mode is None:
             table.even_out(self._held_up)
         self._held_up = None
         chunks = self._schedule_decodes(plan, held)
         may_admit = bool(table.free_rows and table.waiting)
-        if self.step_times is not None and (chunks or may_admit):
-            first = self._first_chunk(chunks)
-            prompt = table.waiting.first() if first is None and table.waiting else first
-            plan.keep(
-                self.step_times.promise(
-                    plan.scheduled, plan.requests, prompt, plan.now, plan.budget
-                )
-            )
-            if may_admit or len(chunks) > 1:
-                self._schedule_in_time(first, chunks, plan)
-            else:
-                self._schedule_chunks(chunks, plan)
-        elif table.shares is not None and chunks and (may_admit or len(chunks) > 1):
-            self._schedule_by_shares(chunks, plan, table.shares)
-        else:
-            self._schedule_chunks(chunks, plan)
-            self._schedule_waiting(plan)
-        plan.cut_to_graph(self.config, table.shares)
+        if chunks or may_admit:
+            self._schedule_prompts(chunks, may_admit, plan)
+        plan.cut_to_graph(self.config, shares)
         if self._drafts is not None and not plan.preempting:
             self._drafts.add(plan, len(table.running))
         if self.config.state is not None:
             self._advance_states(plan)
+
+    def _schedule_prompts(self, chunks: list[Request], may_admit: bool, plan: StepPlan) -> None:
+        """Computes parts of prompts: of running requests that have more than a token to compute,
+        and of waiting ones.
+        """
+        table, step_times = self.table, self.step_times
+        if not may_admit and len(chunks) == 1:
+            # The usual case. Nobody preempted this one: it would wait now, and a row be free.
+            if step_times is not None:
+                step_times.limit(plan, chunks[0])
+            if plan.budget:
+                self._schedule_chunk(chunks[0], plan, ())
+        elif step_times is not None:
+            first = self._first_chunk(chunks)
+            prompt = table.waiting.first() if first is None and table.waiting else first
+            step_times.limit(plan, prompt)
+            self._schedule_in_time(first, chunks, plan)
+        elif table.shares is not None and chunks:
+            self._schedule_by_shares(chunks, plan, table.shares)
+        else:
+            self._schedule_chunks(chunks, plan)
+            self._schedule_waiting(plan)
 
     def commit(self, step: Step, result: StepResult, now: float) -> list[RequestUpdate]:
         """Takes in the oldest step's result. Returns all updates since the last call, aborts and
@@ -260,7 +267,7 @@ class Scheduler:
             request.num_computed_tokens = num_tokens
             request.num_placeholders += 1
         plan.budget -= len(scheduled)
-        plan.num_decodes = plan.num_charged = len(scheduled)
+        plan.num_decodes = len(scheduled)
         if self.table.shares is not None:
             self.table.shares.charge_decodes(requests, plan.recomputed_decodes)
         return chunks
@@ -270,7 +277,6 @@ class Scheduler:
         for request in chunks:
             if plan.budget and request.row is not None:
                 self._schedule_chunk(request, plan, ())
-        plan.charge(self.table.shares)
 
     def _schedule_in_time(
         self, first: Request | None, chunks: list[Request], plan: StepPlan
@@ -346,14 +352,20 @@ class Scheduler:
         if self.blocks.states is not None:
             end = self.blocks.states.cut(request, start, end)
         samples = end == request.num_tokens
-        request.recomputed_tokens += max(0, min(end, request.computed_before) - start)
+        recomputed = 0
+        if start < request.computed_before:
+            recomputed = min(end, request.computed_before) - start
+            request.recomputed_tokens += recomputed
         plan.scheduled.append(
             ScheduledRequest(
                 request.request_id, request.row, start, end - start, samples, new_block_ids
             )
         )
         plan.requests.append(request)
-        plan.budget -= end - start
+        num_tokens = end - start
+        plan.budget -= num_tokens
+        if self.table.shares is not None:
+            self.table.shares.charge(request.params.tenant, num_tokens - recomputed)
         request.num_computed_tokens = end
         request.num_placeholders += samples
 
@@ -417,7 +429,6 @@ class Scheduler:
                 self._held_up = request
                 return
             self._admit(request, placement, plan)
-            plan.charge(self.table.shares)
             if request.adapter and without_slot is not None:
                 without_slot.num_passed += 1
 

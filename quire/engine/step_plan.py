@@ -35,8 +35,6 @@ class StepPlan:
     promise: StepPromise | None = None
     waiting_adapters: list[str] = field(default_factory=list)
     """The adapter's name of each request that was passed over for want of room for it."""
-    num_charged: int = 0
-    """Entries that their tenants were charged for."""
 
     def adapters(self, running: Mapping[str, str]) -> StepAdapters | None:
         """`running`: names of running requests' adapters, by their digests."""
@@ -46,27 +44,6 @@ class StepPlan:
         return StepAdapters(
             tuple(sorted(running.values())), tuple(sorted(set(waiting))), len(waiting)
         )
-
-    def limit(self, budget: int) -> None:
-        """Leaves at most so many tokens to be scheduled from here on."""
-        if budget < self.budget:
-            self.left_out += self.budget - budget
-            self.budget = budget
-
-    def keep(self, promise: StepPromise) -> None:
-        """Leaves what it allows of prompts."""
-        self.promise = promise
-        self.limit(promise.prompt_tokens)
-
-    def charge(self, shares: FairShares | None) -> None:
-        """Counts what is scheduled for the first time to the tenants whose requests it is for."""
-        if shares is None or self.num_charged == len(self.scheduled):
-            return
-        for index in range(self.num_charged, len(self.scheduled)):
-            entry, request = self.scheduled[index], self.requests[index]
-            end = entry.start + entry.num_tokens
-            shares.charge(request.tenant, max(0, end - max(entry.start, request.computed_before)))
-        self.num_charged = len(self.scheduled)
 
     def cut_to_graph(self, config: SchedulerConfig, shares: FairShares | None) -> None:
         """Leaves the end of prompts to the next step where this one is a little larger than a CUDA

@@ -14,6 +14,7 @@ from operator import itemgetter
 
 from quire.engine.config import SchedulerConfig
 from quire.engine.request import Request
+from quire.engine.step_plan import StepPlan
 from quire.step import ScheduledRequest, Step, StepPromise, new_tuple
 
 _FORGET = 0.95
@@ -100,11 +101,11 @@ class TokenTimes:
         self._decoding: list[Request] = []
         """Those that decoded in the last step, and their pairs."""
         self._decoding_pairs = 0.0
+        self._promise = StepPromise(0, 0.0, None)
+        """The last one; to whom, of how many tokens, and beside which decodes it was made."""
+        self._promised_to: Request | None = None
+        self._promised_of = -1
         self._planned: list[Request] = []
-        """The decodes that a promise was last made beside, and the sum of their positions: each
-        step they are one further. Looked at anew whenever something was learnt.
-        """
-        self._planned_positions = 0.0
         self._errors: deque[float] = deque([1.0] * _MARGIN_STEPS, _MARGIN_STEPS)
         """Of the last steps that were promised: the time they took by that expected."""
         self._num_errors = 0
@@ -159,7 +160,6 @@ class TokenTimes:
             self._sums = self._sums_with(steps)
             self._plane = self._fit()
         self._unread.clear()
-        self._planned = []
 
     def _sums_with(self, steps: list[SeenStep]) -> Sums:
         (
@@ -244,30 +244,39 @@ class TokenTimes:
             return 0.0, per_token * scale, per_pair * scale
         return base, per_token, per_pair
 
-    def promise(
-        self,
-        decodes: Sequence[ScheduledRequest],
-        requests: list[Request],
-        prompt: Request | None,
-        now: float,
-        most: int,
-    ) -> StepPromise:
-        """How many prompt tokens may be computed beside these decodes (`requests`: whose they are),
-        or alone; `prompt` is the first that waits for more of its tokens.
+    def limit(self, plan: StepPlan, prompt: Request | None) -> None:
+        """Promises how many prompt tokens the step may compute beside the decodes that it has, or
+        alone, and leaves no more to be scheduled; `prompt` is the first that waits for more of its
+        tokens. While the same requests decode beside the same prompt, a promise stands until there
+        is something to learn from, in at most four steps.
         """
+        if (
+            self._unread
+            or prompt is not self._promised_to
+            or plan.budget != self._promised_of
+            or plan.requests != self._planned
+            or self._first_token is not None
+        ):
+            self._promised_to, self._promised_of = prompt, plan.budget
+            self._promise = self._promised(plan, prompt)
+        plan.promise = self._promise
+        allowed = self._promise.prompt_tokens
+        if allowed < plan.budget:
+            plan.left_out += plan.budget - allowed
+            plan.budget = allowed
+
+    def _promised(self, plan: StepPlan, prompt: Request | None) -> StepPromise:
         if self._unread:
             self._learn()
+        decodes, most = plan.scheduled, plan.budget
+        self._planned = plan.requests.copy()
         start = 0 if prompt is None else prompt.num_computed_tokens
         num_decodes = len(decodes)
         beside, per_token, per_pair = self._plane
         target = self._token_time
         if num_decodes:
-            if requests == self._planned:
-                self._planned_positions += num_decodes
-            else:
-                self._planned = requests.copy()
-                self._planned_positions = float(sum(map(_position, decodes)))
-            beside += per_token * num_decodes + per_pair * self._planned_positions
+            positions = float(sum(map(_position, decodes)))
+            beside += per_token * num_decodes + per_pair * positions
             left = self.aim * target - beside
         else:
             target = min(max(target, beside / _ALONE_LOSS), MOST_ALONE * target)
@@ -290,7 +299,7 @@ class TokenTimes:
             if allowed > known:
                 allowed = max(known, _FIRST_PROMPT_TOKENS)
         if self._first_token is not None and prompt is not None:
-            needed = self._needed(prompt, self._first_token, target, now)
+            needed = self._needed(prompt, self._first_token, target, plan.now)
             if needed > allowed:
                 gave_way = self._gives_way
                 if gave_way == "token_time":

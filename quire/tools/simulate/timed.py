@@ -122,8 +122,10 @@ class TimedSimulation:
     scheduler: Scheduler = field(init=False)
     now: float = 0.0
     tenants: dict[str, str] = field(default_factory=dict)
-    served: deque[Counter[str]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """Tokens of each tenant in the last steps."""
+    served: deque[dict[str, int]] = field(default_factory=deque)
+    """Tokens of each tenant in each of the last steps, ..."""
+    served_together: Counter[str] = field(default_factory=Counter)
+    """...and in all of these."""
     busy_since: dict[str, int] = field(default_factory=dict)
     """Since which step a tenant has had requests waiting in every step."""
     without_row: Counter[str] = field(default_factory=Counter)
@@ -257,19 +259,22 @@ class TimedSimulation:
                 del self.busy_since[tenant]
         for tenant in waiting:
             self.busy_since.setdefault(tenant, number)
-        counts: Counter[str] = Counter()
-        requests = self.scheduler.table.requests
-        for entry in step.scheduled:
+        counts: dict[str, int] = {}
+        requests, total = self.scheduler.table.requests, self.served_together
+        for request_id, _, start, num_tokens, *_ in step.scheduled:
             # what a preemption has computed again is nobody's share
-            new_from = max(entry.start, requests[entry.request_id].computed_before)
-            new_tokens = max(0, entry.start + entry.num_tokens - new_from)
-            counts[self.tenants[entry.request_id]] += new_tokens
+            before = requests[request_id].computed_before
+            new_tokens = num_tokens if before <= start else max(0, start + num_tokens - before)
+            tenant = self.tenants[request_id]
+            counts[tenant] = counts.get(tenant, 0) + new_tokens
         self.served.append(counts)
+        total.update(counts)
+        if len(self.served) > WINDOW:
+            total.subtract(self.served.popleft())
         if len(self.served) < WINDOW or number % 20 or number >= NUM_STEPS:
             return
         tenants = [one for one, since in self.busy_since.items() if since <= number - WINDOW]
         weights = dict(self.scenario.config.tenant_weights)
-        total = sum((counts for counts in self.served), Counter[str]())
         together = sum(total[one] for one in tenants)
         all_weights = sum(weights.get(one, 1.0) for one in tenants)
         for tenant in tenants:
@@ -339,7 +344,8 @@ class TimedSimulation:
             if entry.start >= requests[entry.request_id].computed_before:
                 tenant = self.tenants[entry.request_id]
                 standings[tenant] += 1 / shares.weight(tenant)
-        had = {name: round(standings[self.tenants[name]], 6) for name, _ in prompts}
+        lowest = min(standings[self.tenants[name]] for name, _ in prompts)
+        had = {name: _known(standings[self.tenants[name]], lowest) for name, _ in prompts}
         computed = {one.request_id: one for one in step.scheduled[step.num_decodes :]}
         first, left = min(prompts, key=lambda one: had[one[0]])
         others = [one for one in prompts if one[0] != first]
@@ -356,11 +362,7 @@ class TimedSimulation:
         )
         table = self.scheduler.table
         now = self._standings()
-        behind = {
-            self.tenants[one.request_id]
-            for one in table.waiting
-            if round(now[one.tenant], 6) < had[first]
-        }
+        behind = {one for one in self._waiting if _known(now[one], lowest) < lowest}
         self._require(
             got <= half or not (table.free_rows and behind),
             f"step {number}: {first} got {got} of {left}, though {behind} wait behind it, {promise}",
@@ -391,6 +393,11 @@ class TimedSimulation:
 @cache
 def _params(tenant: str, max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, tenant=tenant)
+
+
+def _known(standing: float, lowest: float) -> float:
+    """Sums of thirds that are equal but for their last bits count as equal."""
+    return lowest if abs(standing - lowest) < 1e-6 else standing
 
 
 def _unfinished_prompts(scheduler: Scheduler) -> list[tuple[str, int]]:

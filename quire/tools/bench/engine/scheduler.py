@@ -99,22 +99,25 @@ def measure(
 
 
 TENANTS = "abcd"
+BLOCK_SIZE = 16
 
 
 class DrivenScheduler:
     """All rows decode and one more request waits; with a `chunk`, the last row is at a prompt of
     which each step computes so many tokens. Steps take 10 ms and a little by a clock of their own.
+
+    The requests come one by one, with prompts of one token: so whatever the settings, each row
+    needs its next block in the same step.
     """
 
-    def __init__(
-        self, num_requests: int, prompt_len: int, num_steps: int, chunk: int, **settings: Any
-    ) -> None:
-        max_len = 2 * (prompt_len + 2 * num_steps + chunk * (2 * num_steps + 10))
+    def __init__(self, num_requests: int, num_steps: int, chunk: int, **settings: Any) -> None:
+        max_len = 2 * (num_requests + 2 * num_steps + chunk * (2 * num_steps + 10))
         config = SchedulerConfig(
             num_blocks=num_requests * -(-max_len // 16) + 1,
             max_num_seqs=num_requests,
             max_batched_tokens=num_requests - 1 + chunk if chunk else 8192,
             max_model_len=max_len,
+            block_size=BLOCK_SIZE,
             **settings,
         )
         self._scheduler = Scheduler(config)
@@ -123,12 +126,11 @@ class DrivenScheduler:
         for i in range(num_requests + 1):
             tenant = TENANTS[i % len(TENANTS)] if config.policy == "fair" else ""
             params = SamplingParams(max_tokens=None, ignore_eos=True, tenant=tenant)
-            length = prompt_len + i % 16
-            if chunk and i == num_requests - 1:
-                length = max_len // 2
+            length = max_len // 2 if chunk and i == num_requests - 1 else 1
             prompt = [(i * 31 + position) % 50_000 for position in range(length)]
-            for request in make_requests(f"request-{i}", prompt, params, seed=i):
-                self._scheduler.add(request, 0.0)
+            (request,) = make_requests(f"request-{i}", prompt, params, seed=i)
+            self._scheduler.add(request, self._now)
+            self.step()
 
     def step(self) -> tuple[float, bool]:
         """Seconds of Python, and whether all rows were in the step."""
@@ -144,29 +146,31 @@ class DrivenScheduler:
         return seconds, step.num_decodes == self._num_decodes and len(step.scheduled) == rows
 
 
-def compare(
-    num_requests: int, prompt_len: int, num_steps: int, chunk: int, **settings: Any
-) -> tuple[float, float]:
-    """Median seconds of a step, and that of a step with these settings by the one without beside
-    it: the two take turns, so that whatever else the machine does hits both.
+def compare(num_requests: int, num_steps: int, chunk: int, **settings: Any) -> tuple[float, float]:
+    """Median seconds of a step, and that of steps with these settings by those without beside
+    them: the two take turns, so that whatever else the machine does hits both. As many steps are
+    added up as a block has tokens: in these each row fills a block once, whenever that is.
     """
-    plain = DrivenScheduler(num_requests, prompt_len, num_steps, chunk)
-    other = DrivenScheduler(num_requests, prompt_len, num_steps, chunk, **settings)
+    plain = DrivenScheduler(num_requests, num_steps, chunk)
+    other = DrivenScheduler(num_requests, num_steps, chunk, **settings)
     without: list[float] = []
-    ratios: list[float] = []
+    own: list[float] = []
     for number in range(2 * num_steps):
         first, second = (plain, other) if number % 2 else (other, plain)
         (one, one_full), (two, two_full) = first.step(), second.step()
         if one_full and two_full:
-            own, beside = (two, one) if first is plain else (one, two)
-            without.append(beside)
-            ratios.append(own / beside)
-    if len(ratios) < num_steps:
-        raise RuntimeError(f"only {len(ratios)} of {2 * num_steps} steps had all rows")
+            without.append(one if first is plain else two)
+            own.append(two if first is plain else one)
+    if len(own) < num_steps:
+        raise RuntimeError(f"only {len(own)} of {2 * num_steps} steps had all rows")
+    ratios = [
+        sum(own[start : start + BLOCK_SIZE]) / sum(without[start : start + BLOCK_SIZE])
+        for start in range(0, len(own) - BLOCK_SIZE + 1, BLOCK_SIZE)
+    ]
     return statistics.median(without), statistics.median(ratios)
 
 
-def print_comparisons(num_requests: int, prompt_len: int, num_steps: int) -> None:
+def print_comparisons(num_requests: int, num_steps: int) -> None:
     target = {"target_token_time": 1.0}  # which is kept, so both compute the same
     print(f"{num_requests} rows, {num_steps} steps or more each, in turn; medians")
     for chunk, what in ((0, "all decode, one waits"), (64, "one is at a prompt, 64 tokens a step")):
@@ -175,7 +179,7 @@ def print_comparisons(num_requests: int, prompt_len: int, num_steps: int) -> Non
             ("shares", {"policy": "fair"}),
             ("both", {**target, "policy": "fair"}),
         ):
-            plain, ratio = compare(num_requests, prompt_len, num_steps, chunk, **settings)
+            plain, ratio = compare(num_requests, num_steps, chunk, **settings)
             print(f"{what}: {1e3 * plain:.3f} ms a step, with {name} {ratio:.3f} of it", flush=True)
 
 
@@ -196,7 +200,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.targets:
         with full_collections_put_off():
-            print_comparisons(options.requests, options.prompt, options.steps)
+            print_comparisons(options.requests, options.steps)
         print(f"load at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         return
     print(f"{options.requests} running decodes, {options.steps} steps, milliseconds per step")
