@@ -107,6 +107,10 @@ class FairShares:
         ahead = self.rows[tenant] * self._mean_tokens / 2
         return self.had(tenant) + ahead / self.weight(tenant)
 
+    def least_served(self, requests: Sequence[Request]) -> Request | None:
+        """The first of those whose tenant has had least."""
+        return min(requests, key=lambda one: self.standing(one.tenant), default=None)
+
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Tokens were computed for a tenant for the first time."""
         self._served[tenant] += num_tokens / self._weights.get(tenant, 1.0)

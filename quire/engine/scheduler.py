@@ -173,7 +173,9 @@ class Scheduler:
             if plan.budget:
                 self._schedule_chunk(chunks[0], plan, ())
         elif step_times is not None:
-            first = self._first_chunk(chunks)
+            live = [request for request in chunks if request.row is not None]
+            shares = table.shares
+            first = next(iter(live), None) if shares is None else shares.least_served(live)
             prompt = table.waiting.first() if first is None and table.waiting else first
             step_times.limit(plan, prompt)
             self._schedule_in_time(first, chunks, plan)
@@ -329,19 +331,6 @@ class Scheduler:
         self._schedule_waiting(plan, most)
         return [chunks[number] for _, _, number in order[num_done:]]
 
-    def _first_chunk(self, chunks: list[Request]) -> Request | None:
-        """The first of the prompts that are being computed; with shares, of the tenant that has had
-        least.
-        """
-        if len(chunks) > 1 and self.table.shares is not None:
-            standing = self.table.shares.standing
-            live = [request for request in chunks if request.row is not None]
-            return min(live, key=lambda request: standing(request.tenant), default=None)
-        for request in chunks:
-            if request.row is not None:
-                return request
-        return None
-
     def _schedule_chunk(
         self, request: Request, plan: StepPlan, new_block_ids: tuple[int, ...]
     ) -> None:
@@ -410,7 +399,9 @@ class Scheduler:
                 had = shares.standing(request.tenant)
                 if had > most or (had == most and not or_equal):
                     return
-            if request.num_placeholders or self._waits_for_prompt(request, plan):
+            if request.num_placeholders:
+                continue
+            if self.config.prefix_caching and plan.waits_for_prompt(request, self.table.members):
                 continue
             if not self.pauses.lets_in(request):
                 continue
@@ -441,23 +432,6 @@ class Scheduler:
             return True
         most, running = self.config.max_loras, self.table.adapters
         return bool(most) and request.adapter not in running and len(running) >= most
-
-    def _waits_for_prompt(self, request: Request, plan: StepPlan) -> bool:
-        """Whether another of the n answers computes the prompt now: this one waits, to find it in
-        the prefix cache.
-        """
-        group_id = request.group_id
-        if (
-            group_id is None
-            or request.first_scheduled is not None
-            or not self.config.prefix_caching
-        ):
-            return False
-        if group_id not in plan.computing_groups:
-            running = (member for member in self.table.members(group_id) if member.row is not None)
-            if any(member.num_committed_tokens < member.num_prompt_tokens for member in running):
-                plan.computing_groups.add(group_id)
-        return group_id in plan.computing_groups
 
     def _admit(self, request: Request, placement: Placement, plan: StepPlan) -> None:
         row = self.table.start(request, plan.now)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from quire.engine.config import SchedulerConfig
@@ -44,6 +44,21 @@ class StepPlan:
         return StepAdapters(
             tuple(sorted(running.values())), tuple(sorted(set(waiting))), len(waiting)
         )
+
+    def waits_for_prompt(
+        self, request: Request, members: Callable[[str], Iterable[Request]]
+    ) -> bool:
+        """Whether another of the n answers (`members` has all of a group) computes the prompt now:
+        this one waits, to find it in the prefix cache.
+        """
+        group_id = request.group_id
+        if group_id is None or request.first_scheduled is not None:
+            return False
+        if group_id not in self.computing_groups:
+            running = (member for member in members(group_id) if member.row is not None)
+            if any(member.num_committed_tokens < member.num_prompt_tokens for member in running):
+                self.computing_groups.add(group_id)
+        return group_id in self.computing_groups
 
     def cut_to_graph(self, config: SchedulerConfig, shares: FairShares | None) -> None:
         """Leaves the end of prompts to the next step where this one is a little larger than a CUDA
