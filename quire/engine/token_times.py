@@ -37,6 +37,10 @@ _LEAST_OUTLIER, _MOST_OUTLIER = 0.1, 3.0
 """Relative errors that are believed always and never."""
 _FIRST_OUTLIER = 1.0
 """The same while little is known: of the first steps, and of those larger than any before."""
+_LARGER = 1.5
+"""A step with so many times the pairs of the last ones is believed more if it took less time than
+expected: what a plane through small steps says of it is hardly an estimate.
+"""
 _FEW_STEPS = 37
 """Of which the first are learnt from one by one."""
 _FIT_EVERY = 4
@@ -67,9 +71,9 @@ MOST_ALONE = 4.0
 """...but at most so many times the promised time: whoever comes meanwhile waits for its end."""
 
 Sums = tuple[float, float, float, float, float, float, float, float, float, float]
-SeenStep = tuple[int, float, float, bool, bool]
-"""Tokens, pairs and seconds of a step; whether there were enough of that size before, and whether it
-was promised.
+SeenStep = tuple[int, float, float, bool, bool, bool]
+"""Tokens, pairs and seconds of a step; whether there were enough of that size before, whether it has
+many more pairs than the last ones, and whether it was promised.
 """
 _position = itemgetter(2)
 assert ScheduledRequest._fields[2:4] == ("start", "num_tokens")
@@ -98,6 +102,8 @@ class TokenTimes:
         self._last_commit = float("-inf")
         self._most_tokens = 0
         """Of any step so far."""
+        self._usual_pairs = 0.0
+        """Of the step with the most of the last ones, less the longer ago it was."""
         self._decoding: list[Request] = []
         """Those that decoded in the last step, and their pairs."""
         self._decoding_pairs = 0.0
@@ -143,11 +149,15 @@ class TokenTimes:
                 num_tokens += count
                 num_pairs += count * (start + count / 2)
         self._num_seen += 1
+        usual_pairs = _FORGET * self._usual_pairs
+        is_larger = num_pairs > _LARGER * usual_pairs
+        self._usual_pairs = usual_pairs if usual_pairs > num_pairs else num_pairs
         is_known = self._num_seen > _FEW_STEPS
         if num_tokens > self._most_tokens:
             self._most_tokens = num_tokens
             is_known = False
-        self._new.append((num_tokens, num_pairs, seconds, is_known, step.promise is not None))
+        was_promised = step.promise is not None
+        self._new.append((num_tokens, num_pairs, seconds, is_known, is_larger, was_promised))
         if not is_known or len(self._new) == _FIT_EVERY:
             self._unread.append(self._new)
             self._new = []
@@ -168,10 +178,11 @@ class TokenTimes:
         base, per_token, per_pair = self._plane
         usual = sorted(self._recent)[_RECENT // 2]
         believed = 1 + min(max(_OUTLIER * usual, _LEAST_OUTLIER), _MOST_OUTLIER)
-        for num_tokens, num_pairs, seconds, is_known, was_promised in steps:
+        for num_tokens, num_pairs, seconds, is_known, is_larger, was_promised in steps:
             expected = base + per_token * num_tokens + per_pair * num_pairs
             if expected > 0:
                 most = believed if is_known else 1 + _FIRST_OUTLIER
+                least = 1 + _FIRST_OUTLIER if is_larger and believed < 1 + _FIRST_OUTLIER else most
                 if is_known:
                     error = seconds / expected
                     self._recent.append((error if error > 1 else expected / seconds) - 1)
@@ -179,8 +190,8 @@ class TokenTimes:
                         self._note_error(error)
                 if seconds > most * expected:
                     seconds = most * expected
-                elif seconds * most < expected:
-                    seconds = expected / most
+                elif seconds * least < expected:
+                    seconds = expected / least
             count = _FORGET * count + 1.0
             tokens = _FORGET * tokens + num_tokens
             pairs = _FORGET * pairs + num_pairs
