@@ -45,8 +45,19 @@ _FEW_STEPS = 37
 """Of which the first are learnt from one by one."""
 _FIT_EVERY = 4
 """Steps: the fit takes longer than everything else here."""
-_MOST_UNREAD = 64
-"""Steps that are kept until somebody wants to know."""
+_SKIPPED = 9
+"""Steps of the same requests that are not looked at after one that took as long as expected, while
+estimates are good."""
+_GOOD = 0.05
+"""Estimates are: the last steps together took what was expected, but for this part, ..."""
+_REGULAR = 0.15
+"""...and single ones are usually as near to it as this."""
+_DRIFT, _MOST_DRIFT = 0.01, 1024.0
+"""A promise stands until so many more tokens of the prompt were computed, or the step would take this
+part of the target longer by that.
+"""
+_MOST_UNREAD = 16
+"""So many times these steps are kept until somebody wants to know."""
 AIM = 0.9
 """The part of the promised time that a step is planned to take, if steps are as long as expected."""
 _LEAST_AIM = 0.6
@@ -94,7 +105,7 @@ class TokenTimes:
         """
         self._new: list[SeenStep] = []
         """The last steps."""
-        self._unread: deque[list[SeenStep]] = deque(maxlen=_MOST_UNREAD // _FIT_EVERY)
+        self._unread: list[list[SeenStep]] = []
         """Steps before these which are not among the sums yet: after each list the plane is fitted."""
         self._num_seen = 0
         self._plane = (0.0, 0.0, 0.0)
@@ -107,8 +118,19 @@ class TokenTimes:
         self._decoding: list[Request] = []
         """Those that decoded in the last step, and their pairs."""
         self._decoding_pairs = 0.0
+        self._is_sure = False
+        """Whether estimates are good. Then a step that took as long as expected is the last that is
+        looked at for a while, ...
+        """
+        self._num_skipped = 0
+        """...for so many, ..."""
+        self._skipped: list[Request] = []
+        """...if they are of the same requests."""
         self._promise = StepPromise(0, 0.0, None)
-        """The last one; to whom, of how many tokens, and beside which decodes it was made."""
+        """The last one; to whom, for how long, of how many tokens, and beside which decodes it was
+        made.
+        """
+        self._promised_up_to = 0.0
         self._promised_to: Request | None = None
         self._promised_of = -1
         self._planned: list[Request] = []
@@ -132,6 +154,11 @@ class TokenTimes:
         it was done. Unless it is news, it is learnt from when the next promise is made.
         """
         before, self._last_commit = self._last_commit, now
+        if self._num_skipped:
+            if requests == self._skipped:
+                self._num_skipped -= 1
+                return
+            self._num_skipped = 0
         seconds = now - (step.now if step.now > before else before)
         if seconds <= 0 or not requests:
             self._decoding = []
@@ -158,10 +185,17 @@ class TokenTimes:
             is_known = False
         was_promised = step.promise is not None
         self._new.append((num_tokens, num_pairs, seconds, is_known, is_larger, was_promised))
+        if self._is_sure:
+            base, per_token, per_pair = self._plane
+            error = seconds / (base + per_token * num_tokens + per_pair * num_pairs)
+            if is_known and 1 - _REGULAR < error < 1 + _REGULAR:
+                self._num_skipped, self._skipped, self._decoding = _SKIPPED, requests, []
+            else:
+                self._is_sure = False
         if not is_known or len(self._new) == _FIT_EVERY:
             self._unread.append(self._new)
             self._new = []
-            if not is_known:
+            if not is_known or len(self._unread) == _MOST_UNREAD:
                 self._learn()
 
     def _learn(self) -> None:
@@ -178,6 +212,7 @@ class TokenTimes:
         base, per_token, per_pair = self._plane
         usual = sorted(self._recent)[_RECENT // 2]
         believed = 1 + min(max(_OUTLIER * usual, _LEAST_OUTLIER), _MOST_OUTLIER)
+        all_seconds = all_expected = 0.0
         for num_tokens, num_pairs, seconds, is_known, is_larger, was_promised in steps:
             expected = base + per_token * num_tokens + per_pair * num_pairs
             if expected > 0:
@@ -192,6 +227,8 @@ class TokenTimes:
                     seconds = most * expected
                 elif seconds * least < expected:
                     seconds = expected / least
+            all_seconds += seconds
+            all_expected += expected
             count = _FORGET * count + 1.0
             tokens = _FORGET * tokens + num_tokens
             pairs = _FORGET * pairs + num_pairs
@@ -202,6 +239,11 @@ class TokenTimes:
             tokens_total = _FORGET * tokens_total + num_tokens * seconds
             pairs_total = _FORGET * pairs_total + num_pairs * seconds
             total2 = _FORGET * total2 + seconds * seconds
+        self._is_sure = (
+            self._num_seen > _FEW_STEPS
+            and usual < _REGULAR
+            and abs(all_seconds - all_expected) < _GOOD * all_expected
+        )
         return (
             count, tokens, pairs, tokens2, both, pairs2, total, tokens_total, pairs_total, total2,
         )  # fmt: skip
@@ -258,18 +300,24 @@ class TokenTimes:
     def limit(self, plan: StepPlan, prompt: Request | None) -> None:
         """Promises how many prompt tokens the step may compute beside the decodes that it has, or
         alone, and leaves no more to be scheduled; `prompt` is the first that waits for more of its
-        tokens. While the same requests decode beside the same prompt, a promise stands until there
-        is something to learn from, in at most four steps.
+        tokens. While the same requests decode beside the same prompt, a promise stands for a few
+        steps if there is nothing new to learn from.
         """
         if (
             self._unread
+            or prompt is None
             or prompt is not self._promised_to
+            or prompt.num_computed_tokens > self._promised_up_to
             or plan.budget != self._promised_of
             or plan.requests != self._planned
             or self._first_token is not None
         ):
             self._promised_to, self._promised_of = prompt, plan.budget
             self._promise = self._promised(plan, prompt)
+            if prompt is not None:
+                more = self._plane[2] * self._promise.prompt_tokens
+                drift = _DRIFT * self._token_time / more if more > 0 else _MOST_DRIFT
+                self._promised_up_to = prompt.num_computed_tokens + min(drift, _MOST_DRIFT)
         plan.promise = self._promise
         allowed = self._promise.prompt_tokens
         if allowed < plan.budget:

@@ -148,12 +148,32 @@ def test_decodes_that_go_on_are_counted_as_if_each_step_were_new() -> None:
             rows = sorted(rng.sample(range(9), rng.randint(1, 9)))
         decodes = tuple(ScheduledRequest(f"r{row}", row, starts[row], 1, True, ()) for row in rows)
         step = Step(number, now, decodes, num_decodes=len(rows))
-        now += usual_time(step)
+        now += usual_time(step) * rng.uniform(0.5, 1.5)  # so that all steps are looked at
         known.observe(step, [requests[row] for row in rows], now)
         fresh.observe(step, of(step), now)
         assert known.seconds(100, 1e5) == fresh.seconds(100, 1e5)
         for row in rows:
             starts[row] += 1
+
+
+def test_where_estimates_are_good_one_step_in_ten_is_looked_at_until_they_are_not() -> None:
+    rng = random.Random(3)
+    times = TokenTimes(config(target_token_time=TARGET))
+    requests = [Request(f"r{row}", (1,), SamplingParams(), seed=0) for row in range(9)]
+    now, seen = 0.0, []
+    for number in range(400):
+        decodes = tuple(
+            ScheduledRequest(f"r{row}", row, 100 + number, 1, True, ()) for row in range(9)
+        )
+        step = Step(number, now, decodes, num_decodes=9)
+        seconds = (2.0 if number >= 350 else 1.0) * usual_time(step)
+        now += seconds * rng.uniform(0.95, 1.05)
+        times.observe(step, requests, now)
+        seen.append(times._num_seen)
+        if number in (349, 399):
+            assert times.seconds(*work_of(step)) == pytest.approx(seconds, rel=0.1)
+    assert 10 <= seen[349] - seen[249] <= 15
+    assert seen[399] - seen[349] > 30
 
 
 def test_what_is_learnt_does_not_depend_on_when_it_is_asked_for() -> None:
