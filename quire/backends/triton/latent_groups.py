@@ -248,6 +248,12 @@ def attend_first(
                     adding = warpgroup_mma(
                         left, first.index(0), output, use_acc=continues, is_async=True
                     )
+                    # They end before the other group's softmax does: so the next tile's copy starts
+                    # while this group waits for it.
+                    left, adding_total, adding = warpgroup_mma_wait(
+                        0, deps=(left, adding_total, adding)
+                    )
+                    mbarrier.arrive(first_empty.index(0))
                     mbarrier.wait(weights_full.index(1), phase)
                     mbarrier.wait(first_full.index(1), phase)
                     others = shared_weights.load(as_left)
@@ -259,9 +265,6 @@ def attend_first(
                         others_of_ones, ones.permute((1, 0)), adding_total, is_async=True
                     )
                     adding = warpgroup_mma(others, first.index(1), adding, is_async=True)
-                    # the products of the first tile are done
-                    left = warpgroup_mma_wait(2, deps=(left,))
-                    mbarrier.arrive(first_empty.index(0))
                     split_highest = reference
                     if has_next:
                         mbarrier.wait(first_full.index(0), phase ^ 1)
@@ -272,6 +275,10 @@ def attend_first(
                             use_acc=False,
                             is_async=True,
                         )
+                        # Before it waits for more of the next tile: the other group needs what comes
+                        # in this one's place.
+                        split_total, output = warpgroup_mma_wait(1, deps=(adding_total, adding))
+                        mbarrier.arrive(first_empty.index(1))
                         mbarrier.wait(second_full.index(0), phase ^ 1)
                         scores = warpgroup_mma(
                             query_halves.index(1 + even),
@@ -283,8 +290,6 @@ def attend_first(
                         scores = warpgroup_mma(
                             query_rope, rope.index(even).permute((1, 0)), scores, is_async=True
                         )
-                        split_total, output = warpgroup_mma_wait(3, deps=(adding_total, adding))
-                        mbarrier.arrive(first_empty.index(1))
                         scores = warpgroup_mma_wait(0, deps=(scores,))
                         mbarrier.arrive(rope_empty.index(0))
                         mbarrier.arrive(query_empty.index(0), pred=pair + 2 == num_pairs)
