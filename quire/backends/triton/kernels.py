@@ -157,7 +157,7 @@ class TritonKernels(ReferenceKernels):
         self._dtype = dtype
         self._quantized = quantized.QuantizedProducts(self.linear)
         self._is_exact: dict[tuple[torch.Size, torch.dtype, bool], bool] = {}
-        self._exact_heads: dict[torch.Size, bool] = {}
+        self._exact_heads: dict[tuple[int, ...], bool] = {}
         self._row_tiles = adapters.RowTiles()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._device = device

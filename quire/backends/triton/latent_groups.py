@@ -109,6 +109,21 @@ def _merge(highest, output, split_highest, places, is_first, is_last, as_output:
     return new_highest, output, old, new
 
 
+@gluon.constexpr_function
+def _four_columns(half: int) -> gl.DistributedLinearLayout:
+    """A product's layout in which neighbouring threads have exchanged columns: each has four side by
+    side, which are stored at once, and a row's 32 bytes are those of four threads.
+    """
+    others = [[0, 1 << bit] for bit in range(4, half.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], *others],
+        lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[ROWS.value, half],
+    )
+
+
 @gluon.jit
 def _store_rows(
     out,
@@ -120,12 +135,13 @@ def _store_rows(
     HALF: gl.constexpr,
     dtype: gl.constexpr,
 ):
-    layout: gl.constexpr = output.type.layout
+    layout: gl.constexpr = _four_columns(HALF)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     column = first_column + gl.arange(0, HALF, gl.SliceLayout(0, layout))
     result = output / gl.where(divisor == 0.0, 1.0, divisor)[:, None]
     target = out + (first_place + row)[:, None] * (2 * HALF) + column[None, :]
-    gl.store(target, result.to(dtype), mask=(row < num_used)[:, None])
+    stored = gl.convert_layout(result.to(dtype), layout)
+    gl.store(target, stored, mask=(row < num_used)[:, None])
 
 
 @gluon.jit
