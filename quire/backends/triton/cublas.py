@@ -25,11 +25,18 @@ _NUMBERS = {torch.float16: 2, torch.bfloat16: 14}
 _FLOAT32, _COMPUTE_FLOAT32, _TRANSPOSED, _ADD_BIAS = 0, 68, 1, 4
 # Attributes: of a product, and of what is asked of algorithms.
 _WEIGHT_LIES, _AT_LAST, _BIAS = 3, 7, 8
+_COUNT, _APART = 5, 6
+"""Of a stack of matrices: how many, and by how many numbers one begins after the other."""
 _SPLIT_SUMS, _ALIGNMENTS = 3, (5, 6, 7, 8)
 _MOST_ALIGNED = 16
 """Bytes; no algorithm asks that addresses of rows are multiples of more."""
 _Reference = Any
 """What `byref` returns."""
+_Attribute = c_int | c_uint32 | c_int64 | c_void_p
+_Described = tuple[Callable[..., int], c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, _Reference]
+"""What computes, the handle, a product without bias, the weight, the inputs, the outputs, and the
+algorithm for them.
+"""
 _ONE, _ZERO = (byref(ctypes.c_float(number)) for number in (1.0, 0.0))
 
 
@@ -66,7 +73,7 @@ def _made(name: str, *arguments: object) -> c_void_p:
     return made
 
 
-def _set(name: str, made: c_void_p, attribute: int, value: c_int | c_uint32 | c_void_p) -> None:
+def _set(name: str, made: c_void_p, attribute: int, value: _Attribute) -> None:
     _call(f"{name}SetAttribute", made, attribute, byref(value), c_size_t(ctypes.sizeof(value)))
 
 
@@ -82,6 +89,19 @@ def _matrix(dtype: torch.dtype, size: int, count: int) -> c_void_p:
     transposed.
     """
     return _made("MatrixLayout", _NUMBERS[dtype], c_uint64(size), c_uint64(count), c_int64(size))
+
+
+@cache
+def _stack(
+    dtype: torch.dtype, size: int, count: int, row_stride: int, matrices: int, matrix_stride: int
+) -> c_void_p:
+    """As many matrices, each of `count` rows of `size` numbers that lie row_stride apart."""
+    made = _made(
+        "MatrixLayout", _NUMBERS[dtype], c_uint64(size), c_uint64(count), c_int64(row_stride)
+    )
+    _set("MatrixLayout", made, _COUNT, c_int(matrices))
+    _set("MatrixLayout", made, _APART, c_int64(matrix_stride))
+    return made
 
 
 @cache
@@ -105,29 +125,62 @@ def _asked(alignment: int) -> c_void_p:
     return made
 
 
+def _algorithm(
+    device: torch.device,
+    operation: c_void_p,
+    weight: c_void_p,
+    x: c_void_p,
+    out: c_void_p,
+    alignment: int,
+) -> _Reference:
+    algorithm, count = _Algorithm(), c_int()
+    about = _handle(device), operation, weight, x, out, out, _asked(alignment)
+    _call("MatmulAlgoGetHeuristic", *about, 1, byref(algorithm), byref(count))
+    return byref(algorithm)
+
+
 @cache
 def _described(
     device: torch.device, dtype: torch.dtype, shape: torch.Size, rows: int, has_bias: bool
-) -> tuple[Callable[..., int], c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, _Reference]:
-    """What computes, the handle, a product without bias, the weight of this shape, so many rows of
-    inputs and of outputs, and the algorithm for them.
-    """
+) -> _Described:
+    """A weight of this shape, and so many rows."""
     outputs, inner = shape
     alignment = math.gcd(outputs * dtype.itemsize, inner * dtype.itemsize, _MOST_ALIGNED)
-    weight, x, out = (
+    matrices = (
         _matrix(dtype, inner, outputs),
         _matrix(dtype, inner, rows),
         _matrix(dtype, outputs, rows),
     )
     # of a bias's address only this matters here
     operation = _operation(alignment if has_bias else 0)
-    algorithm, count = _Algorithm(), c_int()
-    about = _handle(device), operation, weight, x, out, out, _asked(alignment)
-    _call("MatmulAlgoGetHeuristic", *about, 1, byref(algorithm), byref(count))
+    algorithm = _algorithm(device, operation, *matrices, alignment)
     library = _library()
     assert library is not None
-    handle = _handle(device)
-    return library.cublasLtMatmul, handle, _operation(0), weight, x, out, byref(algorithm)
+    return library.cublasLtMatmul, _handle(device), _operation(0), *matrices, algorithm
+
+
+@cache
+def _described_heads(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    rows: int,
+    x_strides: tuple[int, int],
+    out_strides: tuple[int, int],
+) -> _Described:
+    """A stack of weights of this shape; strides of rows and of heads."""
+    heads, outputs, inner = shape
+    strides = inner, outputs * inner, *x_strides, *out_strides
+    alignment = math.gcd(*(stride * dtype.itemsize for stride in strides), _MOST_ALIGNED)
+    matrices = (
+        _stack(dtype, inner, outputs, inner, heads, outputs * inner),
+        _stack(dtype, inner, rows, x_strides[0], heads, x_strides[1]),
+        _stack(dtype, outputs, rows, out_strides[0], heads, out_strides[1]),
+    )
+    algorithm = _algorithm(device, _operation(0), *matrices, alignment)
+    library = _library()
+    assert library is not None
+    return library.cublasLtMatmul, _handle(device), _operation(0), *matrices, algorithm
 
 
 def product(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -136,10 +189,26 @@ def product(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) 
     """
     if _library() is None:
         return out.copy_(F.linear(x, weight, bias))
-    device = x.device
-    matmul, handle, operation, as_weight, as_x, as_out, algorithm = _described(
-        device, x.dtype, weight.shape, x.shape[0], bias is not None
+    described = _described(x.device, x.dtype, weight.shape, x.shape[0], bias is not None)
+    return _multiply(described, x, weight, out, bias)
+
+
+def heads_product(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """Of each head, x [rows, heads, in] times weight [heads, out, in] transposed, written to `out`
+    [rows, heads, out]. Heads and rows of x and `out` may lie in longer rows.
+    """
+    if _library() is None:
+        return out.copy_(torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1))
+    described = _described_heads(
+        x.device, x.dtype, weight.shape, x.shape[0], x.stride()[:2], out.stride()[:2]
     )
+    return _multiply(described, x, weight, out, None)
+
+
+def _multiply(
+    described: _Described, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None
+) -> Tensor:
+    matmul, handle, operation, as_weight, as_x, as_out, algorithm = described
     address = out.data_ptr()
     status = matmul(
         handle,
@@ -157,7 +226,7 @@ def product(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) 
         algorithm,
         None,
         0,
-        stream_of(device),
+        stream_of(x.device),
     )
     if status:
         raise CublasError(f"cublasLtMatmul failed with status {status}")

@@ -25,7 +25,6 @@ from quire.backends.triton import (
     gated_norm,
     heads,
     inputs,
-    latent,
     linear_pair,
     logprobs,
     quantized,
@@ -36,6 +35,7 @@ from quire.backends.triton import (
     shared_experts,
 )
 from quire.backends.triton import attention as paged_attention
+from quire.backends.triton import latent as latent_kernels
 from quire.backends.triton import moe as experts_kernels
 from quire.backends.triton.attention_work import (
     SPLIT,
@@ -70,6 +70,7 @@ from quire.kernels.ops import (
     ExpertWeights,
     HeadShape,
     Int32Array,
+    LatentNorm,
     LayerCache,
     MoeSpec,
     PagedBatch,
@@ -108,6 +109,10 @@ _CHECKED_ROWS = (
 """With memory for split sums cuBLAS changes bits at some sizes of up to 320 rows, which differ from
 shape to shape.
 """
+_LARGEST_HEAD = 512 * 512
+"""Numbers of a head's matrix in a stack of them; stacks of larger ones are experts."""
+_BESIDE_HEADS = 64
+"""Numbers that lie after a head's: those that are rotated."""
 
 
 def forbid_split_sums() -> None:
@@ -132,9 +137,7 @@ class TritonKernels(ReferenceKernels):
     soft_cap_ = staticmethod(rowwise.soft_cap_)
     clamp_ = staticmethod(rowwise.clamp_)
     qkv_to_cache_ = staticmethod(heads.qkv_to_cache_)
-    linear_heads = staticmethod(latent.linear_heads)
-    latent_to_cache_ = staticmethod(latent.latent_to_cache_)
-    latent_queries_ = staticmethod(latent.latent_queries_)
+    latent_to_cache_ = staticmethod(latent_kernels.latent_to_cache_)
     sigmoid_mul = staticmethod(rowwise.sigmoid_mul)
     sigmoid_mul_add = staticmethod(rowwise.sigmoid_mul_add)
     convolve_ = staticmethod(convolution.convolve_)
@@ -154,6 +157,7 @@ class TritonKernels(ReferenceKernels):
         self._dtype = dtype
         self._quantized = quantized.QuantizedProducts(self.linear)
         self._is_exact: dict[tuple[torch.Size, torch.dtype, bool], bool] = {}
+        self._exact_heads: dict[tuple[int, ...], bool] = {}
         self._row_tiles = adapters.RowTiles()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._device = device
@@ -180,6 +184,8 @@ class TritonKernels(ReferenceKernels):
                 self._check(weight.tensor, has_bias)
             # tested here, as this can't be done during a graph capture
             are_exact(weight.device, weight.tensor.dtype)
+        if _may_be_heads(weight) and weight.shape not in self._exact_heads:
+            self._exact_heads[weight.shape] = heads_are_exact(weight)
         return weight
 
     def packed_bytes(self, parts: Sequence[tuple[Format, tuple[int, ...]]]) -> int:
@@ -240,6 +246,34 @@ class TritonKernels(ReferenceKernels):
                 return single_row_linear.single_row_pair(x, *weights)
             return linear_pair.linear_pair(x, first, second, first_bias)
         return super().linear_pair(x, first, first_bias, second, second_bias)
+
+    def linear_heads(self, x: Tensor, weight: Weight) -> Tensor:
+        return latent_kernels.linear_heads(x, weight, self._exact_heads.get(weight.shape, False))
+
+    def latent_queries_(
+        self,
+        plain: Tensor,
+        rotated: Tensor,
+        key_up: Weight,
+        latent: Tensor,
+        norm: LatentNorm,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        return latent_kernels.latent_queries_(
+            plain,
+            rotated,
+            key_up,
+            latent,
+            norm,
+            positions,
+            cos_sin,
+            cache,
+            slot_mapping,
+            self._exact_heads.get(key_up.shape, False),
+        )
 
     def linear_gated(
         self, x: Tensor, weight: Weight, bias: Tensor | None, activation: Activation
@@ -475,6 +509,16 @@ class TritonKernels(ReferenceKernels):
         return self._is_exact[key]
 
 
+def _may_be_heads(weight: Weight) -> bool:
+    return (
+        weight.is_dense
+        and len(weight.shape) == 3
+        and weight.shape[1] * weight.shape[2] <= _LARGEST_HEAD
+        and weight.tensor.is_cuda
+        and weight.tensor.dtype != torch.float32
+    )
+
+
 def _has_own_experts(spec: MoeSpec) -> bool:
     """Experts without gates, and other ways to weigh them, have no kernel of their own yet."""
     return spec.gated and not spec.expert_scales and not spec.scales_inputs
@@ -521,3 +565,37 @@ def rows_are_exact(weight: Tensor, has_bias: bool) -> bool:
     except cublas.CublasError as error:
         logger.warning("weights %s: %s", tuple(weight.shape), error)
         return False
+
+
+def heads_are_exact(weight: Weight) -> bool:
+    """Tests whether cuBLAS gives rows of many heads the bits of our own kernel: of x and results side
+    by side, and in longer rows.
+    """
+    heads, size, inner = weight.shape
+    counts = [rows for rows in _CHECKED_ROWS if rows > latent_kernels.MOST_JOINED]
+    generator = torch.Generator(device=weight.device).manual_seed(0)
+    numbers = torch.randn(
+        max(counts),
+        heads,
+        inner + _BESIDE_HEADS,
+        dtype=weight.tensor.dtype,
+        device=weight.device,
+        generator=generator,
+    )[..., :inner]
+    try:
+        for x, beside in ((numbers, _BESIDE_HEADS), (numbers.contiguous(), 0)):
+            expected = latent_kernels.linear_heads(x, weight)
+            for rows in counts:
+                out = x.new_empty(rows, heads, size + beside)[..., :size]
+                if not torch.equal(
+                    cublas.heads_product(x[:rows], weight.tensor, out), expected[:rows]
+                ):
+                    kind = f"{tuple(weight.shape)} of {weight.tensor.dtype}"
+                    logger.warning(
+                        "cuBLAS has no exact product for heads %s: using our own kernel", kind
+                    )
+                    return False
+    except cublas.CublasError as error:
+        logger.warning("heads %s: %s", tuple(weight.shape), error)
+        return False
+    return True

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.triton import cublas
 from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.heads import _divided, _rotated
 from quire.backends.triton.launch import (
@@ -27,9 +28,9 @@ from quire.kernels.weights import Weight
 
 _HEADS, _MANY_HEADS = 4, 32
 """Heads of a query that one program rotates, of few rows and of many."""
-_MOST_JOINED = 256
+MOST_JOINED = 256
 """Rows up to which products and what else a query needs are one launch: both have 4 warps there, and
-with more of them norms would add in another order.
+with more of them norms would add in another order. More rows are multiplied by cuBLAS.
 """
 
 
@@ -123,24 +124,28 @@ def _heads_kernel(
     )
 
 
-def linear_heads(x: Tensor, weight: Weight) -> Tensor:
-    """`Kernels.linear_heads`: all heads in one launch."""
+def linear_heads(x: Tensor, weight: Weight, has_exact_cublas: bool = False) -> Tensor:
+    """`Kernels.linear_heads`: all heads in one launch; of many rows by cuBLAS, where that has the same
+    bits.
+    """
     rows, heads, _ = x.shape
     size = weight.shape[1]
     out = room_for(x, heads * size).view(rows, heads, size)
-    _multiply_heads(x, weight, out)
+    _multiply_heads(x, weight, out, has_exact_cublas)
     return out
 
 
-def _multiply_heads(x: Tensor, weight: Weight, out: Tensor) -> None:
+def _multiply_heads(x: Tensor, weight: Weight, out: Tensor, has_exact_cublas: bool) -> None:
     """Into `out` [rows, heads, size], which may be a part of longer rows."""
     rows, heads, inner = x.shape
     count, size, depth = weight.shape
     if (count, depth) != (heads, inner) or weight.tensor.dtype != x.dtype:
         raise ValueError(f"the weight {weight.shape} was not packed for x {tuple(x.shape)}")
     x = _aligned(x)
-    tile = heads_tile(rows, x.dtype)
-    if rows:
+    if has_exact_cublas and rows > MOST_JOINED:
+        cublas.heads_product(x, weight.tensor, out)
+    elif rows:
+        tile = heads_tile(rows, x.dtype)
         _heads_kernel[(cdiv(size, tile.outputs), cdiv(rows, tile.rows), heads)](
             x=x,
             weight=weight.tensor,
@@ -504,15 +509,16 @@ def latent_queries_(
     cos_sin: Tensor | None,
     cache: LayerCache,
     slot_mapping: Tensor,
+    has_exact_cublas: bool = False,
 ) -> Tensor:
     """`Kernels.latent_queries_`, in one launch if there are few rows; of many, products first, which
     are stored where the queries need them.
     """
     rows, heads, depth = plain.shape
     rope, rank = rotated.shape[2], key_up.shape[1]
-    if not 0 < rows <= _MOST_JOINED:
+    if not 0 < rows <= MOST_JOINED:
         query = plain.new_empty(rows, heads, rank + rope)
-        _multiply_heads(plain, key_up, query[..., :rank])
+        _multiply_heads(plain, key_up, query[..., :rank], has_exact_cublas)
         _rotate_to_cache_(
             query, None, rotated, latent, norm, positions, cos_sin, cache, slot_mapping
         )

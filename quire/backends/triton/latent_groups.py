@@ -109,6 +109,21 @@ def _merge(highest, output, split_highest, places, is_first, is_last, as_output:
     return new_highest, output, old, new
 
 
+@gluon.constexpr_function
+def _four_columns(half: int) -> gl.DistributedLinearLayout:
+    """A product's layout in which neighbouring threads have exchanged columns: each has four side by
+    side, which are stored at once, and a row's 32 bytes are those of four threads.
+    """
+    others = [[0, 1 << bit] for bit in range(4, half.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], *others],
+        lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[ROWS.value, half],
+    )
+
+
 @gluon.jit
 def _store_rows(
     out,
@@ -120,12 +135,13 @@ def _store_rows(
     HALF: gl.constexpr,
     dtype: gl.constexpr,
 ):
-    layout: gl.constexpr = output.type.layout
+    layout: gl.constexpr = _four_columns(HALF)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     column = first_column + gl.arange(0, HALF, gl.SliceLayout(0, layout))
     result = output / gl.where(divisor == 0.0, 1.0, divisor)[:, None]
     target = out + (first_place + row)[:, None] * (2 * HALF) + column[None, :]
-    gl.store(target, result.to(dtype), mask=(row < num_used)[:, None])
+    stored = gl.convert_layout(result.to(dtype), layout)
+    gl.store(target, stored, mask=(row < num_used)[:, None])
 
 
 @gluon.jit
@@ -248,6 +264,12 @@ def attend_first(
                     adding = warpgroup_mma(
                         left, first.index(0), output, use_acc=continues, is_async=True
                     )
+                    # They end before the other group's softmax does: so the next tile's copy starts
+                    # while this group waits for it.
+                    left, adding_total, adding = warpgroup_mma_wait(
+                        0, deps=(left, adding_total, adding)
+                    )
+                    mbarrier.arrive(first_empty.index(0))
                     mbarrier.wait(weights_full.index(1), phase)
                     mbarrier.wait(first_full.index(1), phase)
                     others = shared_weights.load(as_left)
@@ -259,9 +281,6 @@ def attend_first(
                         others_of_ones, ones.permute((1, 0)), adding_total, is_async=True
                     )
                     adding = warpgroup_mma(others, first.index(1), adding, is_async=True)
-                    # the products of the first tile are done
-                    left = warpgroup_mma_wait(2, deps=(left,))
-                    mbarrier.arrive(first_empty.index(0))
                     split_highest = reference
                     if has_next:
                         mbarrier.wait(first_full.index(0), phase ^ 1)
@@ -272,6 +291,10 @@ def attend_first(
                             use_acc=False,
                             is_async=True,
                         )
+                        # Before it waits for more of the next tile: the other group needs what comes
+                        # in this one's place.
+                        split_total, output = warpgroup_mma_wait(1, deps=(adding_total, adding))
+                        mbarrier.arrive(first_empty.index(1))
                         mbarrier.wait(second_full.index(0), phase ^ 1)
                         scores = warpgroup_mma(
                             query_halves.index(1 + even),
@@ -283,8 +306,6 @@ def attend_first(
                         scores = warpgroup_mma(
                             query_rope, rope.index(even).permute((1, 0)), scores, is_async=True
                         )
-                        split_total, output = warpgroup_mma_wait(3, deps=(adding_total, adding))
-                        mbarrier.arrive(first_empty.index(1))
                         scores = warpgroup_mma_wait(0, deps=(scores,))
                         mbarrier.arrive(rope_empty.index(0))
                         mbarrier.arrive(query_empty.index(0), pred=pair + 2 == num_pairs)

@@ -8,7 +8,7 @@
 enum { OK = 0, WRONG = 7, BFLOAT16 = 14 };
 
 typedef struct { int compute, scale, transposed, epilogue; const uint16_t *bias; } Operation;
-typedef struct { int type; uint64_t rows, columns; int64_t stride; } Layout;
+typedef struct { int type, count; uint64_t rows, columns; int64_t stride, apart; } Layout;
 typedef struct { uint32_t split_sums, alignments[4]; } Preference;
 typedef struct { uint64_t algorithm[8]; size_t memory; int status; float waves; int reserved[4]; } Result;
 
@@ -44,7 +44,14 @@ int cublasLtMatmulDescSetAttribute(Operation *operation, int attribute, const vo
 
 int cublasLtMatrixLayoutCreate(Layout **made, int type, uint64_t rows, uint64_t columns, int64_t stride) {
     *made = malloc(sizeof(Layout));
-    **made = (Layout){type, rows, columns, stride};
+    **made = (Layout){type, 1, rows, columns, stride, 0};
+    return OK;
+}
+
+int cublasLtMatrixLayoutSetAttribute(Layout *layout, int attribute, const void *value, size_t size) {
+    if (attribute == 5 && size == 4) layout->count = *(const int *)value;
+    else if (attribute == 6 && size == 8) layout->apart = *(const int64_t *)value;
+    else return WRONG;
     return OK;
 }
 
@@ -65,8 +72,10 @@ int cublasLtMatmulPreferenceSetAttribute(Preference *preference, int attribute, 
 
 static int fit(const Operation *operation, const Layout *a, const Layout *b, const Layout *c, const Layout *d) {
     const Layout *all[] = {a, b, c, d};
-    for (int i = 0; i < 4; i++)
-        if (all[i]->type != BFLOAT16 || all[i]->stride != (int64_t)all[i]->rows) return 0;
+    for (int i = 0; i < 4; i++) {
+        if (all[i]->type != BFLOAT16 || all[i]->count != a->count) return 0;
+        if (a->count == 1 ? all[i]->stride != (int64_t)all[i]->rows : all[i]->stride < (int64_t)all[i]->rows) return 0;
+    }
     return operation->transposed == 1 && a->rows == b->rows && a->columns == d->rows && b->columns == d->columns && c == d;
 }
 
@@ -74,7 +83,10 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, const Operation *operation, con
                                    const Layout *c, const Layout *d, const Preference *preference, int wanted,
                                    Result *results, int *found) {
     uint32_t aligned = 16; /* no more than the rows are */
-    while (a->rows * 2 % aligned || d->rows * 2 % aligned) aligned /= 2;
+    for (int i = 0; i < 3; i++) {
+        const Layout *one = i == 0 ? a : i == 1 ? b : d;
+        while (one->stride * 2 % aligned || one->apart * 2 % aligned) aligned /= 2;
+    }
     for (int i = 0; i < 4; i++)
         if (preference->alignments[i] != aligned) return WRONG;
     if (!handle || preference->split_sums != 0 || wanted != 1 || !fit(operation, a, b, c, d)) return WRONG;
@@ -91,13 +103,14 @@ int cublasLtMatmul(void *handle, const Operation *operation, const float *alpha,
     if (!handle || !fit(operation, as_a, as_b, as_c, as_d) || algorithm[7] != wanted || memory || size) return WRONG;
     if (*alpha != 1 || *beta != 0 || c != d || stream != (void *)1234 || (operation->epilogue == 4) != !!operation->bias)
         return WRONG;
-    for (uint64_t column = 0; column < as_d->columns; column++)
-        for (uint64_t row = 0; row < as_d->rows; row++) {
-            float sum = 0;
-            for (uint64_t i = 0; i < as_a->rows; i++)
-                sum += number(a[row * as_a->stride + i]) * number(b[column * as_b->stride + i]);
-            if (operation->bias) sum += number(operation->bias[row]);
-            d[column * as_d->stride + row] = rounded(sum);
-        }
+    for (int matrix = 0; matrix < as_d->count; matrix++, a += as_a->apart, b += as_b->apart, d += as_d->apart)
+        for (uint64_t column = 0; column < as_d->columns; column++)
+            for (uint64_t row = 0; row < as_d->rows; row++) {
+                float sum = 0;
+                for (uint64_t i = 0; i < as_a->rows; i++)
+                    sum += number(a[row * as_a->stride + i]) * number(b[column * as_b->stride + i]);
+                if (operation->bias) sum += number(operation->bias[row]);
+                d[column * as_d->stride + row] = rounded(sum);
+            }
     return OK;
 }

@@ -613,8 +613,11 @@ def test_each_head_is_multiplied_with_its_own_matrix_as_linear_does_it(
     if ON_GPU or inner % 64:  # the interpreter's order of sums depends on a tile's shape
         for head, one in enumerate(weight.tensor):
             assert torch.equal(whole[:, head], linear(x[:, head], one))
+    packed = TritonKernels(dtype)
+    packed.pack(weight)  # may choose cuBLAS for many rows
     for count in HEADS_COUNTS:
         assert torch.equal(KERNELS.linear_heads(x[:count], weight), whole[:count])
+        assert torch.equal(packed.linear_heads(x[:count], weight), whole[:count])
 
 
 # The interpreter loses the carry where a number is rounded up to a power of two in FP8.
@@ -694,6 +697,10 @@ def test_queries_in_one_launch_have_the_bits_of_two(name: str, rows: int, is_fp8
     def by_two(*arguments: Any) -> Tensor:
         return ReferenceKernels.latent_queries_(KERNELS, *arguments)
 
+    if rows > 256:  # by cuBLAS, and then by our own kernel
+        both, own = TritonKernels(dtype), queries(KERNELS.latent_queries_, found)
+        both.pack(key_up)
+        assert torch.equal(queries(both.latent_queries_, found), own)
     assert torch.equal(queries(KERNELS.latent_queries_, found), queries(by_two, expected))
     assert torch.equal(found.float(), expected.float())
     assert (found.float()[0] == torch.tensor(7.0).to(kind).float().item()).all()
