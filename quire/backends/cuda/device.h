@@ -18,6 +18,13 @@ __device__ inline half_bits half_of_float(float x) {
   return result;
 }
 
+// Two numbers in bfloat16, rounded to the nearest, the first one in the low half; what is not a number is 0x7fff.
+__device__ inline unsigned bfloats_of_floats(float low, float high) {
+  unsigned result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+}
+
 __device__ inline float inverse_root(float x) { return rsqrtf(x); }
 
 // Tells the compiler that an address made of a number lies in global memory.

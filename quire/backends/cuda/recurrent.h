@@ -32,14 +32,14 @@ __device__ inline Number from_float(float x) { return x; }
 using Number = half_bits;
 __device__ inline float to_float(Number x) { return float_of_half(x); }
 __device__ inline Number from_float(float x) { return half_of_float(x); }
+__device__ inline unsigned two_from_floats(float x, float y) {
+  return static_cast<unsigned>(from_float(x)) | static_cast<unsigned>(from_float(y)) << 16;
+}
 #else
 using Number = unsigned short;
 __device__ inline float to_float(Number x) { return __uint_as_float(static_cast<unsigned>(x) << 16); }
-__device__ inline Number from_float(float x) {
-  const unsigned bits = __float_as_uint(x);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // not a number
-  return static_cast<Number>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
+__device__ inline Number from_float(float x) { return static_cast<Number>(bfloats_of_floats(x, 0.0f)); }
+__device__ inline unsigned two_from_floats(float x, float y) { return bfloats_of_floats(x, y); }
 #endif
 
 struct Call {  // in the order of `_Call` in recurrent.py
@@ -188,22 +188,37 @@ __device__ inline float4 read4(const float* from) { return *reinterpret_cast<con
 
 __device__ inline float element(const float4& x, int e) { return e == 0 ? x.x : e == 1 ? x.y : e == 2 ? x.z : x.w; }
 
-// 4 neighbouring numbers, of which `inside` are there.
-__device__ inline void read_numbers(const Number* from, int inside, Number (&to)[4]) {
-#if ALIGNED
-#if NUMBER == 0
-  const float4 found = inside > 0 ? read4(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  for (int v = 0; v < 4; ++v) to[v] = element(found, v);
+// 4 neighbouring numbers as they were read: to take them apart would be to wait for them.
+struct FourNumbers {
+#if ALIGNED && NUMBER != 0
+  unsigned pairs[2];
+  __device__ inline Number operator[](int v) const { return static_cast<Number>(pairs[v / 2] >> (v % 2 * 16)); }
 #else
+  Number each[4];
+  __device__ inline Number operator[](int v) const { return each[v]; }
+#endif
+};
+
+// Of which `inside` are there.
+__device__ inline FourNumbers read_four(const Number* from, int inside) {
+#if ALIGNED && NUMBER != 0
   const float2 found = inside > 0 ? *reinterpret_cast<const float2*>(from) : make_float2(0.0f, 0.0f);
-  const unsigned low = __float_as_uint(found.x), high = __float_as_uint(found.y);
-  to[0] = static_cast<Number>(low), to[1] = static_cast<Number>(low >> 16);
-  to[2] = static_cast<Number>(high), to[3] = static_cast<Number>(high >> 16);
-#endif
+  return {{__float_as_uint(found.x), __float_as_uint(found.y)}};
+#elif ALIGNED
+  const float4 found = inside > 0 ? read4(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  return {{found.x, found.y, found.z, found.w}};
 #else
+  FourNumbers found;
 #pragma unroll
-  for (int v = 0; v < 4; ++v) to[v] = v < inside ? from[v] : Number(0);
+  for (int v = 0; v < 4; ++v) found.each[v] = v < inside ? from[v] : Number(0);
+  return found;
 #endif
+}
+
+__device__ inline void read_numbers(const Number* from, int inside, Number (&to)[4]) {
+  const FourNumbers found = read_four(from, inside);
+#pragma unroll
+  for (int v = 0; v < 4; ++v) to[v] = found[v];
 }
 
 // A warp's query or key: the lane's channels of a row.

@@ -3,6 +3,44 @@
 
 constexpr int MANY_THREADS = 256, MANY_WARPS = MANY_THREADS / LANES;
 
+// By a warp: the scores of 4 * TOKENS of a chunk's tokens with 32 keys. A thread has every fourth token and every eighth key.
+template <int TOKENS>
+__device__ inline void score(
+    const Call& call, int64 row, int key_head, int known, int end, int which, int begin, int other, const float* queries,
+    const float* keys) {
+  constexpr int KEYS = 4;
+  if (begin >= end || begin + 4 * TOKENS <= known) return;
+  const int lane = threadIdx.x % LANES, first_row = begin + lane / 8, first_key = other + lane % 8;
+  const float* own = which == 0 ? queries : keys;
+  float scores[TOKENS][KEYS] = {};
+#pragma unroll 2
+  for (int k = 0; k < KEY_DIM; k += 4) {
+    float4 a[TOKENS], b[KEYS];
+#pragma unroll
+    for (int r = 0; r < TOKENS; ++r) a[r] = read4(own + row_place(first_row + 4 * r, ROW) + k);
+#pragma unroll
+    for (int c = 0; c < KEYS; ++c) b[c] = read4(keys + row_place(first_key + 8 * c, ROW) + k);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (KEY_DIM % 4 != 0 && k + e >= KEY_DIM) break;
+#pragma unroll
+      for (int r = 0; r < TOKENS; ++r) {
+#pragma unroll
+        for (int c = 0; c < KEYS; ++c) scores[r][c] = __fmaf_rn(element(a[r], e), element(b[c], e), scores[r][c]);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < TOKENS; ++r) {
+    const int i = first_row + 4 * r;
+    if (i < known || i >= end) continue;
+    float* target = scores_of(call, row + (i - known), key_head, which);
+#pragma unroll
+    for (int c = 0; c < KEYS; ++c)
+      if (first_key + 8 * c <= i - which) target[first_key + 8 * c] = scores[r][c];
+  }
+}
+
 // As `few_scores`, for the parts of runs that begin in CHUNK rows of the step.
 extern "C" __global__ void __launch_bounds__(MANY_THREADS, 2) many_scores(const Call call) {
   begin_kernel();
@@ -82,39 +120,14 @@ extern "C" __global__ void __launch_bounds__(MANY_THREADS, 2) many_scores(const 
     end_copies();
     wait_for_copies<0>();
     __syncthreads();
-    // A warp has a part of the scores; a thread those of every fourth row with every eighth key in it.
-    constexpr int TOKENS = DELTA ? 8 : 4, KEYS = 4;
-    const int which = DELTA ? warp / 4 : 0, part = DELTA ? warp % 4 : warp;
-    const int first_row = part / 2 * (4 * TOKENS) + lane / 8, first_key = part % 2 * (8 * KEYS) + lane % 8;
-    if (part % 2 * (8 * KEYS) >= part / 2 * (4 * TOKENS) + 4 * TOKENS) continue;  // behind all of these tokens
-    const float* own = which == 0 ? queries : keys;
-    float scores[TOKENS][KEYS] = {};
-#pragma unroll 2
-    for (int k = 0; k < KEY_DIM; k += 4) {
-      float4 a[TOKENS], b[KEYS];
-#pragma unroll
-      for (int r = 0; r < TOKENS; ++r) a[r] = read4(own + row_place(first_row + 4 * r, ROW) + k);
-#pragma unroll
-      for (int c = 0; c < KEYS; ++c) b[c] = read4(keys + row_place(first_key + 8 * c, ROW) + k);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (KEY_DIM % 4 != 0 && k + e >= KEY_DIM) break;
-#pragma unroll
-        for (int r = 0; r < TOKENS; ++r) {
-#pragma unroll
-          for (int c = 0; c < KEYS; ++c) scores[r][c] = __fmaf_rn(element(a[r], e), element(b[c], e), scores[r][c]);
-        }
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < TOKENS; ++r) {
-      const int i = first_row + 4 * r;
-      if (i < known || i >= end) continue;
-      float* target = scores_of(call, row + (i - known), key_head, which);
-#pragma unroll
-      for (int c = 0; c < KEYS; ++c)
-        if (first_key + 8 * c <= i - which) target[first_key + 8 * c] = scores[r][c];
-    }
+    // Of the rows the first four warps have 32 with the first 32 keys, or without the delta rule 16; the other ones, half as
+    // many with the other keys, which only the last rows see. So each scheduler of a multiprocessor has one warp of both kinds.
+    constexpr int TOKENS = DELTA ? 8 : 4;
+    if (warp < 4)
+      score<TOKENS>(call, row, key_head, known, end, DELTA ? warp / 2 : 0, warp % (DELTA ? 2 : 4) * (4 * TOKENS), 0, queries, keys);
+    else
+      score<TOKENS / 2>(
+          call, row, key_head, known, end, DELTA ? warp / 2 - 2 : 0, 32 + warp % (DELTA ? 2 : 4) * (2 * TOKENS), 32, queries, keys);
   }
 }
 
@@ -131,6 +144,14 @@ constexpr int VECTOR = (KEY_DIM + 31) / 32 * 32, VECTORS = CHUNK * VECTOR;
 __device__ inline int vector_place(int token, int k) { return token * VECTOR + (k ^ token % 8 * 4); }
 __device__ inline int score_place(int token, int key) { return token * CHUNK + (key ^ token % 8 * 4); }
 
+// Changes lie in rows of a program's columns, in which eights are exchanged: so that 4 neighbouring tokens' numbers, which a
+// quarter of a warp writes at once, lie in different banks. Of the state's rows every other four is exchanged, which costs its
+// products nothing.
+template <int COLUMNS>
+__device__ inline int change_place(int token, int column) { return token * COLUMNS + (column ^ token % 4 * 8); }
+template <int COLUMNS>
+__device__ inline int state_place(int k, int column) { return k * COLUMNS + (column ^ k / 4 % 2 * 8); }
+
 // How a program of so many columns is divided. A thread has fours of columns that lie 16 apart, and rows that lie 8 apart.
 template <int COLUMNS>
 struct Width {
@@ -140,8 +161,7 @@ struct Width {
   static constexpr int ROWS = CHUNK / 8 / ROW_WARPS;
   static constexpr int KEY_FOURS = COLUMNS == 128 ? 2 : 1;       // of 4 of the state's rows, 32 apart
   static constexpr int KEY_WARPS = MANY_WARPS / COLUMN_WARPS;
-  static constexpr int SOLVERS = FINDERS / (COLUMNS / LANES);    // warps among which a column's tokens are divided
-  static constexpr int SOLVER_BLOCKS = CHUNK / SOLVED / SOLVERS;
+  static constexpr int SOLVERS = FINDERS / (COLUMNS / LANES);    // warps that take turns to find a column's changes
   static constexpr int READERS = COLUMNS / 4, READS = CHUNK * READERS / MANY_THREADS;  // of values
   // What a program keeps in shared memory: numbers of 4 bytes. Keys and queries, which change places with each chunk, are
   // first: reads of what is ahead, for nothing after the last, end in other memory of the program.
@@ -158,6 +178,10 @@ struct Part {
   int begin;  // of the chunk
   int known;  // tokens before that
   int end;    // behind the last new token, as counted from `begin`
+
+  // The row of the chunk's first token, as if it were in the step: others are so many rows further, which the compiler can
+  // make one sum of.
+  __device__ inline int64 first_row() const { return row - known; }
 };
 
 struct alignas(16) Chunk {
@@ -209,9 +233,10 @@ __device__ inline void copy_keys(const Call& call, const Part& part, int key_hea
 __device__ inline void copy_queries(const Call& call, const Part& part, int key_head, float* queries) {
   const int asker = threadIdx.x / LANES - FIRST_ASKER, lane = threadIdx.x % LANES;
   if (asker >= 0) {
+    const float* const first = query_of(call, part.first_row(), key_head);
 #pragma unroll 4
     for (int i = asker; i < part.end; i += ASKERS)
-      if (i >= part.known) copy_vector(queries, i, query_of(call, part.row + (i - part.known), key_head), lane);
+      if (i >= part.known) copy_vector(queries, i, first + i * (KEY_HEADS * KEY_DIM), lane);
   }
   end_copies();
 }
@@ -220,23 +245,22 @@ constexpr int SHARERS = 16;  // threads of a row of scores, each of which has 4 
 
 __device__ inline void copy_scores(const Call& call, const Part& part, int key_head, float* scores) {
   const int j = threadIdx.x % SHARERS * 4;
+  const float* const first = scores_of(call, part.first_row(), key_head, 0) + j;
 #pragma unroll
   for (int i = threadIdx.x / SHARERS; i < CHUNK; i += MANY_THREADS / SHARERS) {
     if (i < part.known || i >= part.end || j > i) continue;
-    const int64 row = part.row + (i - part.known);
 #pragma unroll
     for (int which = 0; which < (DELTA ? 2 : 1); ++which)
-      copy16_async(scores + which * CHUNK * CHUNK + score_place(i, j), scores_of(call, row, key_head, which) + j);
+      copy16_async(scores + which * CHUNK * CHUNK + score_place(i, j), first + (i * KEY_HEADS * 2 + which) * CHUNK);
   }
   end_copies();
 }
 
-// Each thread has those that it has copied.
-__device__ inline void fade_scores(const Part& part, const float* decays, float* scores) {
+// Each thread has those that it has copied; and places that nobody reads, as without branches all are on their way at once.
+__device__ inline void fade_scores(const float* decays, float* scores) {
   const int j = threadIdx.x % SHARERS * 4;
 #pragma unroll
   for (int i = threadIdx.x / SHARERS; i < CHUNK; i += MANY_THREADS / SHARERS) {
-    if (i < part.known || i >= part.end || j > i) continue;
     const float now = decays[i];
     float fades[4];
 #pragma unroll
@@ -273,7 +297,6 @@ __device__ inline void ask_state(
     float (&sums)[Width<COLUMNS>::ROWS][Width<COLUMNS>::OWN], const float* vectors, const float* state, const Place& place) {
   using W = Width<COLUMNS>;
   const float* const own = vectors + token_of<COLUMNS>(place, 0) * VECTOR;
-  const float* rows = state + place.column;
   const int exchanged = place.row * 4;
   float4 a[W::ROWS], next_a[W::ROWS], b[W::FOURS], next_b[W::FOURS];
   auto read = [&](int k) {
@@ -281,52 +304,69 @@ __device__ inline void ask_state(
     for (int r = 0; r < W::ROWS; ++r) next_a[r] = read4(own + r * (8 * W::ROW_WARPS * VECTOR) + (k ^ exchanged));
   };
   read(0);
-  read_fours(rows, next_b);
-#pragma unroll 2
-  for (int k = 0; k < KEY_DIM; k += 4) {
+  read_fours(state + state_place<COLUMNS>(0, place.column), next_b);
+#pragma unroll 1
+  for (int eight = 0; eight < KEY_DIM; eight += 8) {
+    const float* const rows = state + eight * COLUMNS;
 #pragma unroll
-    for (int r = 0; r < W::ROWS; ++r) a[r] = next_a[r];
-    read(k + 4);
+    for (int k = 0; k < 8; k += 4) {
+      if (KEY_DIM % 8 != 0 && eight + k >= KEY_DIM) break;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (KEY_DIM % 4 != 0 && k + e >= KEY_DIM) break;
+      for (int r = 0; r < W::ROWS; ++r) a[r] = next_a[r];
+      read(eight + k + 4);
 #pragma unroll
-      for (int f = 0; f < W::FOURS; ++f) b[f] = next_b[f];
-      read_fours(rows + (k + e + 1) * COLUMNS, next_b);
+      for (int e = 0; e < 4; ++e) {
+        if (KEY_DIM % 4 != 0 && eight + k + e >= KEY_DIM) break;
 #pragma unroll
-      for (int r = 0; r < W::ROWS; ++r) add_product(element(a[r], e), b, sums[r]);
+        for (int f = 0; f < W::FOURS; ++f) b[f] = next_b[f];
+        read_fours(rows + state_place<COLUMNS>(k + e + 1, place.column), next_b);
+#pragma unroll
+        for (int r = 0; r < W::ROWS; ++r) add_product(element(a[r], e), b, sums[r]);
+      }
     }
   }
 }
 
-// What the changes of tokens `stage` * SOLVED... say to the queries of a thread's tokens, in order: to each those of the
-// tokens up to itself.
-template <int COLUMNS>
+// What the changes say to the queries of a thread's tokens, in order: to each those of the tokens up to itself. For 8 changes
+// at once, from the eight number CURRENT on; so the compiler knows of most tokens that they have all or none of them.
+// `begin_stage` waits for the next SOLVED, of which there are `stages`.
+template <int COLUMNS, int CURRENT = 0, typename BeginStage>
 __device__ inline void ask_changes(
     float (&sums)[Width<COLUMNS>::ROWS][Width<COLUMNS>::OWN], const float* scores, const float* changes, const Place& place,
-    int stage) {
+    int stages, const BeginStage& begin_stage) {
   using W = Width<COLUMNS>;
-  const float* const own = scores + token_of<COLUMNS>(place, 0) * CHUNK;
-#pragma unroll 2
-  for (int four = 0; four < SOLVED / 4; ++four) {
-    const int first = stage * SOLVED + four * 4;
-    float4 change[4][W::FOURS], factors[W::ROWS];
+  if constexpr (CURRENT < CHUNK / 8) {
+    if (CURRENT % (SOLVED / 8) == 0) {
+      if (CURRENT / (SOLVED / 8) >= stages) return;
+      begin_stage(CURRENT / (SOLVED / 8));
+    }
+    const float* const own = scores + token_of<COLUMNS>(place, 0) * CHUNK;
+#pragma unroll 1
+    for (int four = 0; four < 8; four += 4) {
+      const int first = CURRENT * 8 + four;
+      float4 change[4][W::FOURS];
 #pragma unroll
-    for (int r = 0; r < W::ROWS; ++r) factors[r] = read4(own + r * (8 * W::ROW_WARPS * CHUNK) + (first ^ place.row * 4));
+      for (int e = 0; e < 4; ++e) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) read_fours(changes + (first + e) * COLUMNS + place.column, change[e]);
+        for (int f = 0; f < W::FOURS; ++f)
+          change[e][f] = read4(changes + first * COLUMNS + change_place<COLUMNS>(e, place.column + 16 * f));
+      }
 #pragma unroll
-    for (int r = 0; r < W::ROWS; ++r) {
-      const int eight = r * W::ROW_WARPS + place.warp;
-      if (eight > first / 8) {
+      for (int r = 0; r < W::ROWS; ++r) {
+        if ((r + 1) * W::ROW_WARPS <= CURRENT) continue;
+        const int eight = r * W::ROW_WARPS + place.warp;
+        const float4 factors = read4(own + r * (8 * W::ROW_WARPS * CHUNK) + (first ^ place.row * 4));
+        if (r * W::ROW_WARPS > CURRENT || eight > CURRENT) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) add_product(element(factors[r], e), change[e], sums[r]);
-      } else if (eight == first / 8) {
+          for (int e = 0; e < 4; ++e) add_product(element(factors, e), change[e], sums[r]);
+        } else if (eight == CURRENT) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (first % 8 + e <= place.row) add_product(element(factors[r], e), change[e], sums[r]);
+          for (int e = 0; e < 4; ++e)
+            if (four + e <= place.row) add_product(element(factors, e), change[e], sums[r]);
+        }
       }
     }
+    ask_changes<COLUMNS, CURRENT + 1>(sums, scores, changes, place, stages, begin_stage);
   }
 }
 
@@ -360,7 +400,7 @@ __device__ inline void solve(
     for (int e = 0; e < 4; ++e) {
       const int t = four + e;
       told[t] = __fmul_rn(element(betas, e), __fsub_rn(given[t], told[t]));
-      if (KNOWN && first + t < known) told[t] = changes[(first + t) * COLUMNS + column];
+      if (KNOWN && first + t < known) told[t] = changes[first * COLUMNS + change_place<COLUMNS>(t, column)];
 #pragma unroll
       for (int r = t + 1; r < SOLVED; ++r) told[r] = __fmaf_rn(element(near[r], e), told[t], told[r]);
     }
@@ -370,16 +410,17 @@ __device__ inline void solve(
     const float4 fades = read4(chunk.fades + first + four);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int r = four + e, at = (first + r) * COLUMNS + column;
-      changes[at] = told[r];
-      values[at] = __fmul_rn(told[r], element(fades, e));
+      const int r = four + e;
+      changes[first * COLUMNS + change_place<COLUMNS>(r, column)] = told[r];
+      values[(first + r) * COLUMNS + column] = __fmul_rn(told[r], element(fades, e));
       if ((!KNOWN || first + r >= known) && first + r < end) record[r * VALUE_DIM] = told[r];
     }
   }
 }
 
-// The changes, by the first warps, a column by the same lane of some of these: each of them has as many tokens. After each
-// SOLVED tokens all of the program meet.
+// The changes, by the first warps, a column by the same lane of some of these, which take turns: each has the next SOLVED
+// tokens that nobody has. What is found until then is told to these, while others find changes. After each SOLVED tokens all
+// of the program meet. Loops are short: code that is not in a multiprocessor's cache is what a warp would wait for.
 template <int COLUMNS>
 __device__ inline void find_changes(
     const Call& call, const Part& part, int head, int first_column, const int64* blocks, const Chunk& chunk, float* values,
@@ -387,42 +428,43 @@ __device__ inline void find_changes(
   using W = Width<COLUMNS>;
   constexpr int GROUPS = COLUMNS / LANES;
   const int warp = threadIdx.x / LANES, column = warp % GROUPS * LANES + threadIdx.x % LANES;
-  const int first_block = warp / GROUPS * W::SOLVER_BLOCKS;
   const int end = first_column + column < VALUE_DIM ? part.end : 0;
-  float told[W::SOLVER_BLOCKS][SOLVED];
+  int own = warp / GROUPS, told_of = 0;  // of SOLVED tokens each
+  float told[SOLVED];
+  auto begin = [&] {
 #pragma unroll
-  for (int b = 0; b < W::SOLVER_BLOCKS; ++b) {
-#pragma unroll
-    for (int r = 0; r < SOLVED; ++r) told[b][r] = changes[((first_block + b) * SOLVED + r) * COLUMNS + column];
-  }
+    for (int r = 0; r < SOLVED; ++r) told[r] = changes[own * SOLVED * COLUMNS + change_place<COLUMNS>(r, column)];
+  };
+  begin();
 #pragma unroll 1
   for (int stage = 0; stage < stages; ++stage) {
-#pragma unroll
-    for (int b = 0; b < W::SOLVER_BLOCKS; ++b) {
-      const int first = (first_block + b) * SOLVED;
-      if (stage > 0 && first_block + b >= stage) {
-        // of the tokens before, whose changes were found last
-        const int others = (stage - 1) * SOLVED;
-        const SolvedScores own(scores, first, others);
+    if (own < stages) {
+#pragma unroll 1
+      for (; told_of < stage; ++told_of) {
+        const SolvedScores factors_of(scores, own * SOLVED, told_of * SOLVED);
 #pragma unroll  // of fours
         for (int four = 0; four < SOLVED; four += 4) {
           float found[4];
 #pragma unroll
-          for (int e = 0; e < 4; ++e) found[e] = changes[(others + four + e) * COLUMNS + column];
+          for (int e = 0; e < 4; ++e)
+            found[e] = changes[told_of * SOLVED * COLUMNS + change_place<COLUMNS>(four + e, column)];
 #pragma unroll
           for (int r = 0; r < SOLVED; ++r) {
-            const float4 factors = own.read(r, four);
+            const float4 factors = factors_of.read(r, four);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) told[b][r] = __fmaf_rn(element(factors, e), found[e], told[b][r]);
+            for (int e = 0; e < 4; ++e) told[r] = __fmaf_rn(element(factors, e), found[e], told[r]);
           }
         }
       }
-      if (first_block + b == stage) {
+      if (own == stage) {
+        const int first = stage * SOLVED;
         float* record = change_record(call, blocks[first / BLOCK_SIZE], head, first) + first_column + column;
         if (first < part.known)
-          solve<COLUMNS, true>(told[b], first, part.known, end, column, chunk, values, scores, changes, record);
+          solve<COLUMNS, true>(told, first, part.known, end, column, chunk, values, scores, changes, record);
         else
-          solve<COLUMNS, false>(told[b], first, part.known, end, column, chunk, values, scores, changes, record);
+          solve<COLUMNS, false>(told, first, part.known, end, column, chunk, values, scores, changes, record);
+        own += W::SOLVERS, told_of = 0;
+        if (own < stages) begin();
       }
     }
     __syncthreads();
@@ -434,8 +476,7 @@ __device__ inline void write_numbers(Number* to, int inside, const float* x) {
 #if ALIGNED && NUMBER != 0
   if (inside <= 0) return;
   unsigned both[2];
-  for (int v = 0; v < 2; ++v)
-    both[v] = static_cast<unsigned>(from_float(x[2 * v])) | static_cast<unsigned>(from_float(x[2 * v + 1])) << 16;
+  for (int v = 0; v < 2; ++v) both[v] = two_from_floats(x[2 * v], x[2 * v + 1]);
   *reinterpret_cast<float2*>(to) = make_float2(__uint_as_float(both[0]), __uint_as_float(both[1]));
 #else
 #pragma unroll
@@ -461,7 +502,8 @@ __device__ inline void compute_run(const Call& call, Part part, int table, int h
   // A chunk's values, decays and gates are asked for before the last part of the work on the chunk before it.
   const int reader = thread / W::READERS, read_column = thread % W::READERS * 4;
   constexpr int APART = MANY_THREADS / W::READERS;
-  Number value[W::READS][4], gate = Number(0);
+  FourNumbers value[W::READS];
+  Number gate = Number(0);
   float decay = 0.0f;
   auto ask_inputs = [&](const Part& of, const int64* blocks) {
 #pragma unroll
@@ -469,7 +511,7 @@ __device__ inline void compute_run(const Call& call, Part part, int table, int h
       const int i = reader + r * APART;
       const bool is_new = i >= of.known && i < of.end;
       const int64 row = is_new ? of.row + (i - of.known) : of.row;
-      read_numbers(value_of(call, row, head) + first_column + read_column, is_new ? inside(read_column) : 0, value[r]);
+      value[r] = read_four(value_of(call, row, head) + first_column + read_column, is_new ? inside(read_column) : 0);
     }
     if (thread < of.end) {
       decay = *decay_record(call, blocks[thread / BLOCK_SIZE], head, thread);
@@ -491,13 +533,13 @@ __device__ inline void compute_run(const Call& call, Part part, int table, int h
     const float* source = carried<const float>(call, call.state_places, head, table, part.begin) + first_column;
     for (int i = thread; i < KEY_DIM * COLUMNS; i += MANY_THREADS) {
       const int k = i / COLUMNS, column = i % COLUMNS;
-      state[i] = first_column + column < VALUE_DIM ? source[k * VALUE_DIM + column] : 0.0f;
+      state[state_place<COLUMNS>(k, column)] = first_column + column < VALUE_DIM ? source[k * VALUE_DIM + column] : 0.0f;
     }
   }
   for (int i = thread; i < part.known * COLUMNS; i += MANY_THREADS) {
     const int j = i / COLUMNS, column = i % COLUMNS;
     const float* source = change_record(call, run.blocks[0][j / BLOCK_SIZE], head, j) + first_column;
-    changes[i] = first_column + column < VALUE_DIM ? source[column] : 0.0f;
+    changes[change_place<COLUMNS>(j, column)] = first_column + column < VALUE_DIM ? source[column] : 0.0f;
   }
   begin_chunk(run.chunks[0]);
   wait_for_copies<0>();
@@ -543,11 +585,11 @@ __device__ inline void compute_run(const Call& call, Part part, int table, int h
       if (asks || i < part.known) continue;
 #pragma unroll
       for (int f = 0; f < W::FOURS; ++f)
-        *reinterpret_cast<float4*>(changes + i * COLUMNS + place.column + 16 * f) =
+        *reinterpret_cast<float4*>(changes + change_place<COLUMNS>(i, place.column + 16 * f)) =
             make_float4(sums[r][4 * f], sums[r][4 * f + 1], sums[r][4 * f + 2], sums[r][4 * f + 3]);
     }
     wait_for_copies<0>();
-    fade_scores(part, chunk.decays, scores);
+    fade_scores(chunk.decays, scores);
     const bool is_there = its_table == table && its_position == next.begin + ahead;
     if (thread == CHUNK) run.is_kept = !is_there;
     if (thread < CHUNK && thread % BLOCK_SIZE == 0) run.blocks[turn ^ 1][thread / BLOCK_SIZE] = its_block;
@@ -568,33 +610,33 @@ __device__ inline void compute_run(const Call& call, Part part, int table, int h
             record = change_record(call, run.blocks[turn][i / BLOCK_SIZE], head, i) + first_column + read_column;
 #pragma unroll
           for (int v = 0; v < 4; ++v) {
-            const int at = i * COLUMNS + read_column + v;
-            const float change = i < part.known ? changes[at] : __fmul_rn(chunk.betas[i], values[at]);
-            changes[at] = change;
-            values[at] = __fmul_rn(change, chunk.fades[i]);
+            float& value_at = values[i * COLUMNS + read_column + v];
+            float& change_at = changes[change_place<COLUMNS>(i, read_column + v)];
+            const float change = i < part.known ? change_at : __fmul_rn(chunk.betas[i], value_at);
+            change_at = change;
+            value_at = __fmul_rn(change, chunk.fades[i]);
             if (record != nullptr && v < inside(read_column)) record[v] = change;
           }
         }
         __syncthreads();
       }
-#pragma unroll 1
-      for (int stage = 0; stage < stages; ++stage) {
+      ask_changes<COLUMNS>(sums, scores, changes, place, stages, [&](int stage) {
         if (DELTA) __syncthreads();
-        if (stage + 1 == stages && next.end > 0) ask_inputs(next, run.blocks[turn ^ 1]);
-        ask_changes<COLUMNS>(sums, scores, changes, place, stage);
-      }
+        if (stage + 1 == CHUNK / SOLVED && next.end > 0) ask_inputs(next, run.blocks[turn ^ 1]);
+      });
+      Number* const first_out =
+          call.out + part.first_row() * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + first_column + place.column;
 #pragma unroll
       for (int r = 0; r < W::ROWS; ++r) {
         const int i = token_of<COLUMNS>(place, r);
         if (i < part.known || i >= part.end) continue;
-        const int64 row = part.row + (i - part.known);
-        Number* out = call.out + row * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + first_column + place.column;
+        Number* const out = first_out + i * (VALUE_HEADS * VALUE_DIM);
 #pragma unroll
         for (int f = 0; f < W::FOURS; ++f) {
           const int exist = inside(place.column + 16 * f);
 #if SKIP
           Number given[4];
-          read_numbers(value_of(call, row, head) + first_column + place.column + 16 * f, exist, given);
+          read_numbers(value_of(call, part.first_row() + i, head) + first_column + place.column + 16 * f, exist, given);
 #pragma unroll
           for (int v = 0; v < 4; ++v) sums[r][4 * f + v] = __fmaf_rn(call.skip[head], to_float(given[v]), sums[r][4 * f + v]);
 #endif
@@ -617,7 +659,7 @@ __device__ inline void compute_run(const Call& call, Part part, int table, int h
 #pragma unroll
         for (int f = 0; f < W::FOURS; ++f) {
           float4 now = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-          if (has_state && row_of(e) < KEY_DIM) now = read4(state + row_of(e) * COLUMNS + of_state.column + 16 * f);
+          if (has_state && row_of(e) < KEY_DIM) now = read4(state + state_place<COLUMNS>(row_of(e), of_state.column + 16 * f));
 #pragma unroll
           for (int v = 0; v < 4; ++v) total[e][4 * f + v] = __fmul_rn(element(now, v), left);
         }
@@ -649,7 +691,7 @@ __device__ inline void compute_run(const Call& call, Part part, int table, int h
         for (int f = 0; f < W::FOURS; ++f) {
           const float4 sum = make_float4(total[e][4 * f], total[e][4 * f + 1], total[e][4 * f + 2], total[e][4 * f + 3]);
           const int column = of_state.column + 16 * f;
-          *reinterpret_cast<float4*>(state + row_of(e) * COLUMNS + column) = sum;
+          *reinterpret_cast<float4*>(state + state_place<COLUMNS>(row_of(e), column)) = sum;
           if (target == nullptr) continue;
           float* const kept = target + row_of(e) * VALUE_DIM + column;
 #if ALIGNED
@@ -683,7 +725,7 @@ __device__ inline int columns_of(const Call& call) {
 #pragma unroll
   for (int columns = 32; columns <= 128; columns *= 2) {
     if (columns < call.least_columns || columns > call.most_columns) continue;
-    const int chunk_cost = columns == 32 ? 13 : columns == 64 ? 21 : 39;  // one beside the other
+    const int chunk_cost = columns == 32 ? 13 : columns == 64 ? 20 : 38;  // measured, in µs
     const int64 programs = runs * VALUE_HEADS * ((VALUE_DIM + columns - 1) / columns);
     const int64 cost = (programs + call.multiprocessors - 1) / call.multiprocessors * chunk_cost;
     if (best == 0 || cost < least_cost) best = columns, least_cost = cost;

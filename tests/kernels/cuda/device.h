@@ -231,6 +231,14 @@ inline half_bits half_of_float(float x) {
   std::memcpy(&bits, &rounded, sizeof bits);
   return bits;
 }
+inline unsigned bfloats_of_floats(float low, float high) {
+  unsigned result = 0;
+  for (const float x : {high, low}) {
+    const unsigned bits = __float_as_uint(x);
+    result = result << 16 | (std::isnan(x) ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+  }
+  return result;
+}
 inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 inline void begin_kernel() {}
 template <typename T>
