@@ -4,7 +4,6 @@ A program holds whole groups, always as many of a size, so the mean of squares i
 whose order depends on the group's size only.
 """
 
-# mypy: disable-error-code="unreachable, var-annotated"
 from __future__ import annotations
 
 import torch
@@ -19,18 +18,14 @@ from quire.kernels.recurrent import GatedNormSpec
 
 _NUMBERS = 1024
 """A program has as many groups as there are in so many numbers."""
-_MANY = 2048
-"""From so many rows on a program takes several."""
-_ROWS = 4
 
 
-@jit(do_not_specialize=["rows"])
+@jit
 def _gated_norm_kernel(
     x,
     gate,
     weight,
     out,
-    rows,
     x_stride,
     gate_stride,
     eps,
@@ -41,12 +36,9 @@ def _gated_norm_kernel(
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     GATE_FIRST: tl.constexpr,
-    ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """GROUPS groups of each of ROWS rows, of GROUP <= BLOCK numbers each. All rows are loaded before
-    the first is computed; each is a tensor of its own, so that its sums don't depend on ROWS.
-    """
+    """GROUPS groups of a row, of GROUP <= BLOCK numbers each."""
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]
     inside = tl.arange(0, BLOCK)[None, :]
     column = group * GROUP + inside
@@ -54,32 +46,21 @@ def _gated_norm_kernel(
     if WEIGHT_SIZE:
         factor = tl.load(weight + column % WEIGHT_SIZE, mask=exists, other=0.0).to(tl.float32)
     begin(PDL)
-    NUMBER: tl.constexpr = x.dtype.element_ty
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    values = ()
-    gates = ()
-    for i in tl.static_range(ROWS):
-        row = first + i
-        mask = exists if ROWS == 1 else exists & (row < rows)
-        value = tl.load(x + row * x_stride + column, mask=mask, other=0.0)
-        values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005
-        found = tl.load(gate + row * gate_stride + column, mask=mask, other=0.0)
-        gates = gates + (found,)  # type: ignore[assignment]  # noqa: RUF005
-    for i in tl.static_range(ROWS):
-        row = first + i
-        mask = exists if ROWS == 1 else exists & (row < rows)
-        value = values[i].to(tl.float32)
-        gated = silu(gates[i].to(tl.float32))
-        if GATE_FIRST:
-            value = value * gated
-        if NORM:
-            mean = tl.sum(value * value, 1, keep_dims=True) / GROUP
-            value = (value * tl.rsqrt(mean + eps)).to(NUMBER).to(tl.float32)
-        if WEIGHT_SIZE:
-            value = value * factor
-        if not GATE_FIRST:
-            value = value * gated
-        tl.store(out + row * SIZE + column, value.to(NUMBER), mask=mask)
+    row = tl.program_id(0).to(tl.int64)
+    value = tl.load(x + row * x_stride + column, mask=exists, other=0.0)
+    NUMBER: tl.constexpr = value.dtype
+    value = value.to(tl.float32)
+    gated = silu(tl.load(gate + row * gate_stride + column, mask=exists, other=0.0).to(tl.float32))
+    if GATE_FIRST:
+        value = value * gated
+    if NORM:
+        mean = tl.sum(value * value, 1, keep_dims=True) / GROUP
+        value = (value * tl.rsqrt(mean + eps)).to(NUMBER).to(tl.float32)
+    if WEIGHT_SIZE:
+        value = value * factor
+    if not GATE_FIRST:
+        value = value * gated
+    tl.store(out + row * SIZE + column, value.to(NUMBER), mask=exists)
 
 
 def gated_norm(
@@ -97,13 +78,11 @@ def gated_norm(
         return out
     block = next_power_of_2(group)
     groups = max(1, _NUMBERS // block)
-    each = _ROWS if rows >= _MANY else 1
-    _gated_norm_kernel[(cdiv(rows, each), cdiv(size // group, groups))](
+    _gated_norm_kernel[(rows, cdiv(size // group, groups))](
         x=source,
         gate=gates,
         weight=source if weight is None else weight,
         out=out,
-        rows=rows,
         x_stride=row_stride(source),
         gate_stride=row_stride(gates),
         eps=eps,
@@ -114,7 +93,6 @@ def gated_norm(
         BLOCK=block,
         NORM=spec.group_size > 0,
         GATE_FIRST=spec.gate_first,
-        ROWS=each,
         PDL=USE_PDL,
         num_warps=num_warps(block * groups),
         **ROUND_ALWAYS,

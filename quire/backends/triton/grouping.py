@@ -1,9 +1,8 @@
 """Groups (row, expert) pairs into tiles that share an expert, on the device.
 
 Pair `row * top_k + i` is the i-th expert of a row. This is a counting sort: the number of pairs of
-each expert tells where its tiles begin, and a program for each expert goes through all pairs, or
-through one part of many, and lists its own. It computes with integers only, so the order of
-additions does not matter.
+each expert tells where its tiles begin, and one program per expert goes through all pairs and lists
+its own. It computes with integers only, so the order of additions does not matter.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ _SMALL_CHUNK, _CHUNK, _LISTED_TILES = 512, 4096, 256
 """Pairs, or tiles, that a program handles at a time. If all pairs fit into one chunk, every program
 counts them.
 """
-_PARTS = 16
-"""More pairs are divided into so many parts, of whole chunks, which have programs of their own."""
 
 SINGLE, GROUPED, IN_ORDER = (tl.constexpr(how) for how in range(3))
 
@@ -48,28 +45,18 @@ class Tiles:
     """
 
 
-@jit(do_not_specialize=["pairs", "part_size"])
+@jit(do_not_specialize=["pairs"])
 def _count_kernel(
-    expert_ids,
-    totals,
-    pairs,
-    part_size,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    expert_ids, totals, pairs, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Adds how many pairs of one chunk each expert has, to all and to those of the chunk's part."""
+    """Adds how many pairs of one chunk each expert has."""
     begin(PDL)
-    first = tl.program_id(0) * CHUNK
-    pair = first + tl.arange(0, CHUNK)
+    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     of_pair = tl.load(expert_ids + pair, mask=pair < pairs, other=0)
-    count = tl.histogram(of_pair, BLOCK, mask=pair < pairs)
-    total = totals + tl.arange(0, BLOCK)
-    tl.atomic_add(total, count, mask=count > 0)
-    tl.atomic_add(total + (1 + first // part_size) * BLOCK, count, mask=count > 0)
+    tl.atomic_add(totals + tl.arange(0, BLOCK), tl.histogram(of_pair, BLOCK, mask=pair < pairs))
 
 
-@jit(do_not_specialize=["pairs", "bound", "part_size"])
+@jit(do_not_specialize=["pairs", "bound"])
 def _group_kernel(
     expert_ids,
     totals,
@@ -78,22 +65,19 @@ def _group_kernel(
     order,
     pairs,
     bound,
-    part_size,
     COUNTED: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
     CHUNK: tl.constexpr,
     LISTED: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Lists an expert's tiles and its pairs in one part of all, after those of the experts and parts
-    before; a last program marks unused tiles.
+    """Lists an expert's tiles and their pairs, after those of the experts before; a last program
+    marks unused tiles.
     """
     begin(PDL)
     own = tl.program_id(0)
-    part = tl.program_id(1)
     expert = tl.arange(0, BLOCK)
     chunk = tl.arange(0, CHUNK)
     if COUNTED:
@@ -104,31 +88,22 @@ def _group_kernel(
         )
     tiles = (total + WIDTH - 1) // WIDTH
     first_tile = tl.sum(tl.where(expert < own, tiles, 0), 0)
-    if part == 0:
-        end_tile = tl.where(
-            own < EXPERTS, first_tile + tl.sum(tl.where(expert == own, tiles, 0), 0), bound
-        )
-        tl.store(tile_counts + bound, first_tile, mask=own == EXPERTS)
-        own_pairs = tl.sum(tl.where(expert == own, total, 0), 0)
-        for first in range(first_tile, end_tile, LISTED):
-            tile = first + tl.arange(0, LISTED)
-            tl.store(tile_experts + tile, tl.where(own < EXPERTS, own, -1), mask=tile < end_tile)
-            count = tl.minimum(own_pairs - (tile - first_tile) * WIDTH, WIDTH)
-            tl.store(tile_counts + tile, count, mask=tile < end_tile)
+    end_tile = tl.where(
+        own < EXPERTS, first_tile + tl.sum(tl.where(expert == own, tiles, 0), 0), bound
+    )
+    tl.store(tile_counts + bound, first_tile, mask=own == EXPERTS)
+    own_pairs = tl.sum(tl.where(expert == own, total, 0), 0)
+    for first in range(first_tile, end_tile, LISTED):
+        tile = first + tl.arange(0, LISTED)
+        tl.store(tile_experts + tile, tl.where(own < EXPERTS, own, -1), mask=tile < end_tile)
+        count = tl.minimum(own_pairs - (tile - first_tile) * WIDTH, WIDTH)
+        tl.store(tile_counts + tile, count, mask=tile < end_tile)
     before = first_tile * WIDTH - 1
-    if COUNTED:
-        other = tl.arange(0, PARTS)
-        is_before = (other < part) & (own < EXPERTS)
-        before += tl.sum(tl.load(totals + (1 + other) * BLOCK + own, mask=is_before, other=0), 0)
-    begin_pair = part * part_size
-    end_pair = tl.minimum(begin_pair + part_size, pairs)
-    if own < EXPERTS:
-        for first in range(begin_pair, end_pair, CHUNK):
-            pair = first + chunk
-            found = tl.load(expert_ids + pair, mask=pair < end_pair, other=-1)
-            is_own = (found == own).to(tl.int32)
-            tl.store(order + before + tl.cumsum(is_own, 0), pair, mask=is_own > 0)
-            before += tl.sum(is_own, 0)
+    for first in range(0, pairs, CHUNK):
+        pair = first + chunk
+        is_own = (tl.load(expert_ids + pair, mask=pair < pairs, other=-1) == own).to(tl.int32)
+        tl.store(order + before + tl.cumsum(is_own, 0), pair, mask=is_own > 0)
+        before += tl.sum(is_own, 0)
 
 
 def rows_in_order(x: Tensor, width: int) -> Tiles:
@@ -153,21 +128,19 @@ def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> 
     block = max(32, next_power_of_2(num_experts))
     is_counted = pairs > _CHUNK
     totals = expert_ids  # not read where nothing was counted
-    part_size = cdiv(cdiv(pairs, _PARTS), _CHUNK) * _CHUNK
     if is_counted:
-        totals = torch.zeros((_PARTS + 1) * block, dtype=torch.int32, device=device)
+        totals = torch.zeros(block, dtype=torch.int32, device=device)
         _count_kernel[(cdiv(pairs, _SMALL_CHUNK),)](
             expert_ids=expert_ids,
             totals=totals,
             pairs=pairs,
-            part_size=part_size,
             BLOCK=block,
             CHUNK=_SMALL_CHUNK,
             PDL=USE_PDL,
             num_warps=8,
             **LAUNCH,
         )
-    _group_kernel[(num_experts + 1, cdiv(pairs, part_size))](
+    _group_kernel[(num_experts + 1,)](
         expert_ids=expert_ids,
         totals=totals,
         tile_experts=experts,
@@ -175,11 +148,9 @@ def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> 
         order=order,
         pairs=pairs,
         bound=bound,
-        part_size=part_size,
         COUNTED=is_counted,
         EXPERTS=num_experts,
         BLOCK=block,
-        PARTS=_PARTS,
         CHUNK=_CHUNK if pairs > _SMALL_CHUNK else _SMALL_CHUNK,
         LISTED=_LISTED_TILES,
         WIDTH=width,

@@ -50,7 +50,10 @@ class Block(NamedTuple):
 
 
 GATED = Block(_OUTPUTS, 4, 8, False)
-PLAIN = Block(_OUTPUTS, 3, 8, False)
+PLAIN = Block(2 * _OUTPUTS, 4, 8, False)
+SHORT = Block(2 * _OUTPUTS, 3, 8, True)
+"""Of an inner dimension of fewer turns than it takes to begin and end."""
+_LONG = 1024
 
 
 @jit(do_not_specialize=["bound"])
@@ -147,7 +150,7 @@ def many_rows_product(
     _, size, inner = weight.shape
     is_gated = activation is not None
     outer = size // 2 if is_gated else size
-    block = block or (GATED if is_gated else PLAIN)
+    block = block or (GATED if is_gated else PLAIN if inner >= _LONG else SHORT)
     out = torch.empty(tiles.pairs, outer, dtype=x.dtype, device=x.device)
     sides = weight.view(-1, outer, inner)  # a gate and an up of each expert, or one matrix
     box = [2 if is_gated else 1, block.outputs, _INNER]

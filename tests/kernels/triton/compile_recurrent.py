@@ -102,7 +102,7 @@ def recurrent_kernels() -> dict[str, dict[str, int]]:
             done = compiled(kernel, shared | more, **options)
             found[f"{name} {case}"] = _resources(done)
     norm = {"SIZE": 4096, "GROUP": 128, "WEIGHT_SIZE": 128, "GROUPS": 8, "BLOCK": 128}
-    norm |= {"NORM": True, "GATE_FIRST": False, "ROWS": 4, "PDL": True}
+    norm |= {"NORM": True, "GATE_FIRST": False, "PDL": True}
     done = compiled(_gated_norm_kernel, norm)
     found["norm"] = _resources(done)
     return found

@@ -53,7 +53,7 @@ def many_rows_kernels() -> dict[str, dict[str, int]]:
     common |= {"BLOCK_K": 64, "PDL": True}
     found = {}
     for is_gated in (True, False) if IS_LONG else (True,):
-        block = many_rows_experts.GATED if is_gated else many_rows_experts.PLAIN
+        block = many_rows_experts.GATED if is_gated else many_rows_experts.SHORT
         sides = {"INNER": 2048, "OUTER": 512} if is_gated else {"INNER": 512, "OUTER": 2048}
         more = {"IS_GATED": is_gated, "BLOCK": block.outputs, "STAYS": block.stays}
         box = f"tensordesc<bf16[{1 + is_gated}, {block.outputs}, 64]>"
