@@ -4,12 +4,14 @@ none. Called by `compile_kernels`.
 
 from __future__ import annotations
 
-from quire.backends.triton import many_rows_experts
+from triton.experimental.gluon import language as gl
+
+from quire.backends.triton import copied_experts, many_rows_experts, router_rows
 from quire.backends.triton.linear_pair import _pair_kernel
 from quire.backends.triton.many_rows_experts import _many_rows_kernel
 from quire.backends.triton.tile_product import _product_kernel
 from tests.kernels.triton import compile_recurrent
-from tests.kernels.triton.compile_small_batches import stack_size
+from tests.kernels.triton.compile_small_batches import resources, stack_size
 from tests.long_runs import IS_LONG
 
 _PAIR = ("x", "first", "first_bias", "second", "first_out", "second_out")
@@ -54,12 +56,12 @@ def many_rows_kernels() -> dict[str, dict[str, int]]:
     found = {}
     for is_gated in (True, False) if IS_LONG else (True,):
         block = many_rows_experts.GATED if is_gated else many_rows_experts.SHORT
-        sides = {"INNER": 2048, "OUTER": 512} if is_gated else {"INNER": 512, "OUTER": 2048}
+        widths = {"INNER": 2048, "OUTER": 512} if is_gated else {"INNER": 512, "OUTER": 2048}
         more = {"IS_GATED": is_gated, "BLOCK": block.outputs, "STAYS": block.stays}
         box = f"tensordesc<bf16[{1 + is_gated}, {block.outputs}, 64]>"
         done = compile_recurrent.compiled(
             _many_rows_kernel,
-            common | sides | more,
+            common | widths | more,
             block.warps,
             TYPES | {"weight": box},
             num_stages=block.stages,
@@ -70,4 +72,22 @@ def many_rows_kernels() -> dict[str, dict[str, int]]:
             "shared": done.metadata.shared,
             "stack": stack_size(done.asm["cubin"]),
         }
+        rows = 128 if is_gated else 256
+        layout = gl.NVMMASharedLayout.get_default_for([rows, 64], gl.bfloat16)
+        box = f"tensordesc<bf16[{rows}, 64],{layout!r}>"
+        more = {"SIDES": 1 + is_gated, "STAGES": copied_experts._STAGES}
+        found[f"copied, gated {is_gated}"] = resources(
+            copied_experts._copied_experts_kernel,
+            TYPES | {"weight": box},
+            {
+                name: value
+                for name, value in (common | widths | more).items()
+                if name in copied_experts._copied_experts_kernel.arg_names
+            },
+            4,
+            maxnreg=copied_experts._REGISTERS,
+        )
+    router = {"K": 2048, "HAS_BIAS": True, "OUT": 8, "BLOCK": 2048, "PDL": True}
+    types = TYPES | dict.fromkeys(("weight", "bias", "out"), "*fp32")
+    found["router"] = resources(router_rows._router_rows_kernel, types, router, 4)
     return found
