@@ -73,7 +73,6 @@ def test_launches_are_found() -> None:
         "adapters.py": 2,
         "attention.py": 2,
         "convolution.py": 1,
-        "copied_experts.py": 1,
         "few_rows_int4.py": 1,
         "filters.py": 4,
         "gated_norm.py": 1,

@@ -4,7 +4,7 @@ Here rows are on the left of a product and weights on the right, 256 of them at 
 core reads fewer bytes of shared memory for a product, and a program fewer of the L2 cache, than with
 tiles of 128 by 128 (`tile_product.py`). Weights come by the tensor memory accelerator, whole tiles
 for one instruction. The inner dimension is walked in order with one accumulator, so products have the
-bits of those in `tile_product.py`. On Hopper `copied_experts.py` takes less time.
+bits of those in `tile_product.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.grouping import GROUPED, Tiles
 from quire.backends.triton.launch import (
-    HAS_GLUON,
     INTERPRETED,
     LAUNCH,
     ROUND_ALWAYS,
@@ -30,9 +29,6 @@ from quire.backends.triton.launch import (
 from quire.backends.triton.rowwise import NUMBERS, gated
 from quire.backends.triton.shapes import ALIGNMENT, row_stride
 from quire.kernels.ops import Activation
-
-if HAS_GLUON:
-    from quire.backends.triton import copied_experts
 
 WIDTH = 128
 """Rows of a tile."""
@@ -135,8 +131,7 @@ def takes(x: Tensor, weight: Tensor, tiles: Tiles) -> bool:
         and tiles.pairs >= _MANY * experts
         and weight.dtype == x.dtype != torch.float32
         and weight.is_contiguous()
-        and all(start % ALIGNMENT == 0 for start in (weight.data_ptr(), x.data_ptr()))
-        and row_stride(x) % ALIGNMENT == 0
+        and weight.data_ptr() % ALIGNMENT == 0
         and inner % _INNER == 0
         and outputs % (2 * _OUTPUTS) == 0
     )
@@ -152,8 +147,6 @@ def many_rows_product(
     block: Block | None = None,
 ) -> Tensor:
     """[pairs, outputs]: `tile_product` of what `takes` says yes to."""
-    if block is None and HAS_GLUON and copied_experts.is_hopper(x.device):
-        return copied_experts.copied_experts_product(x, weight, bias, tiles, top_k, activation)
     _, size, inner = weight.shape
     is_gated = activation is not None
     outer = size // 2 if is_gated else size

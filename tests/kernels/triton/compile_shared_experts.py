@@ -4,9 +4,7 @@ none. Called by `compile_kernels`.
 
 from __future__ import annotations
 
-from triton.experimental.gluon import language as gl
-
-from quire.backends.triton import copied_experts, many_rows_experts, router_rows
+from quire.backends.triton import many_rows_experts, router_rows
 from quire.backends.triton.linear_pair import _pair_kernel
 from quire.backends.triton.many_rows_experts import _many_rows_kernel
 from quire.backends.triton.tile_product import _product_kernel
@@ -72,21 +70,6 @@ def many_rows_kernels() -> dict[str, dict[str, int]]:
             "shared": done.metadata.shared,
             "stack": stack_size(done.asm["cubin"]),
         }
-        rows = 128 if is_gated else 256
-        layout = gl.NVMMASharedLayout.get_default_for([rows, 64], gl.bfloat16)
-        box = f"tensordesc<bf16[{rows}, 64],{layout!r}>"
-        more = {"SIDES": 1 + is_gated, "STAGES": copied_experts._STAGES}
-        found[f"copied, gated {is_gated}"] = resources(
-            copied_experts._copied_experts_kernel,
-            TYPES | {"weight": box},
-            {
-                name: value
-                for name, value in (common | widths | more).items()
-                if name in copied_experts._copied_experts_kernel.arg_names
-            },
-            4,
-            maxnreg=copied_experts._REGISTERS,
-        )
     router = {"K": 2048, "HAS_BIAS": True, "OUT": 8, "BLOCK": 2048, "PDL": True}
     types = TYPES | dict.fromkeys(("weight", "bias", "out"), "*fp32")
     found["router"] = resources(router_rows._router_rows_kernel, types, router, 4)
