@@ -9,7 +9,6 @@ fails is computed by our own kernel.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -43,13 +42,18 @@ from quire.backends.triton.attention_work import (
     decode_lists,
     shorten_attention_work_,
 )
+from quire.backends.triton.exact_products import (
+    forbid_split_sums,
+    heads_are_exact,
+    may_be_heads,
+    rows_are_exact,
+)
 from quire.backends.triton.grouping import Tiles
 from quire.backends.triton.latent_attention import latent_attention
 from quire.backends.triton.latent_work import latent_decode_lists, latent_work
 from quire.backends.triton.launch import HAS_GLUON, num_multiprocessors
 from quire.backends.triton.linear import (
     SMALLEST_BATCH,
-    VOCABULARY_SIZE,
     is_quicker_than_cublas,
     linear,
     room_for,
@@ -93,34 +97,6 @@ if HAS_GLUON:
     )
 
 logger = logging.getLogger(__name__)
-
-_CHECKED_ROWS = (
-    *range(SMALLEST_BATCH, 64),
-    *range(64, 328, 8),
-    384,
-    448,
-    512,
-    1000,
-    1024,
-    1500,
-    2047,
-    2048,
-)
-"""With memory for split sums cuBLAS changes bits at some sizes of up to 320 rows, which differ from
-shape to shape.
-"""
-_LARGEST_HEAD = 512 * 512
-"""Numbers of a head's matrix in a stack of them; stacks of larger ones are experts."""
-_BESIDE_HEADS = 64
-"""Numbers that lie after a head's: those that are rotated."""
-
-
-def forbid_split_sums() -> None:
-    """Leaves cuBLAS no memory for partial sums where torch calls it (in FP8), unless one set these."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 class TritonKernels(ReferenceKernels):
@@ -184,7 +160,7 @@ class TritonKernels(ReferenceKernels):
                 self._check(weight.tensor, has_bias)
             # tested here, as this can't be done during a graph capture
             are_exact(weight.device, weight.tensor.dtype)
-        if _may_be_heads(weight) and weight.shape not in self._exact_heads:
+        if may_be_heads(weight) and weight.shape not in self._exact_heads:
             self._exact_heads[weight.shape] = heads_are_exact(weight)
         return weight
 
@@ -509,16 +485,6 @@ class TritonKernels(ReferenceKernels):
         return self._is_exact[key]
 
 
-def _may_be_heads(weight: Weight) -> bool:
-    return (
-        weight.is_dense
-        and len(weight.shape) == 3
-        and weight.shape[1] * weight.shape[2] <= _LARGEST_HEAD
-        and weight.tensor.is_cuda
-        and weight.tensor.dtype != torch.float32
-    )
-
-
 def _has_own_experts(spec: MoeSpec) -> bool:
     """Experts without gates, and other ways to weigh them, have no kernel of their own yet."""
     return spec.gated and not spec.expert_scales and not spec.scales_inputs
@@ -543,59 +509,3 @@ def _padded(x: Tensor) -> Tensor:
     if x.untyped_storage().nbytes() >= (x.storage_offset() + SMALLEST_BATCH * size) * x.itemsize:
         return x.as_strided((SMALLEST_BATCH, size), (size, 1))
     return F.pad(x, (0, 0, 0, SMALLEST_BATCH - rows))
-
-
-def rows_are_exact(weight: Tensor, has_bias: bool) -> bool:
-    """Tests whether cuBLAS gives random rows, in batches of several sizes, the bits of our own
-    kernel.
-    """
-    generator = torch.Generator(device=weight.device).manual_seed(0)
-    # the head scores few rows at a time
-    most = max(_CHECKED_ROWS) if weight.shape[0] < VOCABULARY_SIZE else 256
-    x = torch.randn(most, weight.shape[1], device=weight.device, generator=generator).to(
-        weight.dtype
-    )
-    bias = torch.zeros_like(weight[:, 0]) if has_bias else None
-    expected = linear(x, weight)
-    # few models have biases
-    batches = (x[:rows] for rows in _CHECKED_ROWS[:: 6 if has_bias else 1] if rows <= most)
-    found = (cublas.product(some, weight, room_for(some, len(weight)), bias) for some in batches)
-    try:
-        return all(torch.equal(some, expected[: len(some)]) for some in found)
-    except cublas.CublasError as error:
-        logger.warning("weights %s: %s", tuple(weight.shape), error)
-        return False
-
-
-def heads_are_exact(weight: Weight) -> bool:
-    """Tests whether cuBLAS gives rows of many heads the bits of our own kernel: of x and results side
-    by side, and in longer rows.
-    """
-    heads, size, inner = weight.shape
-    counts = [rows for rows in _CHECKED_ROWS if rows > latent_kernels.MOST_JOINED]
-    generator = torch.Generator(device=weight.device).manual_seed(0)
-    numbers = torch.randn(
-        max(counts),
-        heads,
-        inner + _BESIDE_HEADS,
-        dtype=weight.tensor.dtype,
-        device=weight.device,
-        generator=generator,
-    )[..., :inner]
-    try:
-        for x, beside in ((numbers, _BESIDE_HEADS), (numbers.contiguous(), 0)):
-            expected = latent_kernels.linear_heads(x, weight)
-            for rows in counts:
-                out = x.new_empty(rows, heads, size + beside)[..., :size]
-                if not torch.equal(
-                    cublas.heads_product(x[:rows], weight.tensor, out), expected[:rows]
-                ):
-                    kind = f"{tuple(weight.shape)} of {weight.tensor.dtype}"
-                    logger.warning(
-                        "cuBLAS has no exact product for heads %s: using our own kernel", kind
-                    )
-                    return False
-    except cublas.CublasError as error:
-        logger.warning("heads %s: %s", tuple(weight.shape), error)
-        return False
-    return True

@@ -26,7 +26,8 @@ from tests.kernels.triton.support import (
 )
 
 from quire.kernels.ops import Activation  # isort: skip  (after the check for Triton)
-from quire.backends.triton.kernels import TritonKernels, rows_are_exact  # isort: skip
+from quire.backends.triton.exact_products import rows_are_exact  # isort: skip
+from quire.backends.triton.kernels import TritonKernels  # isort: skip
 from quire.backends.triton import cublas  # isort: skip
 from quire.backends.triton.linear import linear, room_for, tile_of  # isort: skip
 from quire.backends.triton.router_linear import router_linear  # isort: skip
