@@ -88,10 +88,17 @@ def test_a_turn_computes_at_most_128_old_tokens(model: str, keeps_reasoning: boo
     assert chat.answers == fresh.answers
 
 
+def chats() -> list[tuple[str, bool, str]]:
+    """All of each model; in the short form the first two in turn."""
+    models = ["delta rule", "state space"]
+    if IS_LONG:
+        return [(model, *kind) for model in models for kind in KINDS]
+    return [(model, *kind) for model, kind in zip(models, KINDS[:2], strict=True)]
+
+
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.parametrize(("keeps_reasoning", "speculation"), KINDS if IS_LONG else KINDS[:2])
-@pytest.mark.parametrize("model", ["delta rule", "state space"])
+@pytest.mark.parametrize(("model", "keeps_reasoning", "speculation"), chats())
 def test_twenty_turns_over_16_000_tokens(
     model: str, keeps_reasoning: bool, speculation: str
 ) -> None:

@@ -19,7 +19,7 @@ from quire.models.spec import MlpSpec, ModelSpec
 from quire.sampling_params import SamplingParams
 from tests.kernels.cpu_support import VARIANTS, is_best_again, variant_kernels
 from tests.kernels.test_cpu_quantized import NAMES, quantized
-from tests.long_runs import short_or_long
+from tests.long_runs import IS_LONG, short_or_long
 from tests.random_models import SPECS, Bench, random_decoder
 from tests.test_exactness import SCENARIOS, assert_same, solo, workload
 
@@ -55,10 +55,19 @@ def in_format(name: str, value: Tensor) -> Weight:
     return Weight.of(FORMATS[name], tuple(value.shape), weight.tensor.view(*value.shape[:-1], -1))
 
 
+def formats_and_families() -> list[tuple[str, str]]:
+    """In the short form each format in one of them, dense or with experts, in turn."""
+    families = ["llama", "qwen3_moe"]
+    return [
+        (name, family)
+        for number, name in enumerate(NAMES)
+        for family in (families if IS_LONG else [families[number % 2]])
+    ]
+
+
 @pytest.mark.few(1)
 @pytest.mark.soak
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "family"), formats_and_families())
 def test_every_format_is_exact_in_every_scenario(name: str, family: str) -> None:
     spec = widened(family)
     decoder = random_decoder(
