@@ -113,7 +113,7 @@ class FairShares:
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Tokens were computed for a tenant for the first time."""
-        self._served[tenant] += num_tokens / self._weights.get(tenant, 1.0)
+        self._served[tenant] += num_tokens / self.weight(tenant)
 
     def charge_decodes(self, requests: list[Request], recomputed: Sequence[str]) -> None:
         """A token was computed for each of these requests; not for the first time for a request of
@@ -125,9 +125,8 @@ class FairShares:
             counts = Counter(map(_tenant, requests))
             self._decoding_shares = {one: count / self.weight(one) for one, count in counts.items()}
         self._num_uncharged += 1
-        if recomputed:
-            for tenant in recomputed:
-                self.charge(tenant, -1)
+        for tenant in recomputed:
+            self.charge(tenant, -1)
 
     def _charge_decoded(self) -> None:
         """While the same requests decode, their steps are only counted."""

@@ -47,7 +47,8 @@ _FIT_EVERY = 4
 """Steps: the fit takes longer than everything else here."""
 _SKIPPED = 9
 """Steps of the same requests that are not looked at after one that took as long as expected, while
-estimates are good."""
+estimates are good.
+"""
 _GOOD = 0.05
 """Estimates are: the last steps together took what was expected, but for this part, ..."""
 _REGULAR = 0.15

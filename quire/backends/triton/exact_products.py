@@ -46,17 +46,6 @@ def forbid_split_sums() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def may_be_heads(weight: Weight) -> bool:
-    """Whether a weight may be a stack of heads' matrices, and no experts'."""
-    return (
-        weight.is_dense
-        and len(weight.shape) == 3
-        and weight.shape[1] * weight.shape[2] <= _LARGEST_HEAD
-        and weight.tensor.is_cuda
-        and weight.tensor.dtype != torch.float32
-    )
-
-
 def rows_are_exact(weight: Tensor, has_bias: bool) -> bool:
     """Tests whether cuBLAS gives random rows, in batches of several sizes, the bits of our own
     kernel.
@@ -84,6 +73,8 @@ def heads_are_exact(weight: Weight) -> bool:
     by side, and in longer rows.
     """
     heads, size, inner = weight.shape
+    if size * inner > _LARGEST_HEAD:
+        return False
     counts = [rows for rows in _CHECKED_ROWS if rows > latent_kernels.MOST_JOINED]
     generator = torch.Generator(device=weight.device).manual_seed(0)
     numbers = torch.randn(

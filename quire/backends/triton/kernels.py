@@ -26,6 +26,7 @@ from quire.backends.triton import (
     inputs,
     linear_pair,
     logprobs,
+    many_rows_experts,
     quantized,
     repeats,
     router_linear,
@@ -45,7 +46,6 @@ from quire.backends.triton.attention_work import (
 from quire.backends.triton.exact_products import (
     forbid_split_sums,
     heads_are_exact,
-    may_be_heads,
     rows_are_exact,
 )
 from quire.backends.triton.grouping import Tiles
@@ -154,15 +154,25 @@ class TritonKernels(ReferenceKernels):
         if len(weight.shape) > 1 and any(self.computes(part.format) for part in weight.parts):
             weight = quantized.pack(weight, self._dtype)
             self._quantized.check(weight, self._dtype)
-        is_product = weight.is_dense and len(weight.shape) == 2  # experts have kernels of their own
-        if is_product and weight.tensor.is_cuda and weight.tensor.dtype != torch.float32:
+        if weight.is_dense and weight.tensor.is_cuda and weight.tensor.dtype != torch.float32:
+            self._test_kernels(weight)
+        return weight
+
+    def _test_kernels(self, weight: Weight) -> None:
+        """Whether kernels for such a weight are exact here: this can't be tested during a graph
+        capture.
+        """
+        device, dtype = weight.device, weight.tensor.dtype
+        if len(weight.shape) == 2:
             for has_bias in (False, True):
                 self._check(weight.tensor, has_bias)
-            # tested here, as this can't be done during a graph capture
-            are_exact(weight.device, weight.tensor.dtype)
-        if may_be_heads(weight) and weight.shape not in self._exact_heads:
-            self._exact_heads[weight.shape] = heads_are_exact(weight)
-        return weight
+            are_exact(device, dtype)
+        elif len(weight.shape) == 3:  # experts, or heads
+            many_rows_experts.are_exact(device, dtype)
+            for of_rows in (dtype, torch.float32):
+                router_linear.many_rows_are_exact(device, of_rows)
+            if weight.shape not in self._exact_heads:
+                self._exact_heads[weight.shape] = heads_are_exact(weight)
 
     def packed_bytes(self, parts: Sequence[tuple[Format, tuple[int, ...]]]) -> int:
         return packed_bytes(parts, self._dtype, quantized.capability())

@@ -9,6 +9,7 @@ bits of those in `tile_product.py`.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.backends.triton.direct_launch import jit
-from quire.backends.triton.grouping import GROUPED, Tiles
+from quire.backends.triton.grouping import GROUPED, Tiles, group_pairs
 from quire.backends.triton.launch import (
     INTERPRETED,
     LAUNCH,
@@ -26,9 +27,13 @@ from quire.backends.triton.launch import (
     begin,
     num_multiprocessors,
 )
+from quire.backends.triton.linear import Tile
 from quire.backends.triton.rowwise import NUMBERS, gated
 from quire.backends.triton.shapes import ALIGNMENT, row_stride
+from quire.backends.triton.tested import has_gluon, is_exact, random_numbers
+from quire.backends.triton.tile_product import tile_product
 from quire.kernels.ops import Activation
+from quire.kernels.weights import Weight
 
 WIDTH = 128
 """Rows of a tile."""
@@ -60,7 +65,6 @@ _LONG = 1024
 def _many_rows_kernel(
     x,
     weight,
-    bias,
     tile_experts,
     tile_counts,
     order,
@@ -72,7 +76,6 @@ def _many_rows_kernel(
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -105,10 +108,6 @@ def _many_rows_kernel(
                 weight.load([SIDES * expert, first, k]), (SIDES * BLOCK, BLOCK_K)
             )
             total = tl.dot(input_tile, tl.trans(weight_tile), total)
-        if BIAS:
-            side = tl.arange(0, SIDES * BLOCK)
-            place = (SIDES * expert + side // BLOCK) * OUTER + first + side % BLOCK
-            total += tl.load(bias + place)[None, :].to(tl.float32)
         if IS_GATED:
             gate, up = tl.split(tl.permute(tl.reshape(total, (TILE, 2, BLOCK)), (0, 2, 1)))
             total = gated(
@@ -119,13 +118,13 @@ def _many_rows_kernel(
         tl.store(target, total.to(dtype), mask=occupied[:, None])
 
 
-def takes(x: Tensor, weight: Tensor, tiles: Tiles) -> bool:
+def takes(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles) -> bool:
     """Whether these are products of many rows of x with weights [experts, outputs, inputs] that the
-    kernel can compute.
+    kernel can compute. (No published model whose experts have biases has such sizes.)
     """
     experts, outputs, inner = weight.shape
     return (
-        (INTERPRETED or USE_PDL)  # a GPU with a tensor memory accelerator
+        bias is None
         and tiles.listed == GROUPED.value
         and tiles.width == WIDTH
         and tiles.pairs >= _MANY * experts
@@ -134,23 +133,49 @@ def takes(x: Tensor, weight: Tensor, tiles: Tiles) -> bool:
         and weight.data_ptr() % ALIGNMENT == 0
         and inner % _INNER == 0
         and outputs % (2 * _OUTPUTS) == 0
+        and (INTERPRETED or are_exact(x.device, x.dtype))
     )
+
+
+@cache
+def are_exact(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tests all forms, once."""
+    return (
+        has_gluon(device, dtype)
+        and torch.cuda.get_device_capability(device)[0] >= 9  # the tensor memory accelerator
+        and is_exact("prompts through experts", lambda: _same_products(device, dtype))
+    )
+
+
+def _same_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether each form has the bits of the kernel for all, where programs go on to further tiles,
+    too.
+    """
+    rows, experts = (2 + num_multiprocessors(device)) * WIDTH, 2
+    expert_ids = torch.arange(rows, dtype=torch.int32, device=device) % experts
+    tiles = group_pairs(expert_ids, experts, rows, WIDTH)
+    found = []
+    for inner, activation in ((128, Activation.SILU), (_LONG // 2, None), (_LONG, None)):
+        x = random_numbers(rows, inner, device=device, dtype=dtype)
+        weight = random_numbers(experts, 2 * _OUTPUTS, inner, device=device, dtype=dtype)
+        tile = Tile(WIDTH, 64, 64, 3, 8)
+        expected = tile_product(x, Weight.dense(weight), None, tiles, tile, dtype, 1, activation)
+        found.append(torch.equal(many_rows_product(x, weight, tiles, 1, activation), expected))
+    return all(found)
 
 
 def many_rows_product(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     tiles: Tiles,
     top_k: int,
     activation: Activation | None,
-    block: Block | None = None,
 ) -> Tensor:
     """[pairs, outputs]: `tile_product` of what `takes` says yes to."""
     _, size, inner = weight.shape
     is_gated = activation is not None
     outer = size // 2 if is_gated else size
-    block = block or (GATED if is_gated else PLAIN if inner >= _LONG else SHORT)
+    block = GATED if is_gated else PLAIN if inner >= _LONG else SHORT
     out = torch.empty(tiles.pairs, outer, dtype=x.dtype, device=x.device)
     sides = weight.view(-1, outer, inner)  # a gate and an up of each expert, or one matrix
     box = [2 if is_gated else 1, block.outputs, _INNER]
@@ -160,7 +185,6 @@ def many_rows_product(
     _many_rows_kernel[(programs,)](
         x=x,
         weight=TensorDescriptor.from_tensor(sides, box),
-        bias=weight if bias is None else bias,
         tile_experts=tiles.experts,
         tile_counts=tiles.counts,
         order=tiles.order,
@@ -172,7 +196,6 @@ def many_rows_product(
         TOP_K=top_k,
         IS_GATED=is_gated,
         ACTIVATION=0 if activation is None else NUMBERS[activation],
-        BIAS=bias is not None,
         BLOCK=block.outputs,
         TILE=WIDTH,
         BLOCK_K=_INNER,

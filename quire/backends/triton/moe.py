@@ -281,8 +281,12 @@ def _expert_product(
     # The inner block of 128 is the group size of FP8 weights with groups. Bits of plain weights
     # don't depend on it.
     format = weight.parts[0].format
-    if weight.is_dense and shared is None and many_rows_experts.takes(x, weight.tensor, tiles):
-        return many_rows_experts.many_rows_product(x, weight.tensor, bias, tiles, top_k, activation)
+    if (
+        weight.is_dense
+        and shared is None
+        and many_rows_experts.takes(x, weight.tensor, bias, tiles)
+    ):
+        return many_rows_experts.many_rows_product(x, weight.tensor, tiles, top_k, activation)
     is_fp8 = format.codes == torch.float8_e4m3fn
     block, stages, warps = (FP8_TILES if is_fp8 else TILES)[tiles.width]
     inner, stages = (32, 2) if x.dtype == torch.float32 else (128, stages)

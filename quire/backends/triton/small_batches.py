@@ -7,7 +7,6 @@ a Triton that can't compile them, or on a GPU where they give other bits.
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 
 import numpy as np
@@ -19,104 +18,51 @@ from quire.backends.triton.attention_work import attention_work
 from quire.backends.triton.grouping import group_pairs
 from quire.backends.triton.latent_attention import latent_attention
 from quire.backends.triton.latent_work import latent_work
-from quire.backends.triton.launch import HAS_GLUON, num_multiprocessors
+from quire.backends.triton.launch import num_multiprocessors
 from quire.backends.triton.linear import Tile, linear
+from quire.backends.triton.tested import has_gluon, is_exact, random_numbers
 from quire.backends.triton.tile_product import pack_codes, tile_product
 from quire.kernels.formats import Format
 from quire.kernels.latent import LatentSpec, latent_heads
 from quire.kernels.ops import Activation, AttentionSpec, HeadShape, LayerCache
 from quire.kernels.weights import Part, Weight
-from quire.process.compile_together import compile_together
-
-logger = logging.getLogger(__name__)
 
 
 @cache
 def are_exact(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tests them, once. The first call must not be during a graph capture."""
-    if not HAS_GLUON or device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
-        return False
-    try:
-        compile_together(lambda: (_same_products(device, dtype), _same_attention(device, dtype)))
-        is_exact = _same_products(device, dtype) and _same_attention(device, dtype)
-    except Exception as error:  # whatever a compiler of another version says
-        logger.warning(
-            "small batches and prompts take longer, as some kernels for them don't compile here: %s",
-            error,
-        )
-        return False
-    if not is_exact:
-        logger.warning(
-            "small batches and prompts take longer, as some kernels for them give other bits on this GPU"
-        )
-    return is_exact
+    """Tests them, once. The first call must not be during a graph capture, nor while kernels are only
+    compiled; so for all that follow.
+    """
+    return has_gluon(device, dtype) and is_exact(
+        "small batches and prompts",
+        lambda: _same_products(device, dtype) & _same_attention(device, dtype),
+    )
 
 
 @cache
 def latents_are_exact(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tests latent attention of single queries, once; it must not be during a graph capture."""
-    if not HAS_GLUON or device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
-        return False
-    try:
-        compile_together(lambda: _same_latents(device, dtype))
-        is_exact = _same_latents(device, dtype)
-    except Exception as error:  # whatever a compiler of another version says
-        logger.warning(
-            "latent attention of few requests takes longer, as a kernel for it doesn't compile here: %s",
-            error,
-        )
-        return False
-    if not is_exact:
-        logger.warning(
-            "latent attention of few requests takes longer, as a kernel for it gives other bits on this GPU"
-        )
-    return is_exact
+    """Latent attention of single queries."""
+    return has_gluon(device, dtype) and is_exact(
+        "latent attention of few requests", lambda: _same_latents(device, dtype)
+    )
 
 
 @cache
 def latent_prompts_are_exact(device: torch.device) -> bool:
-    """Tests latent attention of prompts in bfloat16, once; it must not be during a graph capture."""
-    if not HAS_GLUON or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    try:
-        compile_together(lambda: _same_latent_prompts(device))
-        is_exact = _same_latent_prompts(device)
-    except Exception as error:  # whatever a compiler of another version says
-        logger.warning(
-            "latent attention of prompts takes longer, as a kernel for it doesn't compile here: %s",
-            error,
-        )
-        return False
-    if not is_exact:
-        logger.warning(
-            "latent attention of prompts takes longer, as a kernel for it gives other bits on this GPU"
-        )
-    return is_exact
+    """Latent attention of prompts in bfloat16."""
+    return (
+        has_gluon(device, torch.bfloat16)
+        and torch.cuda.get_device_capability(device)[0] == 9
+        and is_exact("latent attention of prompts", lambda: _same_latent_prompts(device))
+    )
 
 
 @cache
 def experts_are_exact(device: torch.device, format: Format, inner: int) -> bool:
-    """Tests the kernel for experts in a format that have so many inputs, once; it must not be during
-    a graph capture.
-    """
-    if not HAS_GLUON or device.type != "cuda":
-        return False
-    try:
-        compile_together(lambda: _same_experts(device, format, inner))
-        is_exact = _same_experts(device, format, inner)
-    except Exception as error:  # whatever a compiler of another version says
-        logger.warning(
-            "experts in %s take longer, as a kernel for them doesn't compile here: %s",
-            format.name,
-            error,
-        )
-        return False
-    if not is_exact:
-        logger.warning(
-            "experts in %s take longer, as a kernel for them gives other bits on this GPU",
-            format.name,
-        )
-    return is_exact
+    """The kernel for experts in a format that have so many inputs."""
+    return has_gluon(device, torch.bfloat16) and is_exact(
+        f"experts in {format.name}", lambda: _same_experts(device, format, inner)
+    )
 
 
 def _same_experts(device: torch.device, format: Format, inner: int) -> bool:
@@ -130,7 +76,7 @@ def _same_experts(device: torch.device, format: Format, inner: int) -> bool:
     assert coding is not None
     pieces = pack_experts(format, coding, *stored)
     assert pieces is not None
-    x = _random(rows, inner, device=device, dtype=torch.bfloat16)
+    x = random_numbers(rows, inner, device=device, dtype=torch.bfloat16)
     shape = experts, size, inner
     weight = Weight(shape, (pack_codes(format, *stored),))
     packed = Weight(shape, (Part(format, (pieces,), size),))
@@ -179,8 +125,8 @@ def _same_products(device: torch.device, dtype: torch.dtype) -> bool:
     from quire.backends.triton.single_row_linear import single_row_linear, takes
 
     x, weight = (
-        _random(1, 1024, device=device, dtype=dtype),
-        _random(64, 1024, device=device, dtype=dtype),
+        random_numbers(1, 1024, device=device, dtype=dtype),
+        random_numbers(64, 1024, device=device, dtype=dtype),
     )
     return not takes(1, weight, silu_mul=True) or all(
         torch.equal(
@@ -222,9 +168,9 @@ def _same_latents(device: torch.device, dtype: torch.dtype) -> bool:
     programs = num_multiprocessors(device)
     lengths = np.array([100, 700], np.int32)
     ones, tables = np.ones_like(lengths), np.arange(2, dtype=np.int32)
-    keys = _random(96, 1, 16, heads.head_dim, device=device, dtype=dtype)
+    keys = random_numbers(96, 1, 16, heads.head_dim, device=device, dtype=dtype)
     cache = LayerCache(keys, keys[..., : spec.rank])
-    query = _random(2, heads.num_heads, heads.head_dim, device=device, dtype=dtype)
+    query = random_numbers(2, heads.num_heads, heads.head_dim, device=device, dtype=dtype)
     blocks = torch.arange(96, dtype=torch.int32, device=device).view(2, 48)
     (small,), (decode,) = (
         latent_work(ones, lengths, tables, heads, programs, has_small).values()
@@ -244,9 +190,9 @@ def _same_latent_prompts(device: torch.device) -> bool:
     heads = latent_heads(20, 256, 64)
     spec = LatentSpec(heads, 0.1, nope_dim=64, rope_dim=64, value_dim=64)
     queries, lengths = np.array([40, 9], np.int32), np.array([100, 700], np.int32)
-    keys = _random(96, 1, 16, heads.head_dim, device=device, dtype=torch.bfloat16)
+    keys = random_numbers(96, 1, 16, heads.head_dim, device=device, dtype=torch.bfloat16)
     cache = LayerCache(keys, keys[..., : spec.rank])
-    query = _random(49, heads.num_heads, heads.head_dim, device=device, dtype=torch.bfloat16)
+    query = random_numbers(49, heads.num_heads, heads.head_dim, device=device, dtype=torch.bfloat16)
     blocks = torch.arange(96, dtype=torch.int32, device=device).view(2, 48)
     # on one multiprocessor nobody divides an item
     tables = np.arange(2, dtype=np.int32)
@@ -271,11 +217,11 @@ def _sequences(
     block tables; the list `name` of their attention work; a spec.
     """
     rows, blocks = len(lengths), -(-max(lengths) // 16)
-    sides = _random(
+    sides = random_numbers(
         2, rows * blocks, heads.num_kv_heads, 16, heads.head_dim, device=device, dtype=dtype
     )
     tables = torch.arange(rows * blocks, dtype=torch.int32, device=device).view(rows, blocks)
-    query = _random(sum(counts), heads.num_heads, heads.head_dim, device=device, dtype=dtype)
+    query = random_numbers(sum(counts), heads.num_heads, heads.head_dim, device=device, dtype=dtype)
     of_all = np.array([counts, lengths, range(rows)], np.int32)
     work = torch.from_numpy(attention_work(of_all[0], of_all[1], of_all[2], heads, 1024)[name]).to(
         device
@@ -287,8 +233,3 @@ def _sequences(
         work,
         AttentionSpec(heads, heads.head_dim**-0.5),
     )
-
-
-def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator(device).manual_seed(0)
-    return torch.randn(*shape, device=device, generator=generator).to(dtype)

@@ -49,7 +49,7 @@ def shared_experts_kernels() -> dict[str, dict[str, int]]:
 
 def many_rows_kernels() -> dict[str, dict[str, int]]:
     """The same model's, of prompts."""
-    common = {"TOP_K": 8, "ACTIVATION": 0, "BIAS": False, "TILE": many_rows_experts.WIDTH}
+    common = {"TOP_K": 8, "ACTIVATION": 0, "TILE": many_rows_experts.WIDTH}
     common |= {"BLOCK_K": 64, "PDL": True}
     found = {}
     for is_gated in (True, False) if IS_LONG else (True,):

@@ -20,7 +20,13 @@ from tests.kernels.triton.support import DEVICE, MARKS, NAN, ON_GPU, drawn, in_g
 from tests.kernels.triton.test_attention import make, one_each
 from tests.long_runs import short_or_long
 
-from quire.backends.triton import attention as paged, small_batches  # isort: skip
+from quire.backends.triton import (  # isort: skip
+    attention as paged,
+    many_rows_experts,
+    router_linear,
+    small_batches,
+    tested,
+)
 
 # isort: skip
 from quire.backends.triton.attention_work import attention_work, decode_lists, divided
@@ -224,6 +230,28 @@ def test_a_triton_that_cannot_compile_them_does_without(
     monkeypatch.setattr(single_row_linear, "single_row_linear", fail)
     assert not small_batches.are_exact.__wrapped__(DEVICE, torch.bfloat16)
     assert "unknown layout" in caplog.text
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_kernels_for_prompts_through_experts_are_exact_here(dtype: torch.dtype) -> None:
+    assert many_rows_experts.are_exact(DEVICE, dtype)
+    assert router_linear.many_rows_are_exact(DEVICE, dtype)
+    assert router_linear.many_rows_are_exact(DEVICE, torch.float32)
+
+
+def test_kernels_that_do_not_compile_or_give_other_bits_are_not_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> bool:
+        raise RuntimeError("unknown layout")
+
+    assert tested.is_exact("some", lambda: True)
+    assert not caplog.text
+    assert not tested.is_exact("small batches", lambda: False)
+    assert "small batches take longer, as a kernel for them gives other bits" in caplog.text
+    assert not tested.is_exact("prompts", fail)
+    assert "prompts take longer, as a kernel for them doesn't compile here: unknown" in caplog.text
 
 
 @on_gpu
