@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.backends.cpu.kernels import CpuKernels
-from quire.tools.bench.gpu import decode, long_contexts, prefill, startup, throughput
+from quire.tools.bench.gpu import decode, long_contexts, model, prefill, startup, throughput
 from quire.tools.bench.gpu.all import run_job
 from quire.tools.bench.gpu.ceiling import (
     Itemsizes,
@@ -186,6 +186,24 @@ def test_the_table_says_how_much_is_reached() -> None:
             ],
             ["prefill"],
         ),
+        (
+            model,
+            [
+                "decode",
+                "throughput",
+                "--batches",
+                "1",
+                "--steps",
+                "48",
+                "--profile-steps",
+                "4",
+                "--requests",
+                "2",
+                "--longest",
+                "110",
+            ],
+            ["decode 1", "throughput"],
+        ),
     ],
 )
 def test_commands_run(
@@ -246,6 +264,6 @@ def test_startup_is_timed_from_outside_the_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_benchmark_that_fails_is_named() -> None:
-    results, problem = run_job("decode:nothing", [], seconds=60)
+    results, problem = run_job("decode+prefill:nothing", [], seconds=60)
     assert results == []
     assert problem == "ended with status 2"

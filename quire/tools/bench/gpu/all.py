@@ -1,9 +1,9 @@
-"""Several GPU benchmarks one after the other, each in a process of its own, and one table of all at
-the end.
+"""Several models' GPU benchmarks one after the other, each model in a process of its own, and one table
+of all at the end.
 
     python -m quire.tools.bench.gpu.all  # everything the goals name
     python -m quire.tools.bench.gpu.all decode:qwen3-0.6b throughput:qwen3-8b --minutes 9
-    python -m quire.tools.bench.gpu.all decode:gpt-oss-20b:MXFP4 decode:qwen3-8b:INT4_G128  # in a format
+    python -m quire.tools.bench.gpu.all decode+prefill:gpt-oss-20b:MXFP4 decode:qwen3-8b:INT4_G128  # in a format
     python -m quire.tools.bench.gpu.all decode:qwen3-0.6b --batches 1,32 --profile  # options of the benchmarks
     python -m quire.tools.bench.gpu.all decode:tiny-experts:INT4_G128 --batches 1,4 --steps 8  # on a CPU
 
@@ -20,51 +20,39 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from quire.tools.bench.gpu.model import BENCHMARKS
 from quire.tools.bench.gpu.report import Measurement, read_results, report
 
-BENCHMARKS = ("throughput", "decode", "prefill", "startup")
+STARTUP = "startup"
+"""Has a process of its own, and its own children."""
+_ALL = "decode+throughput+prefill"
 EVERYTHING = (
-    "decode:qwen3-0.6b",
-    "throughput:qwen3-0.6b",
-    "prefill:qwen3-0.6b",
-    "startup:qwen3-0.6b",
+    f"{_ALL}:qwen3-0.6b",
+    f"{STARTUP}:qwen3-0.6b",
     "decode:llama-3.2-1b",
-    "decode:qwen3-8b",
-    "throughput:qwen3-8b",
-    "prefill:qwen3-8b",
-    "decode:qwen3-30b-a3b",
-    "throughput:qwen3-30b-a3b",
-    "decode:gpt-oss-20b:MXFP4",
-    "throughput:gpt-oss-20b:MXFP4",
-    "prefill:gpt-oss-20b:MXFP4",
-    "decode:qwen3-30b-a3b:FP8_G128",
-    "throughput:qwen3-30b-a3b:FP8_G128",
-    "prefill:qwen3-30b-a3b:FP8_G128",
-    "decode:qwen3-30b-a3b:INT4_G128",
-    "throughput:qwen3-30b-a3b:INT4_G128",
-    "prefill:qwen3-30b-a3b:INT4_G128",
+    f"{_ALL}:qwen3-8b",
+    "decode+throughput:qwen3-30b-a3b",
+    f"{_ALL}:gpt-oss-20b:MXFP4",
+    f"{_ALL}:qwen3-30b-a3b:FP8_G128",
+    f"{_ALL}:qwen3-30b-a3b:INT4_G128",
     "decode:qwen3-30b-a3b:Q4_K",
-    "decode:qwen3-8b:FP8",
-    "throughput:qwen3-8b:FP8",
-    "prefill:qwen3-8b:FP8",
-    "decode:qwen3-8b:INT4_G128",
-    "throughput:qwen3-8b:INT4_G128",
-    "prefill:qwen3-8b:INT4_G128",
-    "decode:gemma-3-4b",
-    "prefill:gemma-3-4b",
-    "decode:qwen3.5-35b-a3b",
-    "throughput:qwen3.5-35b-a3b",
-    "prefill:qwen3.5-35b-a3b",
+    f"{_ALL}:qwen3-8b:FP8",
+    f"{_ALL}:qwen3-8b:INT4_G128",
+    "decode+prefill:gemma-3-4b",
+    f"{_ALL}:qwen3.5-35b-a3b",
     "decode:qwen3.5-9b",
+    f"{_ALL}:glm-4.7-flash",
 )
 
 
 def run_job(job: str, extra: list[str], seconds: float) -> tuple[list[Measurement], str]:
     """The figures (as far as it came), and what went wrong if anything did."""
-    benchmark, shape, format = (*job.split(":"), "", "")[:3]
+    benchmarks, shape, format = (*job.split(":"), "", "")[:3]
     with TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
-        command = [sys.executable, "-m", f"quire.tools.bench.gpu.{benchmark}"]
+        module = STARTUP if benchmarks == STARTUP else "model"
+        command = [sys.executable, "-m", f"quire.tools.bench.gpu.{module}"]
+        command += benchmarks.split("+") if module == "model" else []
         command += ["--shape", shape or "qwen3-0.6b", "--json", str(figures)]
         if format:
             command += ["--expert-format" if format == "MXFP4" else "--formats", format]
@@ -85,15 +73,17 @@ def main() -> None:
         "jobs",
         nargs="*",
         default=EVERYTHING,
-        metavar="BENCHMARK:SHAPE[:FORMAT]",
+        metavar="BENCHMARK[+BENCHMARK]:SHAPE[:FORMAT]",
         help="default: all goals",
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="for all of them together")
     options, extra = parser.parse_known_args()
     for job in options.jobs:
-        if job.partition(":")[0] not in BENCHMARKS:
+        named = job.partition(":")[0]
+        if named != STARTUP and not set(named.split("+")) <= set(BENCHMARKS):
             parser.error(
-                f"{job}: there are {', '.join(BENCHMARKS)}, each with :SHAPE or :SHAPE:FORMAT"
+                f"{job}: there are {', '.join(BENCHMARKS)}, of which some may be joined by +, and "
+                f"{STARTUP}, each with :SHAPE or :SHAPE:FORMAT"
             )
     ends = time.monotonic() + 60 * options.minutes
     results: list[Measurement] = []
@@ -108,7 +98,7 @@ def main() -> None:
         results += found
         if problem:
             problems.append(f"{job}: {problem}")
-    report(results, "each in a process of its own").print()
+    report(results, "each model in a process of its own").print()
     for problem in problems:
         print(problem)
     sys.exit(bool(problems))
