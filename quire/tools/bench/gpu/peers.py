@@ -38,8 +38,9 @@ PEERS: dict[str, dict[str, Figures]] = {
     "qwen3-0.6b": {
         GOAL: {
             "throughput": 29_000,
-            "decode 1": 0.60,
-            "decode 32": 1.1,
+            "decode 1": 0.50,
+            "decode 8": 0.60,
+            "decode 32": 0.90,
             "decode 256": 3.6,
             "prefill": 324_000,
             "startup": 5,
@@ -49,15 +50,21 @@ PEERS: dict[str, dict[str, Figures]] = {
         NANO_VLLM: _figures(18_435, (2.26, 2.31, 2.75, 4.47, 6.57), None, 25),
     },
     "qwen3-8b": {
-        GOAL: {"throughput": 11_000, "decode 1": 4.1, "decode 256": 9.0, "prefill": 46_000},
+        GOAL: {
+            "throughput": 11_000,
+            "decode 1": 3.9,
+            "decode 128": 6.0,
+            "decode 256": 8.8,
+            "prefill": 45_000,
+        },
         VLLM: _figures(9367, (5.11, 5.57, 5.66, 7.55, 11.5), 42_600, 66),
     },
     "llama-3.2-1b": {
-        GOAL: {"decode 1": 0.72},
+        GOAL: {"decode 1": 0.68, "decode 32": 0.85},
         VLLM: _figures(22_694, (2.04, 2.28, 2.80, 4.20, 7.19), 248_000, 71),
     },
     "qwen3-30b-a3b": {
-        GOAL: {"throughput": 6600, "decode 1": 2.2, "decode 256": 18},
+        GOAL: {"throughput": 6900, "decode 1": 2.0, "decode 256": 18},
         VLLM: _figures(5423, (4.10, 8.86, 15.3, 18.5, 21.2), 66_100, 111),
     },
     "gpt-oss-20b MXFP4": {
