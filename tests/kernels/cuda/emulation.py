@@ -19,12 +19,15 @@ from quire.kernels.ops import PagedBatch
 from quire.kernels.recurrent import ConvolutionCache, ConvolutionSpec, RecurrentSpec
 from quire.kernels.reference import ReferenceKernels
 from quire.process.native_library import find_compiler
+from tests.long_runs import IS_LONG
 
 FOLDER = Path(__file__).parent
 MOST_SHARED = 227 * 1024
-# Hidden, or the loader would take what libraries of other shapes call by the same name for one thing.
 _FLAGS = (
-    *("-O2", "-std=c++17", "-march=native", "-ffp-contract=off", "-fPIC", "-shared"),
+    # in the short form not optimised: the compiler takes longer than the kernels
+    "-O2" if IS_LONG else "-O0",
+    *("-std=c++17", "-march=native", "-ffp-contract=off", "-fPIC", "-shared"),
+    # or the loader would take what libraries of other shapes call by the same name for one thing
     "-fvisibility=hidden",
 )
 
