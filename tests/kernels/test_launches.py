@@ -76,7 +76,7 @@ def test_launches_are_found() -> None:
         "few_rows_int4.py": 1,
         "filters.py": 4,
         "gated_norm.py": 1,
-        "grouping.py": 2,
+        "grouping.py": 3,
         "heads.py": 1,
         "inputs.py": 1,
         "latent.py": 3,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.backends.cuda import recurrent
+from quire.backends.cuda import experts, recurrent
 from quire.backends.triton import (
     adapters,
     convolution,
@@ -168,6 +168,7 @@ class TritonKernels(ReferenceKernels):
                 self._check(weight.tensor, has_bias)
             are_exact(device, dtype)
         elif len(weight.shape) == 3:  # experts, or heads
+            experts.are_exact(device, dtype)
             many_rows_experts.are_exact(device, dtype)
             for of_rows in (dtype, torch.float32):
                 router_linear.many_rows_are_exact(device, of_rows)

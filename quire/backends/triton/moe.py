@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from quire.backends.cuda import experts as by_groups
 from quire.backends.triton import many_rows_experts
 from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.grouping import Tiles, group_pairs
@@ -165,6 +166,8 @@ def moe(
     expert_ids, weights = route(router_logits, spec, experts.choice_bias, is_joined)
     if _is_streamed(gate_up) and _is_streamed(down):
         width = streamed_experts.tile_width(len(expert_ids), num_experts)
+    elif not is_joined and by_groups.takes(source, experts, spec.activation, len(expert_ids)):
+        width = by_groups.WIDTH
     else:
         width = tile_width(len(expert_ids), num_experts, x.dtype)
     tiles = group_pairs(expert_ids, num_experts + is_joined, rows, width)
@@ -278,6 +281,8 @@ def _expert_product(
     """`top_k`: how many pairs have the same row of x, where there is an activation."""
     if _is_streamed(weight):
         return streamed_experts.expert_product(x, weight, bias, tiles, top_k, activation)
+    if tiles.width == by_groups.WIDTH:
+        return by_groups.experts_product(x, weight.tensor, tiles, top_k, activation is not None)
     # The inner block of 128 is the group size of FP8 weights with groups. Bits of plain weights
     # don't depend on it.
     format = weight.parts[0].format
