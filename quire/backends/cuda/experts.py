@@ -154,8 +154,11 @@ def tiles_of(expert_ids: Tensor, counts: list[int], width: int, device: torch.de
             of_tile.append(len(own))
             order += own + [0] * (width - len(own))
     of_tile += [len(experts), 0, 0]
-    lists = (torch.tensor(each, dtype=torch.int32).to(device) for each in (experts, of_tile, order))
-    return Tiles(*lists, len(expert_ids), len(experts), width, GROUPED.value)
+    listed, known, pairs_of_tiles = (
+        torch.tensor(each, dtype=torch.int32).to(device) for each in (experts, of_tile, order)
+    )
+    number = len(experts)
+    return Tiles(listed, known, pairs_of_tiles, len(expert_ids), number, width, GROUPED.value)
 
 
 @lru_cache(maxsize=1024)
