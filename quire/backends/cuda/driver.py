@@ -79,7 +79,7 @@ def most_shared_bytes(device: torch.device) -> int:
     return found.value
 
 
-class Rows(NamedTuple):
+class Matrix(NamedTuple):
     """Contiguous rows of numbers; holds no memory."""
 
     address: int
@@ -88,7 +88,7 @@ class Rows(NamedTuple):
     size: int
 
 
-def tensor_map(matrix: Rows, box_rows: int) -> bytes:
+def tensor_map(matrix: Matrix, box_rows: int) -> bytes:
     """What the tensor memory accelerator wants to know of rows of numbers of 16 bits that are copied in
     boxes of `box_rows` rows by 128 bytes, swizzled as products read them.
     """

@@ -1,13 +1,19 @@
 // Products of experts that have many rows each, for Hopper: see experts.py for what they are and who takes them.
 //
-// Two blocks on neighbouring multiprocessors (a cluster) take one item after the other from a counter: WIDTH pairs of an expert
-// times 256 rows of its weight. Each block has every other 64 of these pairs, and copies half of the weights into the memory of
+// A cluster, of two neighbouring blocks or of one, takes one item after the other from a counter: WIDTH pairs of an expert times
+// 256 rows of its weight. Each of two blocks has every other 64 of these pairs, and copies half of the weights into the memory of
 // both: so the L2 cache, whose bytes a second decide, gives each block 32 KB for a turn of 128 x 256 x 64 instead of 48.
 // In a block two groups of four warps multiply 64 rows each; a group whose rows do not exist leaves the tensor core to the other.
 // Four more warps copy, as far ahead as there is room, also for the next item: two of them rows of x, by the list of pairs, 16
 // bytes a lane; one lane has weights copied by the tensor memory accelerator.
 //
+// A block waits for its own cluster only, whose blocks the device starts together or not at all. So any number of clusters may
+// run at a time, and a kernel beside this one that leaves room for a few makes it slow, but can't make it wait for ever.
+//
 // The inner dimension is walked in order with one accumulator, as in quire/backends/triton/tile_product.py.
+//
+// Constants: CLUSTER, blocks of a cluster; GROUPS of a block; STAGES, turns that are copied ahead; CALL_BYTES and SHARED_BYTES, what
+// it is given; NUMBER, 1 for float16 and 2 for bfloat16; PDL, whether it begins before the kernel before it ends.
 
 namespace {
 
@@ -39,6 +45,8 @@ struct Call {
   long long row_bytes;
   int bound, inner, outer, pairs_of_row;
 };
+
+static_assert(sizeof(Call) == CALL_BYTES, "as in experts.py");
 
 struct Item {
   int tile, block, count, expert;  // tile -1: no more
@@ -99,7 +107,7 @@ __device__ inline void copy16(unsigned to, const char* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// To the same place in all blocks of the cluster, whose barriers are told.
+// To the same place in all blocks of the cluster; arrives at the same barrier in each.
 __device__ inline void copy_box(unsigned to, const TensorMap* map, int column, int row, unsigned barrier) {
 #if CLUSTER == 1
   asm volatile(
@@ -211,6 +219,11 @@ __device__ inline unsigned gated(float gate0, float gate1, float up0, float up1)
   return rounded(low_of(activated) * low_of(ups), high_of(activated) * high_of(ups));
 }
 
+constexpr int BARRIERS = 2 * STAGES + 2 * ITEMS;
+static_assert(SWIZZLED + STAGES * (GROUPS * ROW_BYTES + WEIGHT_BYTES) + GROUPS * 4 * STAGED_BYTES + ITEMS * sizeof(Item) + 8 * BARRIERS <=
+                  SHARED_BYTES,
+              "as in experts.py");
+
 struct Memory {  // addresses of shared memory; the last four of barriers
   unsigned rows, weights, staged, items, full, empty, known, free;
 };
@@ -224,7 +237,7 @@ __device__ inline Item item_in(const Memory& memory, int slot) {
   return item;
 }
 
-// Item `number` of this cluster, which the first block's scheduling lane has told; for a warp.
+// Item `number` of this cluster, which the first block's copying lane has sent; for a warp.
 __device__ inline Item item_of(const Memory& memory, int number) {
   const int slot = number % ITEMS;
   wait(memory.known + 8 * slot, number / ITEMS & 1);
@@ -244,7 +257,7 @@ __device__ inline Item read_item(const Call& call, int number, int blocks, int n
   return {tile, number - tile * blocks, call.counts[tile], call.experts[tile]};
 }
 
-__device__ inline void tell_item(const Memory& memory, int number, const Item& item) {
+__device__ inline void send_item(const Memory& memory, int number, const Item& item) {
   const int slot = number % ITEMS;
   wait(memory.free + 8 * slot, (number / ITEMS & 1) ^ 1);
   arrive_and_expect(memory.known + 8 * slot, sizeof(Item));
@@ -257,7 +270,7 @@ __device__ inline void tell_item(const Memory& memory, int number, const Item& i
 }
 
 // Item `number`, for the copying lane of another block than the first, which expects a later one in its place.
-__device__ inline Item told_item(const Memory& memory, int number) {
+__device__ inline Item receive_item(const Memory& memory, int number) {
   const int slot = number % ITEMS;
   wait(memory.known + 8 * slot, number / ITEMS & 1);
   const Item item = item_in(memory, slot);
@@ -277,18 +290,18 @@ __device__ inline void copy_weights(const Call& call, const Memory& memory) {
   int after;
   if (own == 0) {
     item = read_item(call, first, blocks, num_items);
-    tell_item(memory, 0, item);
+    send_item(memory, 0, item);
     next = read_item(call, programs + atomicAdd(call.taken, 1), blocks, num_items);
     after = programs + atomicAdd(call.taken, 1);
   } else {
     for (int i = 0; i < ITEMS; ++i) arrive_and_expect(memory.known + 8 * i, sizeof(Item));
-    item = told_item(memory, 0);
+    item = receive_item(memory, 0);
   }
   int stage = 0, phase = 1;
   for (int number = 1; item.tile >= 0; ++number) {
     Item later;
     if (own == 0) {
-      tell_item(memory, number, next);
+      send_item(memory, number, next);
       later = read_item(call, after, blocks, num_items);
       after = programs + atomicAdd(call.taken, 1);
     }
@@ -305,7 +318,7 @@ __device__ inline void copy_weights(const Call& call, const Memory& memory) {
       item = next;
       next = later;
     } else {
-      item = told_item(memory, number);
+      item = receive_item(memory, number);
     }
   }
   if (own > 0) return;
@@ -406,9 +419,8 @@ __device__ inline void multiply_rows(const Call& call, const Memory& memory, int
     int last = 0;
     for (int turn = 0; turn < turns; ++turn) {
       wait(memory.full + 8 * stage, phase);
-#if FENCE
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // rows were copied by threads
-#endif
+      // Products read through another proxy than that of threads, which copied the rows.
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       const unsigned long long rows = described(memory.rows + (stage * GROUPS + group) * ROW_BYTES);
       const unsigned long long weights = described(memory.weights + stage * WEIGHT_BYTES);
       begin_products();
@@ -483,7 +495,7 @@ __device__ inline void compute_products(const Call& call) {
     multiply_rows<is_gated>(call, memory, group, group * CLUSTER + rank());
   }
   __syncwarp();
-  sync_cluster();  // the other block may still tell this one's barriers
+  sync_cluster();  // the other block may still arrive at this one's barriers
 }
 
 }  // namespace

@@ -1,13 +1,13 @@
 """Products of experts that have many rows each, as in steps of long prompts, on Hopper: `experts.cu`.
 
 They have the bits of those in `triton/tile_product.py`: the same instructions walk the inner dimension
-in the same order. Both products of a layer take tiles of WIDTH pairs.
+in the same order. Those compute what these don't take, and everything where these can't be compiled or
+give other bits (`are_exact`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import c_int, c_int64, c_uint64, c_void_p
 from functools import cache, lru_cache
 
@@ -18,28 +18,28 @@ from quire.backends.cuda import build, driver
 from quire.backends.triton.grouping import GROUPED, Tiles
 from quire.backends.triton.launch import USE_PDL, num_multiprocessors
 from quire.backends.triton.linear import Tile
-from quire.backends.triton.shapes import ALIGNMENT, cdiv, row_stride
+from quire.backends.triton.shapes import ALIGNMENT, row_stride
 from quire.backends.triton.tested import is_exact, random_numbers
 from quire.backends.triton.tile_product import tile_product
 from quire.kernels.ops import Activation, ExpertWeights
 from quire.kernels.weights import Weight
 from quire.process.compile_together import only_compiles
 
-logger = logging.getLogger(__name__)
-
-_GROUPS, _STAGES, _CLUSTER = 2, 4, 2
-"""Of a block: groups of 64 rows, and turns of the inner dimension that are copied ahead; and how many
-blocks share weights.
+_GROUPS, _STAGES = 2, 4
+"""Of a block: groups of 64 rows, and turns of the inner dimension that are copied ahead."""
+_BLOCK = 64 * _GROUPS
+"""Pairs of a block."""
+WIDTHS = _BLOCK, 2 * _BLOCK
+"""Pairs of a tile: of one block, or of two that share weights (a cluster)."""
+_FEWEST, _WIDE = 64, 128
+"""Pairs that an expert has on average: from the first on these kernels are quicker than others on an
+H200, from the second on with two blocks (docs/performance.md, attempt 69).
 """
-WIDTH = 64 * _GROUPS * _CLUSTER
-"""Pairs of a tile."""
-_FENCE = 1
 _OUTPUTS, _INNER = 256, 64
-_MANY = 128
-"""Pairs that an expert has on average."""
 _NUMBERS = {torch.float16: 1, torch.bfloat16: 2}
-_SHARED = 1024 + _STAGES * (_GROUPS * 8192 + 32768) + _GROUPS * 16384 + 256
-"""Bytes: alignment, rows and weights, staged outputs, items and barriers."""
+_THREADS = 128 * (_GROUPS + 1)
+_SHARED_BYTES = 1024 + _STAGES * (_GROUPS * 8192 + 32768) + _GROUPS * 16384 + 256
+"""Of a block: alignment, rows and weights, staged outputs, items and barriers."""
 
 
 class Call(ctypes.Structure):
@@ -54,23 +54,30 @@ class Call(ctypes.Structure):
     )
 
 
-def constants(dtype: torch.dtype, pdl: bool) -> dict[str, int]:
+def constants(dtype: torch.dtype, width: int, pdl: bool) -> dict[str, int]:
+    """What the kernels for tiles of this width are compiled for."""
     return {
+        "CLUSTER": width // _BLOCK,
         "GROUPS": _GROUPS,
         "STAGES": _STAGES,
-        "CLUSTER": _CLUSTER,
-        "FENCE": _FENCE,
+        "CALL_BYTES": ctypes.sizeof(Call),
+        "SHARED_BYTES": _SHARED_BYTES,
         "NUMBER": _NUMBERS[dtype],
         "PDL": int(pdl),
     }
 
 
 @cache
-def _module(dtype: torch.dtype, device: torch.device) -> driver.Module:
+def _module(dtype: torch.dtype, width: int, device: torch.device) -> driver.Module:
     with torch.cuda.device(device):
-        code = build.build("experts.cu", constants(dtype, USE_PDL), "sm_90a")
-        sizes = dict.fromkeys(("gated_product", "plain_product"), _SHARED)
+        code = build.build("experts.cu", constants(dtype, width, USE_PDL), "sm_90a")
+        sizes = dict.fromkeys(("gated_product", "plain_product"), _SHARED_BYTES)
         return driver.Module(code, sizes, USE_PDL)
+
+
+def tile_width(pairs: int, num_experts: int) -> int:
+    """How many pairs share a tile; bits don't depend on it."""
+    return WIDTHS[pairs >= _WIDE * num_experts]
 
 
 def takes(x: Tensor, experts: ExpertWeights, activation: Activation, pairs: int) -> bool:
@@ -80,13 +87,11 @@ def takes(x: Tensor, experts: ExpertWeights, activation: Activation, pairs: int)
     gate_up, down = experts.gate_up, experts.down
     if not (gate_up.is_dense and down.is_dense):
         return False
-    num_experts, hidden, _ = down.shape
     return (
-        pairs >= _MANY * num_experts
+        pairs >= _FEWEST * down.shape[0]
         and activation is Activation.SILU
         and experts.gate_up_bias is None
         and experts.down_bias is None
-        and hidden % _OUTPUTS == 0
         and all(
             one.tensor.dtype == x.dtype
             and x.dtype in _NUMBERS
@@ -104,12 +109,10 @@ def takes(x: Tensor, experts: ExpertWeights, activation: Activation, pairs: int)
 
 @cache
 def are_exact(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tests both kernels, once."""
+    """Tests the kernels, once; says so where there is no compiler for them."""
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device)[0] == 9
-        and driver.find_driver() is not None
-        and bool(build.compiler_version())
         and is_exact("prompts through experts", lambda: _same_products(device, dtype))
     )
 
@@ -121,33 +124,34 @@ def _same_products(device: torch.device, dtype: torch.dtype) -> bool:
     """
     inner, outer, top_k = 192, 512, 2
     counts = [1, 64, 0, 65, 128, 300, 256, 511, 193]
-    many = 40 * num_multiprocessors(device) - sum(counts) % 2
-    counts.append(many + (sum(counts) + many) % top_k)
+    counts.append(40 * num_multiprocessors(device) + sum(counts) % top_k)
     pairs = sum(counts)
     by_expert = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
     generator = torch.Generator().manual_seed(0)
     expert_ids = by_expert[torch.randperm(pairs, generator=generator)]
-    few, many_rows = (tiles_of(expert_ids, counts, width, device) for width in (128, WIDTH))
-    tile = Tile(128, 64, 64, 3, 8)
+    listed = [tiles_of(expert_ids, counts, width, device) for width in WIDTHS]
+    tile = Tile(_BLOCK, 64, 64, 3, 8)
     found = []
     for activation, rows in ((Activation.SILU, pairs // top_k), (None, pairs)):
         x = random_numbers(rows, inner, device=device, dtype=dtype)
         x[::5] = 0.0
         weight = random_numbers(len(counts), 2 * outer, inner, device=device, dtype=dtype)
         each = top_k if activation else 1
-        expected = tile_product(x, Weight.dense(weight), None, few, tile, dtype, each, activation)
-        for _ in range(2):  # the second time with what the first one has left of the counters
-            own = experts_product(x, weight, many_rows, each, is_gated=activation is not None)
+        packed = Weight.dense(weight)
+        expected = tile_product(x, packed, None, listed[0], tile, dtype, each, activation)
+        for tiles in listed * 2:  # the second time with the counters that the first one has left
+            own = experts_product(x, weight, tiles, each, is_gated=activation is not None)
             found.append(torch.equal(own.view(torch.int16), expected.view(torch.int16)))
     return all(found)
 
 
 def tiles_of(expert_ids: Tensor, counts: list[int], width: int, device: torch.device) -> Tiles:
-    """`group_pairs`, but made on the host: tests are run where Triton kernels are only compiled, too."""
+    """`group_pairs`, made on the host: there it does not depend on a kernel, whose launch may be one that
+    only compiles (`only_compiles`).
+    """
     experts, of_tile, order = [], [], []
     for expert, count in enumerate(counts):
         pairs = (expert_ids == expert).nonzero()[:, 0].tolist()
-        assert len(pairs) == count
         for first in range(0, count, width):
             experts.append(expert)
             own = pairs[first : first + width]
@@ -157,13 +161,13 @@ def tiles_of(expert_ids: Tensor, counts: list[int], width: int, device: torch.de
     listed, known, pairs_of_tiles = (
         torch.tensor(each, dtype=torch.int32).to(device) for each in (experts, of_tile, order)
     )
-    number = len(experts)
-    return Tiles(listed, known, pairs_of_tiles, len(expert_ids), number, width, GROUPED.value)
+    bound = len(experts)
+    return Tiles(listed, known, pairs_of_tiles, len(expert_ids), bound, width, GROUPED.value)
 
 
 @lru_cache(maxsize=1024)
 def _weight_map(address: int, dtype: torch.dtype, rows: int, inner: int) -> bytes:
-    return driver.tensor_map(driver.Rows(address, dtype, rows, inner), _OUTPUTS // 2)
+    return driver.tensor_map(driver.Matrix(address, dtype, rows, inner), _OUTPUTS // 2)
 
 
 def experts_product(x: Tensor, weight: Tensor, tiles: Tiles, top_k: int, is_gated: bool) -> Tensor:
@@ -171,8 +175,8 @@ def experts_product(x: Tensor, weight: Tensor, tiles: Tiles, top_k: int, is_gate
     experts, size, inner = weight.shape
     outer = size // 2 if is_gated else size
     out = torch.empty(tiles.pairs, outer, dtype=x.dtype, device=x.device)
-    module = _module(x.dtype, x.device)
-    if only_compiles():  # so the lists are noise
+    module = _module(x.dtype, tiles.width, x.device)
+    if only_compiles():  # then the lists of tiles are noise
         return out
     counts = tiles.counts.data_ptr()
     call = Call(
@@ -190,8 +194,9 @@ def experts_product(x: Tensor, weight: Tensor, tiles: Tiles, top_k: int, is_gate
     )
     described = _weight_map(weight.data_ptr(), weight.dtype, experts * size, inner)
     ctypes.memmove(ctypes.addressof(call), described, len(described))
-    items = tiles.bound * cdiv(size, _OUTPUTS)
-    clusters = min(items, num_multiprocessors(x.device) // _CLUSTER)
+    cluster = tiles.width // _BLOCK
+    items = tiles.bound * (size // _OUTPUTS)
+    clusters = min(items, num_multiprocessors(x.device) // cluster)
     name = "gated_product" if is_gated else "plain_product"
-    module.launch(name, (_CLUSTER * clusters, 1), 128 * (_GROUPS + 1), call, x.device)
+    module.launch(name, (cluster * clusters, 1), _THREADS, call, x.device)
     return out

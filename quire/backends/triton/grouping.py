@@ -1,8 +1,10 @@
 """Groups (row, expert) pairs into tiles that share an expert, on the device.
 
 Pair `row * top_k + i` is the i-th expert of a row. This is a counting sort: the number of pairs of
-each expert tells where its tiles begin, and one program per expert goes through all pairs and lists
-its own. It computes with integers only, so the order of additions does not matter.
+each expert tells where its tiles begin. Of few pairs, one program per expert goes through all of them
+and lists its own. Many are divided into chunks: one kernel counts the pairs of each chunk and expert,
+the next finds where they go, the last lists each chunk's pairs. All compute with integers only, so the
+order of additions does not matter.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -18,12 +21,10 @@ from quire.backends.triton.launch import LAUNCH, USE_PDL, begin
 from quire.backends.triton.shapes import cdiv, next_power_of_2
 
 _SMALL_CHUNK, _CHUNK, _LISTED_TILES = 512, 4096, 256
-"""Pairs, or tiles, that a program handles at a time. If all pairs fit into one chunk, every program
-counts them.
-"""
-_COUNTED, _LISTED_CHUNKS, _COMPARED = 256, 256, 64
-"""Else a chunk has so many pairs, and of so many chunks a program knows where their pairs go; a pair is
-compared with so many at a time.
+"""Pairs, or tiles, that a program handles at a time. If all pairs fit into one chunk, they are few."""
+_COUNTED, _PLACED_CHUNKS, _COMPARED = 256, 256, 64
+"""Of many pairs: how many a program counts and lists, of how many such chunks a program finds the places
+at a time, and with how many pairs at a time a pair is compared.
 """
 
 SINGLE, GROUPED, IN_ORDER = (tl.constexpr(how) for how in range(3))
@@ -36,8 +37,9 @@ class Tiles:
     experts: Tensor
     """int32 [bound]: the expert of each tile, -1 after the last tile."""
     counts: Tensor
-    """int32 [bound + 3]: how many pairs it has, how many tiles there are, and two zeros, which a product
-    may count with if it leaves zeros; read if GROUPED.
+    """int32 [bound + 3]: how many pairs it has, how many tiles there are, and two zeros: counters of
+    products whose blocks take one tile after the other (`cuda/experts.cu`), which leave zeros; read if
+    GROUPED.
     """
     order: Tensor
     """int32 [bound * width]: the pairs, tile by tile; read if GROUPED."""
@@ -51,11 +53,76 @@ class Tiles:
     """
 
 
+@triton.jit
+def _list_tiles(
+    totals,
+    own,
+    tile_experts,
+    tile_counts,
+    bound,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LISTED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Lists the tiles of an expert, given how many pairs each expert has; returns the first one. Expert
+    EXPERTS has the unused tiles, and writes what follows the counts.
+    """
+    expert = tl.arange(0, BLOCK)
+    tiles = (totals + WIDTH - 1) // WIDTH
+    first_tile = tl.sum(tl.where(expert < own, tiles, 0), 0)
+    own_tiles = tl.sum(tl.where(expert == own, tiles, 0), 0)
+    own_pairs = tl.sum(tl.where(expert == own, totals, 0), 0)
+    end_tile = tl.where(own < EXPERTS, first_tile + own_tiles, bound)
+    tl.store(tile_counts + bound, first_tile, mask=own == EXPERTS)
+    tl.store(tile_counts + bound + 1, 0, mask=own == EXPERTS)
+    tl.store(tile_counts + bound + 2, 0, mask=own == EXPERTS)
+    for first in range(first_tile, end_tile, LISTED):
+        tile = first + tl.arange(0, LISTED)
+        tl.store(tile_experts + tile, tl.where(own < EXPERTS, own, -1), mask=tile < end_tile)
+        count = tl.minimum(own_pairs - (tile - first_tile) * WIDTH, WIDTH)
+        tl.store(tile_counts + tile, count, mask=tile < end_tile)
+    return first_tile
+
+
+@jit(do_not_specialize=["pairs", "bound"])
+def _group_kernel(
+    expert_ids,
+    tile_experts,
+    tile_counts,
+    order,
+    pairs,
+    bound,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LISTED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Lists an expert's tiles and their pairs, after those of the experts before; a last program
+    marks unused tiles.
+    """
+    begin(PDL)
+    own = tl.program_id(0)
+    pair = tl.arange(0, CHUNK)
+    expert = tl.load(expert_ids + pair, mask=pair < pairs, other=-1)
+    totals = tl.histogram(expert, BLOCK, mask=pair < pairs)
+    first_tile = _list_tiles(
+        totals, own, tile_experts, tile_counts, bound, EXPERTS, BLOCK, LISTED, WIDTH
+    )
+    is_own = (expert == own).to(tl.int32)
+    place = first_tile * WIDTH + tl.cumsum(is_own, 0) - 1
+    tl.store(order + place, pair, mask=is_own > 0)
+
+
 @jit(do_not_specialize=["pairs"])
 def _count_kernel(
     expert_ids, totals, starts, pairs, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
 ):
-    """How many pairs of one chunk each expert has, and adds them up."""
+    """How many pairs of one chunk each expert has: into `starts` [chunks, BLOCK], and added to
+    `totals`.
+    """
     begin(PDL)
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -66,66 +133,42 @@ def _count_kernel(
     tl.atomic_add(totals + expert, counts)
 
 
-@jit(do_not_specialize=["pairs", "bound", "chunks"])
-def _group_kernel(
-    expert_ids,
+@jit(do_not_specialize=["bound", "chunks"])
+def _place_chunks_kernel(
     totals,
     starts,
     tile_experts,
     tile_counts,
-    order,
-    pairs,
     bound,
     chunks,
-    COUNTED: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     LISTED: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Lists an expert's tiles and their pairs, after those of the experts before; a last program
-    marks unused tiles. COUNTED: instead of the pairs, where those of each chunk go.
+    """Lists an expert's tiles, and makes each chunk's count of its pairs in `starts` the place of the
+    first of them; a last program marks unused tiles.
     """
     begin(PDL)
     own = tl.program_id(0)
-    expert = tl.arange(0, BLOCK)
-    chunk = tl.arange(0, CHUNK)
-    if COUNTED:
-        total = tl.load(totals + expert)
-    else:
-        of_pair = tl.load(expert_ids + chunk, mask=chunk < pairs, other=-1)
-        total = tl.histogram(of_pair, BLOCK, mask=chunk < pairs)
-    tiles = (total + WIDTH - 1) // WIDTH
-    first_tile = tl.sum(tl.where(expert < own, tiles, 0), 0)
-    end_tile = tl.where(
-        own < EXPERTS, first_tile + tl.sum(tl.where(expert == own, tiles, 0), 0), bound
+    total = tl.load(totals + tl.arange(0, BLOCK))
+    first_tile = _list_tiles(
+        total, own, tile_experts, tile_counts, bound, EXPERTS, BLOCK, LISTED, WIDTH
     )
-    tl.store(tile_counts + bound, first_tile, mask=own == EXPERTS)
-    tl.store(tile_counts + bound + 1, 0, mask=own == EXPERTS)
-    tl.store(tile_counts + bound + 2, 0, mask=own == EXPERTS)
-    own_pairs = tl.sum(tl.where(expert == own, total, 0), 0)
-    for first in range(first_tile, end_tile, LISTED):
-        tile = first + tl.arange(0, LISTED)
-        tl.store(tile_experts + tile, tl.where(own < EXPERTS, own, -1), mask=tile < end_tile)
-        count = tl.minimum(own_pairs - (tile - first_tile) * WIDTH, WIDTH)
-        tl.store(tile_counts + tile, count, mask=tile < end_tile)
     before = first_tile * WIDTH
-    if COUNTED:
-        for first in range(0, chunks, CHUNK):
-            exists = (first + chunk < chunks) & (own < EXPERTS)
-            place = starts + (first + chunk) * BLOCK + own
-            count = tl.load(place, mask=exists, other=0)
-            tl.store(place, before + tl.cumsum(count, 0) - count, mask=exists)
-            before += tl.sum(count, 0)
-    else:
-        is_own = (of_pair == own).to(tl.int32)
-        tl.store(order + before + tl.cumsum(is_own, 0) - 1, chunk, mask=is_own > 0)
+    for first in range(0, chunks, CHUNKS):
+        chunk = first + tl.arange(0, CHUNKS)
+        exists = (chunk < chunks) & (own < EXPERTS)
+        place = starts + chunk * BLOCK + own
+        count = tl.load(place, mask=exists, other=0)
+        tl.store(place, before + tl.cumsum(count, 0) - count, mask=exists)
+        before += tl.sum(count, 0)
 
 
 @jit(do_not_specialize=["pairs"])
-def _place_kernel(
+def _list_pairs_kernel(
     expert_ids,
     starts,
     order,
@@ -135,7 +178,7 @@ def _place_kernel(
     COMPARED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Lists a chunk's pairs."""
+    """Lists a chunk's pairs: each after those before it in the chunk that have its expert."""
     begin(PDL)
     first = tl.program_id(0) * CHUNK
     own = tl.arange(0, CHUNK)
@@ -169,56 +212,72 @@ def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> 
         torch.empty(size, dtype=torch.int32, device=device) for size in (bound, bound + 3)
     )
     order = torch.empty(bound * width, dtype=torch.int32, device=device)
-    block = max(32, next_power_of_2(num_experts))
-    is_counted = pairs > _CHUNK
-    totals = starts = expert_ids  # not read where nothing was counted
-    chunks = cdiv(pairs, _COUNTED)
-    if is_counted:
-        totals = torch.zeros(block, dtype=torch.int32, device=device)
-        starts = torch.empty(chunks * block, dtype=torch.int32, device=device)
-        _count_kernel[(chunks,)](
-            expert_ids=expert_ids,
-            totals=totals,
-            starts=starts,
-            pairs=pairs,
-            BLOCK=block,
-            CHUNK=_COUNTED,
-            PDL=USE_PDL,
-            num_warps=8,
-            **LAUNCH,
-        )
-    chunk = _CHUNK if pairs > _SMALL_CHUNK else _SMALL_CHUNK
+    tiles = Tiles(experts, counts, order, pairs, bound, width, GROUPED.value)
+    if pairs > _CHUNK:
+        _group_many(expert_ids, num_experts, tiles)
+        return tiles
     _group_kernel[(num_experts + 1,)](
         expert_ids=expert_ids,
-        totals=totals,
-        starts=starts,
         tile_experts=experts,
         tile_counts=counts,
         order=order,
         pairs=pairs,
         bound=bound,
-        chunks=chunks,
-        COUNTED=is_counted,
         EXPERTS=num_experts,
-        BLOCK=block,
-        CHUNK=_LISTED_CHUNKS if is_counted else chunk,
+        BLOCK=max(32, next_power_of_2(num_experts)),
+        CHUNK=_CHUNK if pairs > _SMALL_CHUNK else _SMALL_CHUNK,
         LISTED=_LISTED_TILES,
         WIDTH=width,
         PDL=USE_PDL,
         num_warps=8,
         **LAUNCH,
     )
-    if is_counted:
-        _place_kernel[(chunks,)](
-            expert_ids=expert_ids,
-            starts=starts,
-            order=order,
-            pairs=pairs,
-            BLOCK=block,
-            CHUNK=_COUNTED,
-            COMPARED=_COMPARED,
-            PDL=USE_PDL,
-            num_warps=8,
-            **LAUNCH,
-        )
-    return Tiles(experts, counts, order, pairs, bound, width, GROUPED.value)
+    return tiles
+
+
+def _group_many(expert_ids: Tensor, num_experts: int, tiles: Tiles) -> None:
+    """Fills the tiles' tensors."""
+    pairs, device = tiles.pairs, expert_ids.device
+    block = max(32, next_power_of_2(num_experts))
+    chunks = cdiv(pairs, _COUNTED)
+    totals = torch.zeros(block, dtype=torch.int32, device=device)
+    starts = torch.empty(chunks * block, dtype=torch.int32, device=device)
+    _count_kernel[(chunks,)](
+        expert_ids=expert_ids,
+        totals=totals,
+        starts=starts,
+        pairs=pairs,
+        BLOCK=block,
+        CHUNK=_COUNTED,
+        PDL=USE_PDL,
+        num_warps=8,
+        **LAUNCH,
+    )
+    _place_chunks_kernel[(num_experts + 1,)](
+        totals=totals,
+        starts=starts,
+        tile_experts=tiles.experts,
+        tile_counts=tiles.counts,
+        bound=tiles.bound,
+        chunks=chunks,
+        EXPERTS=num_experts,
+        BLOCK=block,
+        CHUNKS=_PLACED_CHUNKS,
+        LISTED=_LISTED_TILES,
+        WIDTH=tiles.width,
+        PDL=USE_PDL,
+        num_warps=8,
+        **LAUNCH,
+    )
+    _list_pairs_kernel[(chunks,)](
+        expert_ids=expert_ids,
+        starts=starts,
+        order=tiles.order,
+        pairs=pairs,
+        BLOCK=block,
+        CHUNK=_COUNTED,
+        COMPARED=_COMPARED,
+        PDL=USE_PDL,
+        num_warps=8,
+        **LAUNCH,
+    )

@@ -26,7 +26,6 @@ from quire.backends.triton import (
     inputs,
     linear_pair,
     logprobs,
-    many_rows_experts,
     quantized,
     repeats,
     router_linear,
@@ -169,7 +168,6 @@ class TritonKernels(ReferenceKernels):
             are_exact(device, dtype)
         elif len(weight.shape) == 3:  # experts, or heads
             experts.are_exact(device, dtype)
-            many_rows_experts.are_exact(device, dtype)
             for of_rows in (dtype, torch.float32):
                 router_linear.many_rows_are_exact(device, of_rows)
             if weight.shape not in self._exact_heads:
