@@ -18,6 +18,15 @@ from quire.process.life import sign_of_life
 
 _may_miss = {"kernels"}
 """Empty once it turned out that an earlier process has compiled them all."""
+_compiling: set[int] = set()
+"""Threads whose launches of Triton kernels are not run now."""
+
+
+def only_compiles() -> bool:
+    """Whether this thread is in a `compile_together`: what its Triton kernels should have written is
+    noise, which others must not take for places in memory.
+    """
+    return threading.get_ident() in _compiling
 
 
 def compile_together(call: Callable[[], object]) -> None:
@@ -35,6 +44,7 @@ def compile_together(call: Callable[[], object]) -> None:
     interface = triton.runtime.jit.KernelInterface
     launch = interface.__getitem__
     missing = []
+    _compiling.add(owner)
     # Other threads go on launching theirs.
     interface.__getitem__ = lambda kernel, grid: partial(
         kernel.run, grid=grid, warmup=threading.get_ident() == owner
@@ -49,6 +59,7 @@ def compile_together(call: Callable[[], object]) -> None:
             call()
     finally:
         interface.__getitem__ = launch
+        _compiling.discard(owner)
     if not any(missing):
         _may_miss.clear()
 

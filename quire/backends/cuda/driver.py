@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_int, c_uint, c_uint64, c_void_p
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,9 @@ from quire.errors import DeviceError
 
 _MOST_DYNAMIC_SHARED, _SHARED_OF_A_BLOCK = 8, 97
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_MAP_WORDS, _MAP_ALIGNMENT, _SWIZZLED_BYTES = 16, 64, 128
+_MAP_NUMBERS = {torch.float16: 6, torch.bfloat16: 9}
+_SWIZZLE_128, _PROMOTE_256 = 3, 3
 
 
 class _Attribute(ctypes.Structure):
@@ -73,6 +77,37 @@ def most_shared_bytes(device: torch.device) -> int:
     _call("cuDeviceGet", byref(number), c_int(index))
     _call("cuDeviceGetAttribute", byref(found), c_int(_SHARED_OF_A_BLOCK), number)
     return found.value
+
+
+class Matrix(NamedTuple):
+    """Contiguous rows of numbers; holds no memory."""
+
+    address: int
+    dtype: torch.dtype
+    rows: int
+    size: int
+
+
+def tensor_map(matrix: Matrix, box_rows: int) -> bytes:
+    """What the tensor memory accelerator wants to know of rows of numbers of 16 bits that are copied in
+    boxes of `box_rows` rows by 128 bytes, swizzled as products read them.
+    """
+    itemsize = matrix.dtype.itemsize
+    memory = (c_uint64 * (2 * _MAP_WORDS))()
+    place = -(-ctypes.addressof(memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
+    _call(
+        "cuTensorMapEncodeTiled",
+        c_void_p(place),
+        c_int(_MAP_NUMBERS[matrix.dtype]),
+        c_uint(2),
+        c_void_p(matrix.address),
+        (c_uint64 * 2)(matrix.size, matrix.rows),
+        (c_uint64 * 1)(matrix.size * itemsize),
+        (c_uint * 2)(_SWIZZLED_BYTES // itemsize, box_rows),
+        (c_uint * 2)(1, 1),
+        *(c_int(value) for value in (0, _SWIZZLE_128, _PROMOTE_256, 0)),
+    )
+    return ctypes.string_at(place, 8 * _MAP_WORDS)
 
 
 class Module:

@@ -1,8 +1,10 @@
 """Groups (row, expert) pairs into tiles that share an expert, on the device.
 
 Pair `row * top_k + i` is the i-th expert of a row. This is a counting sort: the number of pairs of
-each expert tells where its tiles begin, and one program per expert goes through all pairs and lists
-its own. It computes with integers only, so the order of additions does not matter.
+each expert tells where its tiles begin. Of few pairs, one program per expert goes through all of them
+and lists its own. Many are divided into chunks: one kernel counts the pairs of each chunk and expert,
+the next finds where they go, the last lists each chunk's pairs. All compute with integers only, so the
+order of additions does not matter.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -18,8 +21,10 @@ from quire.backends.triton.launch import LAUNCH, USE_PDL, begin
 from quire.backends.triton.shapes import cdiv, next_power_of_2
 
 _SMALL_CHUNK, _CHUNK, _LISTED_TILES = 512, 4096, 256
-"""Pairs, or tiles, that a program handles at a time. If all pairs fit into one chunk, every program
-counts them.
+"""Pairs, or tiles, that a program handles at a time. If all pairs fit into one chunk, they are few."""
+_COUNTED, _PLACED_CHUNKS, _COMPARED = 256, 256, 64
+"""Of many pairs: how many a program counts and lists, of how many such chunks a program finds the places
+at a time, and with how many pairs at a time a pair is compared.
 """
 
 SINGLE, GROUPED, IN_ORDER = (tl.constexpr(how) for how in range(3))
@@ -32,7 +37,10 @@ class Tiles:
     experts: Tensor
     """int32 [bound]: the expert of each tile, -1 after the last tile."""
     counts: Tensor
-    """int32 [bound + 1]: how many pairs it has, and last how many tiles there are; read if GROUPED."""
+    """int32 [bound + 3]: how many pairs it has, how many tiles there are, and two zeros: counters of
+    products whose blocks take one tile after the other (`cuda/experts.cu`), which leave zeros; read if
+    GROUPED.
+    """
     order: Tensor
     """int32 [bound * width]: the pairs, tile by tile; read if GROUPED."""
     pairs: int
@@ -45,27 +53,46 @@ class Tiles:
     """
 
 
-@jit(do_not_specialize=["pairs"])
-def _count_kernel(
-    expert_ids, totals, pairs, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+@triton.jit
+def _list_tiles(
+    totals,
+    own,
+    tile_experts,
+    tile_counts,
+    bound,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LISTED: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """Adds how many pairs of one chunk each expert has."""
-    begin(PDL)
-    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    of_pair = tl.load(expert_ids + pair, mask=pair < pairs, other=0)
-    tl.atomic_add(totals + tl.arange(0, BLOCK), tl.histogram(of_pair, BLOCK, mask=pair < pairs))
+    """Lists the tiles of an expert, given how many pairs each expert has; returns the first one. Expert
+    EXPERTS has the unused tiles, and writes what follows the counts.
+    """
+    expert = tl.arange(0, BLOCK)
+    tiles = (totals + WIDTH - 1) // WIDTH
+    first_tile = tl.sum(tl.where(expert < own, tiles, 0), 0)
+    own_tiles = tl.sum(tl.where(expert == own, tiles, 0), 0)
+    own_pairs = tl.sum(tl.where(expert == own, totals, 0), 0)
+    end_tile = tl.where(own < EXPERTS, first_tile + own_tiles, bound)
+    tl.store(tile_counts + bound, first_tile, mask=own == EXPERTS)
+    tl.store(tile_counts + bound + 1, 0, mask=own == EXPERTS)
+    tl.store(tile_counts + bound + 2, 0, mask=own == EXPERTS)
+    for first in range(first_tile, end_tile, LISTED):
+        tile = first + tl.arange(0, LISTED)
+        tl.store(tile_experts + tile, tl.where(own < EXPERTS, own, -1), mask=tile < end_tile)
+        count = tl.minimum(own_pairs - (tile - first_tile) * WIDTH, WIDTH)
+        tl.store(tile_counts + tile, count, mask=tile < end_tile)
+    return first_tile
 
 
 @jit(do_not_specialize=["pairs", "bound"])
 def _group_kernel(
     expert_ids,
-    totals,
     tile_experts,
     tile_counts,
     order,
     pairs,
     bound,
-    COUNTED: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -78,32 +105,92 @@ def _group_kernel(
     """
     begin(PDL)
     own = tl.program_id(0)
-    expert = tl.arange(0, BLOCK)
-    chunk = tl.arange(0, CHUNK)
-    if COUNTED:
-        total = tl.load(totals + expert)
-    else:
-        total = tl.histogram(
-            tl.load(expert_ids + chunk, mask=chunk < pairs, other=0), BLOCK, mask=chunk < pairs
-        )
-    tiles = (total + WIDTH - 1) // WIDTH
-    first_tile = tl.sum(tl.where(expert < own, tiles, 0), 0)
-    end_tile = tl.where(
-        own < EXPERTS, first_tile + tl.sum(tl.where(expert == own, tiles, 0), 0), bound
+    pair = tl.arange(0, CHUNK)
+    expert = tl.load(expert_ids + pair, mask=pair < pairs, other=-1)
+    totals = tl.histogram(expert, BLOCK, mask=pair < pairs)
+    first_tile = _list_tiles(
+        totals, own, tile_experts, tile_counts, bound, EXPERTS, BLOCK, LISTED, WIDTH
     )
-    tl.store(tile_counts + bound, first_tile, mask=own == EXPERTS)
-    own_pairs = tl.sum(tl.where(expert == own, total, 0), 0)
-    for first in range(first_tile, end_tile, LISTED):
-        tile = first + tl.arange(0, LISTED)
-        tl.store(tile_experts + tile, tl.where(own < EXPERTS, own, -1), mask=tile < end_tile)
-        count = tl.minimum(own_pairs - (tile - first_tile) * WIDTH, WIDTH)
-        tl.store(tile_counts + tile, count, mask=tile < end_tile)
-    before = first_tile * WIDTH - 1
-    for first in range(0, pairs, CHUNK):
-        pair = first + chunk
-        is_own = (tl.load(expert_ids + pair, mask=pair < pairs, other=-1) == own).to(tl.int32)
-        tl.store(order + before + tl.cumsum(is_own, 0), pair, mask=is_own > 0)
-        before += tl.sum(is_own, 0)
+    is_own = (expert == own).to(tl.int32)
+    place = first_tile * WIDTH + tl.cumsum(is_own, 0) - 1
+    tl.store(order + place, pair, mask=is_own > 0)
+
+
+@jit(do_not_specialize=["pairs"])
+def _count_kernel(
+    expert_ids, totals, starts, pairs, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
+    """How many pairs of one chunk each expert has: into `starts` [chunks, BLOCK], and added to
+    `totals`.
+    """
+    begin(PDL)
+    chunk = tl.program_id(0)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    of_pair = tl.load(expert_ids + pair, mask=pair < pairs, other=0)
+    counts = tl.histogram(of_pair, BLOCK, mask=pair < pairs)
+    expert = tl.arange(0, BLOCK)
+    tl.store(starts + chunk * BLOCK + expert, counts)
+    tl.atomic_add(totals + expert, counts)
+
+
+@jit(do_not_specialize=["bound", "chunks"])
+def _place_chunks_kernel(
+    totals,
+    starts,
+    tile_experts,
+    tile_counts,
+    bound,
+    chunks,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    LISTED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Lists an expert's tiles, and makes each chunk's count of its pairs in `starts` the place of the
+    first of them; a last program marks unused tiles.
+    """
+    begin(PDL)
+    own = tl.program_id(0)
+    total = tl.load(totals + tl.arange(0, BLOCK))
+    first_tile = _list_tiles(
+        total, own, tile_experts, tile_counts, bound, EXPERTS, BLOCK, LISTED, WIDTH
+    )
+    before = first_tile * WIDTH
+    for first in range(0, chunks, CHUNKS):
+        chunk = first + tl.arange(0, CHUNKS)
+        exists = (chunk < chunks) & (own < EXPERTS)
+        place = starts + chunk * BLOCK + own
+        count = tl.load(place, mask=exists, other=0)
+        tl.store(place, before + tl.cumsum(count, 0) - count, mask=exists)
+        before += tl.sum(count, 0)
+
+
+@jit(do_not_specialize=["pairs"])
+def _list_pairs_kernel(
+    expert_ids,
+    starts,
+    order,
+    pairs,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COMPARED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Lists a chunk's pairs: each after those before it in the chunk that have its expert."""
+    begin(PDL)
+    first = tl.program_id(0) * CHUNK
+    own = tl.arange(0, CHUNK)
+    exists = first + own < pairs
+    expert = tl.load(expert_ids + first + own, mask=exists, other=0)
+    place = tl.load(starts + tl.program_id(0) * BLOCK + expert, mask=exists, other=0)
+    for i in tl.static_range(CHUNK // COMPARED):
+        other = i * COMPARED + tl.arange(0, COMPARED)
+        of_other = tl.load(expert_ids + first + other, mask=first + other < pairs, other=-1)
+        is_before = (of_other[None, :] == expert[:, None]) & (other[None, :] < own[:, None])
+        place += tl.sum(is_before.to(tl.int32), 1)
+    tl.store(order + place, first + own, mask=exists)
 
 
 def rows_in_order(x: Tensor, width: int) -> Tiles:
@@ -122,35 +209,22 @@ def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> 
     bound = min(pairs, pairs // width + min(num_experts, pairs))
     device = expert_ids.device
     experts, counts = (
-        torch.empty(size, dtype=torch.int32, device=device) for size in (bound, bound + 1)
+        torch.empty(size, dtype=torch.int32, device=device) for size in (bound, bound + 3)
     )
     order = torch.empty(bound * width, dtype=torch.int32, device=device)
-    block = max(32, next_power_of_2(num_experts))
-    is_counted = pairs > _CHUNK
-    totals = expert_ids  # not read where nothing was counted
-    if is_counted:
-        totals = torch.zeros(block, dtype=torch.int32, device=device)
-        _count_kernel[(cdiv(pairs, _SMALL_CHUNK),)](
-            expert_ids=expert_ids,
-            totals=totals,
-            pairs=pairs,
-            BLOCK=block,
-            CHUNK=_SMALL_CHUNK,
-            PDL=USE_PDL,
-            num_warps=8,
-            **LAUNCH,
-        )
+    tiles = Tiles(experts, counts, order, pairs, bound, width, GROUPED.value)
+    if pairs > _CHUNK:
+        _group_many(expert_ids, num_experts, tiles)
+        return tiles
     _group_kernel[(num_experts + 1,)](
         expert_ids=expert_ids,
-        totals=totals,
         tile_experts=experts,
         tile_counts=counts,
         order=order,
         pairs=pairs,
         bound=bound,
-        COUNTED=is_counted,
         EXPERTS=num_experts,
-        BLOCK=block,
+        BLOCK=max(32, next_power_of_2(num_experts)),
         CHUNK=_CHUNK if pairs > _SMALL_CHUNK else _SMALL_CHUNK,
         LISTED=_LISTED_TILES,
         WIDTH=width,
@@ -158,4 +232,52 @@ def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> 
         num_warps=8,
         **LAUNCH,
     )
-    return Tiles(experts, counts, order, pairs, bound, width, GROUPED.value)
+    return tiles
+
+
+def _group_many(expert_ids: Tensor, num_experts: int, tiles: Tiles) -> None:
+    """Fills the tiles' tensors."""
+    pairs, device = tiles.pairs, expert_ids.device
+    block = max(32, next_power_of_2(num_experts))
+    chunks = cdiv(pairs, _COUNTED)
+    totals = torch.zeros(block, dtype=torch.int32, device=device)
+    starts = torch.empty(chunks * block, dtype=torch.int32, device=device)
+    _count_kernel[(chunks,)](
+        expert_ids=expert_ids,
+        totals=totals,
+        starts=starts,
+        pairs=pairs,
+        BLOCK=block,
+        CHUNK=_COUNTED,
+        PDL=USE_PDL,
+        num_warps=8,
+        **LAUNCH,
+    )
+    _place_chunks_kernel[(num_experts + 1,)](
+        totals=totals,
+        starts=starts,
+        tile_experts=tiles.experts,
+        tile_counts=tiles.counts,
+        bound=tiles.bound,
+        chunks=chunks,
+        EXPERTS=num_experts,
+        BLOCK=block,
+        CHUNKS=_PLACED_CHUNKS,
+        LISTED=_LISTED_TILES,
+        WIDTH=tiles.width,
+        PDL=USE_PDL,
+        num_warps=8,
+        **LAUNCH,
+    )
+    _list_pairs_kernel[(chunks,)](
+        expert_ids=expert_ids,
+        starts=starts,
+        order=tiles.order,
+        pairs=pairs,
+        BLOCK=block,
+        CHUNK=_COUNTED,
+        COMPARED=_COMPARED,
+        PDL=USE_PDL,
+        num_warps=8,
+        **LAUNCH,
+    )

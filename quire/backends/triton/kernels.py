@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.backends.cuda import recurrent
+from quire.backends.cuda import experts, recurrent
 from quire.backends.triton import (
     adapters,
     convolution,
@@ -26,7 +26,6 @@ from quire.backends.triton import (
     inputs,
     linear_pair,
     logprobs,
-    many_rows_experts,
     quantized,
     repeats,
     router_linear,
@@ -168,7 +167,7 @@ class TritonKernels(ReferenceKernels):
                 self._check(weight.tensor, has_bias)
             are_exact(device, dtype)
         elif len(weight.shape) == 3:  # experts, or heads
-            many_rows_experts.are_exact(device, dtype)
+            experts.are_exact(device, dtype)
             for of_rows in (dtype, torch.float32):
                 router_linear.many_rows_are_exact(device, of_rows)
             if weight.shape not in self._exact_heads:

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from quire.backends.triton import many_rows_experts
+from quire.backends.cuda import experts as many_rows
 from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.grouping import Tiles, group_pairs
 from quire.backends.triton.launch import HAS_GLUON, LAUNCH, ROUND_ALWAYS, USE_PDL, begin
@@ -163,25 +163,38 @@ def moe(
     joined = shared if isinstance(shared, SharedExpert) else None
     is_joined = joined is not None
     expert_ids, weights = route(router_logits, spec, experts.choice_bias, is_joined)
-    if _is_streamed(gate_up) and _is_streamed(down):
-        width = streamed_experts.tile_width(len(expert_ids), num_experts)
+    pairs = len(expert_ids)
+    pairs_of_row = pairs // rows
+    has_many = not is_joined and many_rows.takes(source, experts, spec.activation, pairs)
+    if has_many:
+        width = many_rows.tile_width(pairs, num_experts)
+    elif _is_streamed(gate_up) and _is_streamed(down):
+        width = streamed_experts.tile_width(pairs, num_experts)
     else:
-        width = tile_width(len(expert_ids), num_experts, x.dtype)
+        width = tile_width(pairs, num_experts, x.dtype)
     tiles = group_pairs(expert_ids, num_experts + is_joined, rows, width)
-    activated = _expert_product(
-        source,
-        gate_up,
-        experts.gate_up_bias,
-        tiles,
-        len(expert_ids) // rows,
-        spec.activation,
-        joined and joined.up.tensor,
-    )
+    if has_many:
+        activated = many_rows.experts_product(
+            source, gate_up.tensor, tiles, pairs_of_row, is_gated=True
+        )
+    else:
+        activated = _expert_product(
+            source,
+            gate_up,
+            experts.gate_up_bias,
+            tiles,
+            pairs_of_row,
+            spec.activation,
+            joined and joined.up.tensor,
+        )
     if transform_activated is not None:
         activated = transform_activated(activated)
-    products = _expert_product(
-        activated, down, experts.down_bias, tiles, 1, None, joined and joined.down.tensor
-    )
+    if has_many:
+        products = many_rows.experts_product(activated, down.tensor, tiles, 1, is_gated=False)
+    else:
+        products = _expert_product(
+            activated, down, experts.down_bias, tiles, 1, None, joined and joined.down.tensor
+        )
     added = products
     if joined is not None:
         added = products.view(rows, -1, hidden)[:, -1]
@@ -197,7 +210,7 @@ def moe(
         shared_stride=added.stride(0),
         SIZE=hidden,
         TOP_K=spec.top_k,
-        PAIRS=len(expert_ids) // rows,
+        PAIRS=pairs_of_row,
         SHARED=shared is not None,
         GATE=shared_gate is not None,
         BLOCK=block,
@@ -281,12 +294,6 @@ def _expert_product(
     # The inner block of 128 is the group size of FP8 weights with groups. Bits of plain weights
     # don't depend on it.
     format = weight.parts[0].format
-    if (
-        weight.is_dense
-        and shared is None
-        and many_rows_experts.takes(x, weight.tensor, bias, tiles)
-    ):
-        return many_rows_experts.many_rows_product(x, weight.tensor, tiles, top_k, activation)
     is_fp8 = format.codes == torch.float8_e4m3fn
     block, stages, warps = (FP8_TILES if is_fp8 else TILES)[tiles.width]
     inner, stages = (32, 2) if x.dtype == torch.float32 else (128, stages)

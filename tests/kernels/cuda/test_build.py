@@ -13,7 +13,7 @@ from quire.kernels.recurrent import RecurrentSpec
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from quire.backends.cuda import build, recurrent  # isort: skip  (after the check for Triton)
+from quire.backends.cuda import build, experts, recurrent  # isort: skip  (after the check for Triton)
 
 SPEC = RecurrentSpec(2, 4, 20, 6, taps=4)
 CONSTANTS = recurrent.constants(SPEC, 16, torch.bfloat16, has_skip=False, aligned=False, pdl=True)
@@ -40,6 +40,19 @@ def test_kernels_are_compiled_for_an_h200() -> None:
     code = build.compile_source("recurrent.cu", options)
     assert code.startswith(b"\x7fELF")
     assert all(name.encode() in code for name in ("few_scores", "few_tokens_1", "many_tokens"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not build.compiler_version(), reason="needs NVRTC or nvcc")
+@pytest.mark.parametrize(
+    ("width", "dtype"), list(zip(experts.WIDTHS, (torch.bfloat16, torch.float16), strict=True))
+)
+def test_kernels_of_experts_are_compiled_for_an_h200(width: int, dtype: torch.dtype) -> None:
+    """The source itself checks the size of its arguments and of the shared memory it is given."""
+    options = build.definitions(experts.constants(dtype, width, pdl=True))
+    code = build.compile_source("experts.cu", [*build.FLAGS, "-arch=sm_90a", *options])
+    assert code.startswith(b"\x7fELF")
+    assert all(name.encode() in code for name in ("gated_product", "plain_product"))
 
 
 @pytest.mark.skipif(not build.compiler_version(), reason="needs NVRTC or nvcc")

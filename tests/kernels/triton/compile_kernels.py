@@ -12,7 +12,7 @@ from tests.kernels.triton.compile_adapters import adapter_kernels
 from tests.kernels.triton.compile_attention import attention_kernels
 from tests.kernels.triton.compile_latent import latent_kernels
 from tests.kernels.triton.compile_recurrent import recurrent_kernels
-from tests.kernels.triton.compile_shared_experts import many_rows_kernels, shared_experts_kernels
+from tests.kernels.triton.compile_shared_experts import router_rows_kernel, shared_experts_kernels
 from tests.kernels.triton.compile_small_batches import small_batch_kernels
 
 if __name__ == "__main__":
@@ -23,6 +23,6 @@ if __name__ == "__main__":
         "recurrent": recurrent_kernels(),
         "adapters": adapter_kernels(),
         "shared experts": shared_experts_kernels(),
-        "many rows": many_rows_kernels(),
+        "router of many rows": router_rows_kernel(),
     }
     json.dump(found, sys.stdout)

@@ -1,12 +1,11 @@
-"""Compiles the kernels of shared experts, and of experts with many rows, for an H200, which needs
-none. Called by `compile_kernels`.
+"""Compiles the kernels of shared experts, and of routers of many rows, for an H200, which needs none.
+Called by `compile_kernels`.
 """
 
 from __future__ import annotations
 
-from quire.backends.triton import many_rows_experts, router_rows
+from quire.backends.triton import router_rows
 from quire.backends.triton.linear_pair import _pair_kernel
-from quire.backends.triton.many_rows_experts import _many_rows_kernel
 from quire.backends.triton.tile_product import _product_kernel
 from tests.kernels.triton import compile_recurrent
 from tests.kernels.triton.compile_small_batches import resources, stack_size
@@ -47,30 +46,8 @@ def shared_experts_kernels() -> dict[str, dict[str, int]]:
     return found
 
 
-def many_rows_kernels() -> dict[str, dict[str, int]]:
+def router_rows_kernel() -> dict[str, int]:
     """The same model's, of prompts."""
-    common = {"TOP_K": 8, "ACTIVATION": 0, "TILE": many_rows_experts.WIDTH}
-    common |= {"BLOCK_K": 64, "PDL": True}
-    found = {}
-    for is_gated in (True, False) if IS_LONG else (True,):
-        block = many_rows_experts.GATED if is_gated else many_rows_experts.SHORT
-        widths = {"INNER": 2048, "OUTER": 512} if is_gated else {"INNER": 512, "OUTER": 2048}
-        more = {"IS_GATED": is_gated, "BLOCK": block.outputs, "STAYS": block.stays}
-        box = f"tensordesc<bf16[{1 + is_gated}, {block.outputs}, 64]>"
-        done = compile_recurrent.compiled(
-            _many_rows_kernel,
-            common | widths | more,
-            block.warps,
-            TYPES | {"weight": box},
-            num_stages=block.stages,
-        )
-        assert "wgmma.mma_async" in done.asm["ptx"]
-        assert "cp.async.bulk.tensor.3d" in done.asm["ptx"]
-        found[f"gated {is_gated}"] = {
-            "shared": done.metadata.shared,
-            "stack": stack_size(done.asm["cubin"]),
-        }
     router = {"K": 2048, "HAS_BIAS": True, "OUT": 8, "BLOCK": 2048, "PDL": True}
     types = TYPES | dict.fromkeys(("weight", "bias", "out"), "*fp32")
-    found["router"] = resources(router_rows._router_rows_kernel, types, router, 4)
-    return found
+    return resources(router_rows._router_rows_kernel, types, router, 4)

@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from quire.backends.cuda import experts as many_rows
 from quire.backends.triton import moe as experts
 from quire.backends.triton.launch import HAS_GLUON
 from quire.backends.triton.quantized import pack
@@ -142,18 +144,19 @@ def divisions(kind: str, width: int) -> list[Any]:
 
 @contextmanager
 def using(kind: str, width: int, division: Any) -> Iterator[None]:
-    """With tiles of one width, divided so."""
+    """With tiles of one width, divided so; also many rows of plain weights, which have another kernel."""
     table = _table(kind)
     before = table.get(width)
     streamed = kind in ("integers", "exponents")
     place, name = (streamed_experts if streamed else experts), "tile_width"
-    choose = getattr(place, name)
     table[width] = division
-    setattr(place, name, lambda *_: width)
     try:
-        yield
+        with (
+            patch.object(place, name, lambda *_: width),
+            patch.object(many_rows, "takes", lambda *_: False),
+        ):
+            yield
     finally:
-        setattr(place, name, choose)
         table[width] = before
 
 
