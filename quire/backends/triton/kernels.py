@@ -288,16 +288,43 @@ class TritonKernels(ReferenceKernels):
         out: Tensor | None = None,
     ) -> Tensor:
         tiles, table = self._adapted(x, slots, table)
+        out, sums = self._linear_and_shrink(x, weight, bias, tiles, table, out)
+        adapters.expand_(out, sums, tiles, table)
+        return out
+
+    def adapted_linear_gated(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        activation: Activation,
+        slots: Tensor,
+        table: LowRankTable,
+    ) -> Tensor:
+        tiles, table = self._adapted(x, slots, table)
+        out, sums = self._linear_and_shrink(x, weight, bias, tiles, table)
+        return adapters.expand_(out, sums, tiles, table, activation)
+
+    def _linear_and_shrink(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        tiles: Tiles,
+        table: adapters.TritonTable,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The product with the weight, and the sums that `adapters.expand_` takes."""
         x = as_rows(x)
         own = self._own_linear(x, weight, bias) if weight.is_dense else None
         if own is not None:  # the product with A beside that with the weight
             out = own(x, weight.tensor, bias, out, False, shares_input=True)
-            sums = adapters.shrink(x, tiles, table, is_beside=True)
-        else:
-            sums = adapters.shrink(x, tiles, table)
+            return out, adapters.shrink(x, tiles, table, is_beside=True)
+        if adapters.AFTER:
             out = self.linear(x, weight, bias, out)
-        adapters.expand_(out, sums, tiles, table)
-        return out
+            return out, adapters.shrink(x, tiles, table)
+        sums = adapters.shrink(x, tiles, table)
+        return self.linear(x, weight, bias, out), sums
 
     def add_low_rank_(self, out: Tensor, x: Tensor, slots: Tensor, table: LowRankTable) -> None:
         tiles, table = self._adapted(x, slots, table)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.errors import UnsupportedModelError
 from quire.kernels.low_rank import LowRank, LowRankPart
+from quire.kernels.ops import Activation
 from quire.kernels.weights import Weight
 from quire.models.linear import EmbeddingPair, TrainedRows
 from tests.kernels.test_cpu_adapters import exact
@@ -124,6 +125,37 @@ def test_rows_of_different_adapters_have_the_bits_they_have_alone(
         assert torch.equal(rows.added(some), together[some])
     rows.x[1::2] = NAN
     assert torch.equal(rows.added(everyone)[::2], together[::2])
+
+
+def test_gates_of_products_with_adapters_are_those_of_their_outputs() -> None:
+    """One kernel adds and gates: also rows whose adapter adds nothing, and rows without any."""
+    kernels, inputs, inner = TritonKernels(torch.float16), 130, 72
+    dtypes = [torch.float16] if not ON_GPU else [torch.float16, torch.bfloat16]
+    for dtype in dtypes:
+        table = kernels.low_rank_table(4)
+        for slot, (gate, up, is_dora) in enumerate(((3, 17, False), (5, 0, True), (0, 40, False))):
+            parts, first_rank = [], 0
+            for number, rank in enumerate((gate, up)):
+                if rank:
+                    b = random(inner, rank, dtype=dtype, seed=slot + number)
+                    part = LowRankPart(number * inner, first_rank, b)
+                    if is_dora:
+                        factor = random(inner, dtype=torch.float32, seed=slot)
+                        part = part._replace(factor=factor, offset=factor * 2)
+                    parts.append(part)
+                first_rank += rank
+            a = random(first_rank, inputs, dtype=dtype, seed=slot) * inputs**-0.5
+            scale = random(first_rank, dtype=torch.float32, seed=slot)
+            table.put(slot, kernels.pack_low_rank(LowRank(a.to(dtype), scale, tuple(parts))))
+        weight = kernels.pack(Weight.dense(random(2 * inner, inputs, dtype=dtype, seed=9)))
+        counts = (1, 40, 600) if ON_GPU else (1, 9)
+        for count in counts:
+            x = random(count, inputs, dtype=dtype, seed=3)
+            slots = (torch.arange(count, device=DEVICE) % 5 - 1).flip(0).int()
+            for activation in Activation if ON_GPU else (Activation.SILU, Activation.GELU):
+                found = kernels.adapted_linear_gated(x, weight, None, activation, slots, table)
+                added = kernels.adapted_linear(x, weight, None, slots, table)
+                assert torch.equal(found, kernels.gate(added, activation)), (count, activation)
 
 
 def test_many_rows_have_the_bits_of_few() -> None:
