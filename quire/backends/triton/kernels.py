@@ -37,6 +37,7 @@ from quire.backends.triton import (
 from quire.backends.triton import attention as paged_attention
 from quire.backends.triton import latent as latent_kernels
 from quire.backends.triton import moe as experts_kernels
+from quire.backends.triton.adapter_table import TritonLowRank, TritonTable
 from quire.backends.triton.attention_work import (
     SPLIT,
     attention_work,
@@ -273,10 +274,12 @@ class TritonKernels(ReferenceKernels):
         return self.gate(self.linear(x, weight, bias), activation)
 
     def pack_low_rank(self, low_rank: LowRank) -> PackedLowRank:
-        return adapters.TritonLowRank(low_rank)
+        return TritonLowRank(low_rank)
 
     def low_rank_table(self, num_slots: int) -> LowRankTable:
-        return adapters.TritonTable(num_slots, self._device)
+        table = TritonTable(num_slots, self._device)
+        adapters.outputs_are_exact(table.slots.device, self._dtype)  # not first during a capture
+        return table
 
     def adapted_linear(
         self,
@@ -303,7 +306,7 @@ class TritonKernels(ReferenceKernels):
     ) -> Tensor:
         tiles, table = self._adapted(x, slots, table)
         out, sums = self._linear_and_shrink(x, weight, bias, tiles, table)
-        return adapters.expand_(out, sums, tiles, table, activation)
+        return adapters.expand_gated(out, sums, tiles, table, activation)
 
     def _linear_and_shrink(
         self,
@@ -311,7 +314,7 @@ class TritonKernels(ReferenceKernels):
         weight: Weight,
         bias: Tensor | None,
         tiles: Tiles,
-        table: adapters.TritonTable,
+        table: TritonTable,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The product with the weight, and the sums that `adapters.expand_` takes."""
@@ -320,20 +323,16 @@ class TritonKernels(ReferenceKernels):
         if own is not None:  # the product with A beside that with the weight
             out = own(x, weight.tensor, bias, out, False, shares_input=True)
             return out, adapters.shrink(x, tiles, table, is_beside=True)
-        if adapters.AFTER:
-            out = self.linear(x, weight, bias, out)
-            return out, adapters.shrink(x, tiles, table)
-        sums = adapters.shrink(x, tiles, table)
-        return self.linear(x, weight, bias, out), sums
+        out = self.linear(x, weight, bias, out)
+        # Behind it: then the product with B begins early beside this small one, and asks for B.
+        return out, adapters.shrink(x, tiles, table)
 
     def add_low_rank_(self, out: Tensor, x: Tensor, slots: Tensor, table: LowRankTable) -> None:
         tiles, table = self._adapted(x, slots, table)
         adapters.expand_(out, adapters.shrink(x, tiles, table), tiles, table)
 
-    def _adapted(
-        self, x: Tensor, slots: Tensor, table: LowRankTable
-    ) -> tuple[Tiles, adapters.TritonTable]:
-        assert isinstance(table, adapters.TritonTable)
+    def _adapted(self, x: Tensor, slots: Tensor, table: LowRankTable) -> tuple[Tiles, TritonTable]:
+        assert isinstance(table, TritonTable)
         if table.dtype not in (None, x.dtype):
             raise ValueError(f"adapters are in {table.dtype}, x is in {x.dtype}")
         return self._row_tiles.of(slots, len(table.slots)), table
