@@ -36,6 +36,7 @@ from quire.backends.triton import (
 from quire.backends.triton import attention as paged_attention
 from quire.backends.triton import latent as latent_kernels
 from quire.backends.triton import moe as experts_kernels
+from quire.backends.triton.adapter_table import TritonLowRank, TritonTable
 from quire.backends.triton.attention_work import (
     SPLIT,
     attention_work,
@@ -272,10 +273,12 @@ class TritonKernels(ReferenceKernels):
         return self.gate(self.linear(x, weight, bias), activation)
 
     def pack_low_rank(self, low_rank: LowRank) -> PackedLowRank:
-        return adapters.TritonLowRank(low_rank)
+        return TritonLowRank(low_rank)
 
     def low_rank_table(self, num_slots: int) -> LowRankTable:
-        return adapters.TritonTable(num_slots, self._device)
+        table = TritonTable(num_slots, self._device)
+        adapters.outputs_are_exact(table.slots.device, self._dtype)  # not first during a capture
+        return table
 
     def adapted_linear(
         self,
@@ -287,25 +290,48 @@ class TritonKernels(ReferenceKernels):
         out: Tensor | None = None,
     ) -> Tensor:
         tiles, table = self._adapted(x, slots, table)
+        out, sums = self._linear_and_shrink(x, weight, bias, tiles, table, out)
+        adapters.expand_(out, sums, tiles, table)
+        return out
+
+    def adapted_linear_gated(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        activation: Activation,
+        slots: Tensor,
+        table: LowRankTable,
+    ) -> Tensor:
+        tiles, table = self._adapted(x, slots, table)
+        out, sums = self._linear_and_shrink(x, weight, bias, tiles, table)
+        return adapters.expand_gated(out, sums, tiles, table, activation)
+
+    def _linear_and_shrink(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        tiles: Tiles,
+        table: TritonTable,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The product with the weight, and the sums that `adapters.expand_` takes."""
         x = as_rows(x)
         own = self._own_linear(x, weight, bias) if weight.is_dense else None
         if own is not None:  # the product with A beside that with the weight
             out = own(x, weight.tensor, bias, out, False, shares_input=True)
-            sums = adapters.shrink(x, tiles, table, is_beside=True)
-        else:
-            sums = adapters.shrink(x, tiles, table)
-            out = self.linear(x, weight, bias, out)
-        adapters.expand_(out, sums, tiles, table)
-        return out
+            return out, adapters.shrink(x, tiles, table, is_beside=True)
+        out = self.linear(x, weight, bias, out)
+        # Behind it: then the product with B begins early beside this small one, and asks for B.
+        return out, adapters.shrink(x, tiles, table)
 
     def add_low_rank_(self, out: Tensor, x: Tensor, slots: Tensor, table: LowRankTable) -> None:
         tiles, table = self._adapted(x, slots, table)
         adapters.expand_(out, adapters.shrink(x, tiles, table), tiles, table)
 
-    def _adapted(
-        self, x: Tensor, slots: Tensor, table: LowRankTable
-    ) -> tuple[Tiles, adapters.TritonTable]:
-        assert isinstance(table, adapters.TritonTable)
+    def _adapted(self, x: Tensor, slots: Tensor, table: LowRankTable) -> tuple[Tiles, TritonTable]:
+        assert isinstance(table, TritonTable)
         if table.dtype not in (None, x.dtype):
             raise ValueError(f"adapters are in {table.dtype}, x is in {x.dtype}")
         return self._row_tiles.of(slots, len(table.slots)), table

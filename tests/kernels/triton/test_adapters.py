@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from quire.errors import UnsupportedModelError
-from quire.kernels.low_rank import LowRank, LowRankPart
+from quire.kernels.low_rank import LowRank, LowRankPart, LowRankTable
+from quire.kernels.ops import Activation
 from quire.kernels.weights import Weight
 from quire.models.linear import EmbeddingPair, TrainedRows
 from tests.kernels.test_cpu_adapters import exact
@@ -27,7 +29,10 @@ from tests.kernels.triton.support import (
 )
 
 # isort: skip  (after the check)
-from quire.backends.triton.adapters import _MANY_ROWS, MAX_RANKS, TritonTable  # isort: skip
+from quire.backends.triton.adapter_table import MAX_RANKS, TritonTable  # isort: skip
+from quire.backends.triton import adapters  # isort: skip
+from quire.backends.triton.adapters import MANY_ROWS, outputs_are_exact  # isort: skip
+from quire.backends.triton.grouping import Tiles  # isort: skip
 from quire.backends.triton.kernels import TritonKernels  # isort: skip
 
 pytestmark = MARKS
@@ -126,12 +131,98 @@ def test_rows_of_different_adapters_have_the_bits_they_have_alone(
     assert torch.equal(rows.added(everyone)[::2], together[::2])
 
 
+GATED_RANKS = ((3, 17), (5, 0), (0, 40), (256, 64))
+"""Of gate and up of four adapters; the second is a DoRA."""
+
+
+def gated_table(inputs: int, inner: int, dtype: torch.dtype) -> LowRankTable:
+    table = KERNELS.low_rank_table(5)
+    for slot, ranks in enumerate(GATED_RANKS):
+        parts, first_rank = [], 0
+        for number, rank in enumerate(ranks):
+            if rank:
+                b = random(inner, rank, dtype=dtype, seed=slot + number)
+                part = LowRankPart(number * inner, first_rank, b)
+                if slot == 1:
+                    factor = random(inner, dtype=torch.float32, seed=slot)
+                    part = part._replace(factor=factor, offset=factor * 2)
+                parts.append(part)
+            first_rank += rank
+        a = random(first_rank, inputs, dtype=dtype, seed=slot) * inputs**-0.5
+        scale = random(first_rank, dtype=torch.float32, seed=slot)
+        table.put(slot, KERNELS.pack_low_rank(LowRank(a.to(dtype), scale, tuple(parts))))
+    return table
+
+
+@pytest.mark.parametrize("dtype", DTYPES if ON_GPU else [torch.float16], ids=str)
+def test_gates_of_products_with_adapters_are_those_of_their_outputs(dtype: torch.dtype) -> None:
+    """On a GPU one kernel adds and gates: also rows whose adapter adds nothing to a half, and rows
+    without any.
+    """
+    inputs, inner = 130, 72
+    kernels = TritonKernels(dtype)
+    table = gated_table(inputs, inner, dtype)
+    weight = kernels.pack(Weight.dense(random(2 * inner, inputs, dtype=dtype, seed=9)))
+    for count in (1, 40, 600) if ON_GPU else (1, 9):
+        x = random(count, inputs, dtype=dtype, seed=3)
+        slots = (torch.arange(count, device=DEVICE) % 6 - 1).flip(0).int()
+        for activation in Activation if ON_GPU else (Activation.SILU, Activation.GELU):
+            found = kernels.adapted_linear_gated(x, weight, None, activation, slots, table)
+            added = kernels.adapted_linear(x, weight, None, slots, table)
+            assert torch.equal(found, kernels.gate(added, activation)), (count, activation)
+            alone = [
+                kernels.adapted_linear_gated(
+                    x[row : row + 1], weight, None, activation, slots[row : row + 1], table
+                )
+                for row in (0, count // 2, count - 1)
+            ]
+            assert torch.equal(found[[0, count // 2, count - 1]], torch.cat(alone))
+            has_none = slots < 0
+            plain = kernels.linear_gated(x, weight, None, activation)
+            assert torch.equal(found[has_none], plain[has_none])
+
+
+@pytest.mark.parametrize("odd", [1, 7, 127, 129, 1000] if ON_GPU else [1, 65])
+def test_any_number_of_outputs_and_any_ranks_have_the_bits_they_have_alone(odd: int) -> None:
+    """Outputs behind the last, and between two parts, stay as they are."""
+    dtype, inputs, gap = torch.float16, 33, 3
+    count = 48 if ON_GPU else 5
+    table = KERNELS.low_rank_table(8)
+    ranks = ((1, 256), (2, 15), (31, 16), (100, 7), (255, 1))
+    for slot, (first, second) in enumerate(ranks):
+        parts = (
+            LowRankPart(0, 0, random(odd, first, dtype=dtype, seed=slot)),
+            LowRankPart(odd + gap, first, random(odd, second, dtype=dtype, seed=slot + 9)),
+        )
+        a = random(first + second, inputs, dtype=dtype, seed=slot + 20)
+        scale = random(first + second, dtype=torch.float32, seed=slot) * 0.1
+        table.put(slot, KERNELS.pack_low_rank(LowRank(a, scale, parts)))
+    slots = (torch.arange(count, device=DEVICE) % 6 - 1).int()
+    x = random(count, inputs, dtype=dtype, seed=1)
+    base = random(count, 2 * odd + 2 * gap, dtype=dtype, seed=2)
+
+    def added(rows: Tensor) -> Tensor:
+        out = base[rows].clone()
+        KERNELS.add_low_rank_(out[:, : 2 * odd + gap], x[rows], slots[rows], table)
+        return out
+
+    everyone = torch.arange(count, device=DEVICE)
+    together = added(everyone)
+    for row in range(count):
+        assert torch.equal(added(everyone[row : row + 1]), together[row : row + 1]), row
+    untouched = together == base
+    assert untouched[:, odd : odd + gap].all()
+    assert untouched[:, 2 * odd + gap :].all()
+    assert not untouched[slots >= 0].all()
+    assert untouched[slots < 0].all()
+
+
 def test_many_rows_have_the_bits_of_few() -> None:
     """Programs that add all segments themselves, with wider tiles."""
     rows = make("small", 12, torch.float16)
     few = rows.added(torch.arange(12, device=DEVICE))
-    again = torch.arange(12, device=DEVICE).repeat(_MANY_ROWS // 12 + 1)
-    assert len(again) > _MANY_ROWS
+    again = torch.arange(12, device=DEVICE).repeat(MANY_ROWS // 12 + 1)
+    assert len(again) > MANY_ROWS
     if not ON_GPU:  # the interpreter is slow: most have no adapter
         rows.slots[1:] = -1
         few = rows.added(torch.arange(12, device=DEVICE))
@@ -219,14 +310,58 @@ def test_a_slot_takes_another_adapter_and_none() -> None:
     assert torch.equal(rows.added(everyone), before)
 
 
-def test_programs_that_take_several_blocks_of_outputs_give_the_same(
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_kernel_with_other_bits_is_noticed_before_it_is_used(
+    is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the comparison that is made when a model is loaded; one number of a gated row is wrong."""
+    tables = []
+
+    class KeptTable(TritonTable):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            tables.append(self)
+
+    def add_products(
+        out: Tensor, sums: Tensor, tiles: Tiles, slots: Tensor, activation: Activation | None
+    ) -> Tensor:
+        assert slots is tables[-1].slots
+        adapters._expand_plainly_(out, sums, tiles, tables[-1])
+        if activation is None:
+            return out
+        gated = KERNELS.gate(out, activation)
+        gated[-1, -1] += is_wrong
+        return gated
+
+    monkeypatch.setattr(adapters, "TritonTable", KeptTable)
+    monkeypatch.setattr(adapters, "add_products", add_products, raising=False)
+    assert adapters._same_outputs(DEVICE, torch.float16) is not is_wrong
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_kernel_in_registers_is_used_and_has_the_bits_of_the_other(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = make("qkv", 100, dtype)
+    everyone = torch.arange(100, device=DEVICE)
+    assert outputs_are_exact(rows.x.device, dtype)
+    found = rows.added(everyone)
+    monkeypatch.setattr("quire.backends.triton.adapters.outputs_are_exact", lambda *_: False)
+    assert torch.equal(rows.added(everyone), found)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_programs_that_take_other_numbers_of_blocks_give_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rows = make("small", 5, torch.float16)
-    everyone = torch.arange(5, device=DEVICE)
+    rows = make("qkv", 100, torch.bfloat16)
+    everyone = torch.arange(100, device=DEVICE)
     expected = rows.added(everyone)
-    monkeypatch.setattr("quire.backends.triton.adapters._EXPANDING", 1)
-    assert torch.equal(rows.added(everyone), expected)
+    where = "quire.backends.triton.adapter_outputs.num_multiprocessors"
+    for number in (1, 7, 10_000):
+        monkeypatch.setattr(where, lambda _, number=number: number)
+        assert torch.equal(rows.added(everyone), expected)
 
 
 def test_rows_are_grouped_once_a_step() -> None:

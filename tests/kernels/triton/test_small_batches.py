@@ -300,7 +300,7 @@ def test_kernels_for_all_devices_compile_and_fit_into_what_each_has() -> None:
     for name, (shared, limit) in found["attention"].items():
         assert shared <= limit, name
     assert len(found["latent"]) == short_or_long(3, 22)
-    assert len(found["adapters"]) == short_or_long(0, 4)
+    assert len(found["adapters"]) == short_or_long(0, 8)
     for name, used in (found["latent"] | found["adapters"]).items():
         spilled = {"latent": 1200, "prompts": 96}.get(name.split()[0], 32)
         assert used["stack"] <= spilled, name
