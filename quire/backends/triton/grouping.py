@@ -1,8 +1,10 @@
 """Groups (row, expert) pairs into tiles that share an expert, on the device.
 
 Pair `row * top_k + i` is the i-th expert of a row. This is a counting sort: the number of pairs of
-each expert tells where its tiles begin, and one program per expert goes through all pairs and lists
-its own. It computes with integers only, so the order of additions does not matter.
+each expert tells where its tiles begin, and the pairs before one of the same expert, its place in them.
+Up to some thousand pairs each program reads all of them once and lists those of two experts. Of more
+another kernel counts them, and one program per expert goes through all pairs and lists its own. All
+compute with integers only, so the order of additions does not matter.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from quire.backends.triton.launch import LAUNCH, USE_PDL, begin
 from quire.backends.triton.shapes import cdiv, next_power_of_2
 
 _SMALL_CHUNK, _CHUNK, _LISTED_TILES = 512, 4096, 256
-"""Pairs, or tiles, that a program handles at a time. If all pairs fit into one chunk, every program
-counts them.
-"""
+"""Pairs, or tiles, that a program handles at a time."""
+_FEW_PAIRS, _LEAST_CHUNK = 4096, 256
+"""Up to so many pairs are few, and a program has registers for so many at least."""
+_OWNED = tl.constexpr(2)
+"""Experts of a program of few pairs: counts of two of them are one number of 32 bits."""
 
 SINGLE, GROUPED, IN_ORDER = (tl.constexpr(how) for how in range(3))
 
@@ -65,7 +69,6 @@ def _group_kernel(
     order,
     pairs,
     bound,
-    COUNTED: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -80,12 +83,7 @@ def _group_kernel(
     own = tl.program_id(0)
     expert = tl.arange(0, BLOCK)
     chunk = tl.arange(0, CHUNK)
-    if COUNTED:
-        total = tl.load(totals + expert)
-    else:
-        total = tl.histogram(
-            tl.load(expert_ids + chunk, mask=chunk < pairs, other=0), BLOCK, mask=chunk < pairs
-        )
+    total = tl.load(totals + expert)
     tiles = (total + WIDTH - 1) // WIDTH
     first_tile = tl.sum(tl.where(expert < own, tiles, 0), 0)
     end_tile = tl.where(
@@ -104,6 +102,59 @@ def _group_kernel(
         is_own = (tl.load(expert_ids + pair, mask=pair < pairs, other=-1) == own).to(tl.int32)
         tl.store(order + before + tl.cumsum(is_own, 0), pair, mask=is_own > 0)
         before += tl.sum(is_own, 0)
+
+
+@jit(do_not_specialize=["pairs", "bound"])
+def _group_few_kernel(
+    expert_ids,
+    tile_experts,
+    tile_counts,
+    order,
+    pairs,
+    bound,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LISTED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Lists the tiles of two neighbouring experts and their pairs, of which CHUNK are not fewer than
+    there are. The last program marks unused tiles, too.
+    """
+    begin(PDL)
+    own = tl.program_id(0) * _OWNED
+    pair = tl.arange(0, CHUNK)
+    expert = tl.load(expert_ids + pair, mask=pair < pairs, other=EXPERTS + _OWNED)
+    is_first = expert == own
+    is_second = expert == own + 1
+    # Counts of both in one number: neither is above 4,096. No program counts the last expert for others.
+    ones = is_first.to(tl.int32) + (is_second.to(tl.int32) << 16)
+    place = tl.cumsum(ones, 0)
+    both = tl.sum(ones, 0)
+    totals = tl.histogram(expert, BINS, mask=expert < own)
+    first_tile = tl.sum((totals + WIDTH - 1) // WIDTH, 0)
+    first_pairs = both & 0xFFFF
+    second_pairs = both >> 16
+    second_tile = first_tile + (first_pairs + WIDTH - 1) // WIDTH
+    end_tile = second_tile + (second_pairs + WIDTH - 1) // WIDTH
+    at = tl.where(
+        is_first,
+        first_tile * WIDTH + (place & 0xFFFF),
+        second_tile * WIDTH + (place >> 16),
+    )
+    tl.store(order + at - 1, pair, mask=is_first | is_second)
+    is_last = own + _OWNED >= EXPERTS
+    tl.store(tile_counts + bound, end_tile, mask=is_last)
+    for first in range(first_tile, tl.where(is_last, bound, end_tile), LISTED):
+        tile = first + tl.arange(0, LISTED)
+        of_second = tile >= second_tile
+        listed = tl.where(of_second, own + 1, own)
+        left = tl.where(of_second, second_pairs, first_pairs)
+        left -= (tile - tl.where(of_second, second_tile, first_tile)) * WIDTH
+        written = (tile < end_tile) | (is_last & (tile < bound))
+        tl.store(tile_experts + tile, tl.where(tile < end_tile, listed, -1), mask=written)
+        tl.store(tile_counts + tile, tl.minimum(left, WIDTH), mask=written)
 
 
 def rows_in_order(x: Tensor, width: int) -> Tiles:
@@ -125,21 +176,36 @@ def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> 
         torch.empty(size, dtype=torch.int32, device=device) for size in (bound, bound + 1)
     )
     order = torch.empty(bound * width, dtype=torch.int32, device=device)
-    block = max(32, next_power_of_2(num_experts))
-    is_counted = pairs > _CHUNK
-    totals = expert_ids  # not read where nothing was counted
-    if is_counted:
-        totals = torch.zeros(block, dtype=torch.int32, device=device)
-        _count_kernel[(cdiv(pairs, _SMALL_CHUNK),)](
+    if pairs <= _FEW_PAIRS:
+        _group_few_kernel[(cdiv(num_experts, _OWNED.value),)](
             expert_ids=expert_ids,
-            totals=totals,
+            tile_experts=experts,
+            tile_counts=counts,
+            order=order,
             pairs=pairs,
-            BLOCK=block,
-            CHUNK=_SMALL_CHUNK,
+            bound=bound,
+            EXPERTS=num_experts,
+            BINS=max(32, next_power_of_2(num_experts - 1)),
+            CHUNK=max(_LEAST_CHUNK, next_power_of_2(pairs)),
+            LISTED=_LISTED_TILES,
+            WIDTH=width,
             PDL=USE_PDL,
             num_warps=8,
             **LAUNCH,
         )
+        return Tiles(experts, counts, order, pairs, bound, width, GROUPED.value)
+    block = max(32, next_power_of_2(num_experts))
+    totals = torch.zeros(block, dtype=torch.int32, device=device)
+    _count_kernel[(cdiv(pairs, _SMALL_CHUNK),)](
+        expert_ids=expert_ids,
+        totals=totals,
+        pairs=pairs,
+        BLOCK=block,
+        CHUNK=_SMALL_CHUNK,
+        PDL=USE_PDL,
+        num_warps=8,
+        **LAUNCH,
+    )
     _group_kernel[(num_experts + 1,)](
         expert_ids=expert_ids,
         totals=totals,
@@ -148,10 +214,9 @@ def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> 
         order=order,
         pairs=pairs,
         bound=bound,
-        COUNTED=is_counted,
         EXPERTS=num_experts,
         BLOCK=block,
-        CHUNK=_CHUNK if pairs > _SMALL_CHUNK else _SMALL_CHUNK,
+        CHUNK=_CHUNK,
         LISTED=_LISTED_TILES,
         WIDTH=width,
         PDL=USE_PDL,
