@@ -94,7 +94,8 @@ def _convolve_kernel(
     within = channel < CHANNELS
     factors = _factors(weight, channel, within, TAPS, IN_WORDS)  # constants: before the wait
     added = tl.load(bias + channel, mask=within, other=0.0).to(tl.float32) if BIAS else 0.0
-    begin(PDL)
+    # The next kernel reads what earlier steps have left before it waits: `recurrent_few.h`.
+    begin(PDL, SHARES_INPUT=True)
     for stretch in range(max(STRETCHES, 1)):
         start = (tl.program_id(0).to(tl.int64) * max(STRETCHES, 1) + stretch) * ROWS
         is_run, table, position = False, 0, 0
@@ -280,7 +281,7 @@ def _convolve_row(
         source = inputs + places[TAPS - 1 - d] + channel
         of_records = of_records + (tl.load(source, mask=within & kept, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
         of_tail = of_tail + (tl.zeros(channel.shape, NUMBER),)  # type: ignore[assignment]  # noqa: RUF005
-    if TAIL:
+    if TAIL:  # noqa: SIM102  (no `and` of a constant and of what a kernel computes)
         if exists & (first > 0) & (position - (TAPS - 1) < first):
             of_tail = ()
             for d in tl.static_range(TAPS - 1, 0, -1):
