@@ -35,11 +35,21 @@ __device__ inline T* in_global_memory(T* place) {
 }
 
 // Programmatic dependent launch: see quire/backends/triton/launch.py.
-__device__ inline void begin_kernel() {
+__device__ inline void let_next_start() {
 #if PDL
-  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ inline void wait_for_previous() {
+#if PDL
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+__device__ inline void begin_kernel() {
+  let_next_start();
+  wait_for_previous();
 }
 
 // 16 bytes from global to shared memory, on their way while the thread goes on.

@@ -34,14 +34,19 @@ MANY_PROGRAMS = 8192
 """From so many programs of 128 columns on, a lane has 4 columns and not 2: 256 requests with 32 heads.
 On an H200 that is 1% faster there, 2 columns are 1% to 8% faster before.
 """
+ahead_programs = 528
+"""Up to so many programs of 64 columns copy the state before the kernel before them is done: four on
+each multiprocessor of an H200, as many as have the memory at once.
+"""
 columns_of_a_lane = 0
-"""1, 2 or 4 for benchmarks; 0: by the number of programs. The bits are the same."""
+"""1, 2 or 4 for benchmarks, none of which copy; 0: by the number of programs. The bits are the same."""
 columns_of_a_program = 0
 """32, 64 or 128 in the kernel for prompts, for benchmarks and tests; 0: the kernel chooses, by the
 number of prompts. The bits are the same.
 """
 _FEW_THREADS, _MANY_THREADS, _LANES = 128, 256, 32
 WIDTHS = 32, 64, 128
+ALIGNED_ONLY = "few_tokens_2", "few_tokens_4", "few_tokens_ahead"
 _QUERIES_AT_ONCE = 8
 _STATIC_SHARED = 2560
 """Bytes at most, of a kernel that takes dynamic memory, too."""
@@ -92,6 +97,7 @@ def shared_sizes(spec: RecurrentSpec, most_shared: int) -> dict[str, int]:
     row = cdiv(spec.key_dim, 4) * 4 + 4
     keys = chunk * row + chunk // 8 * 16
     few = {f"few_tokens_{columns}": 0 for columns in (1, 2, 4)}
+    few["few_tokens_ahead"] = 4 * (spec.key_dim + chunk) * 2 * _LANES
     return {
         "few_scores": 4 * (keys + _QUERIES_AT_ONCE * row),
         "many_scores": 4 * 2 * keys,
@@ -161,7 +167,7 @@ def _module(
     with torch.cuda.device(device):
         sizes = shared_sizes(spec, driver.most_shared_bytes(device))
         if not aligned:
-            sizes = {name: size for name, size in sizes.items() if name[-2:] not in ("_2", "_4")}
+            sizes = {name: size for name, size in sizes.items() if name not in ALIGNED_ONLY}
         code = build.build("recurrent.cu", given, f"sm_{major}{minor}")
         return driver.Module(code, sizes, USE_PDL)
 
@@ -294,7 +300,10 @@ class Launches:
             columns = self._columns()
             parts = cdiv(self.spec.value_dim, columns * _LANES)
             programs = self.spec.num_value_heads * parts
-            self._launch(f"few_tokens_{columns}", self.count, programs, _LANES)
+            is_ahead = columns == 2 and self.count * programs <= ahead_programs
+            is_ahead = is_ahead and not columns_of_a_lane
+            name = "few_tokens_ahead" if is_ahead else f"few_tokens_{columns}"
+            self._launch(name, self.count, programs, _LANES)
         if has_many:
             parts = cdiv(self.spec.value_dim, min(WIDTHS))  # wider ones leave some to do nothing
             programs = self.spec.num_value_heads * parts

@@ -4,24 +4,41 @@
 constexpr int FEW_THREADS = 128;
 constexpr int QUERIES_AT_ONCE = 8;
 
+// Kernels for few tokens read what earlier steps have left while the kernel before them still works. `few_scores` may,
+// as the convolution lets it start only when all before it is done; it does the same for `few_tokens_ahead`, which so may
+// read the convolution's results, too.
+struct Beginning {
+  bool is_over;
+  __device__ void end() {
+    if (is_over) return;
+    wait_for_previous();
+    let_next_start();
+    is_over = true;
+  }
+};
+
 // Of a part of a run that lies in one chunk and begins in this row: norms, scores with the chunk's keys, decays.
-__device__ inline void few_scores_of(const Call& call, int64 row, float* shared) {
+__device__ inline void few_scores_of(const Call& call, int64 row, float* shared, Beginning& beginning) {
   const int key_head = blockIdx.y, thread = threadIdx.x, warp = thread / LANES, lane = thread % LANES;
   const int table = call.tables[row], position = call.positions[row];
   if (table < 0) return;
   if (position % CHUNK != 0 && in_step(call, row - 1, table, position - 1)) return;
   const int count = rows_in_chunk(call, row, table, position);
   if (count > call.limit) return;
-  keep_last_inputs(call, row, table, position, count, FEW_THREADS);
-  if (key_head == KEY_HEADS) return sum_decays(call, row, table, position, count, FEW_THREADS);
   const int begin = position / CHUNK * CHUNK, known = position - begin;
   float* const keys = shared;
   float* const queries = shared + KEYS_SIZE;
-  for (int j = warp; j < known; j += FEW_THREADS / LANES) {
-    const float* record = key_record(call, block_of(call, table, begin + j), key_head, begin + j);
-    copy_numbers(keys + row_place(j, ROW), record, KEY_DIM, lane, LANES);
+  if (key_head < KEY_HEADS) {
+#pragma unroll 4
+    for (int j = warp; j < known; j += FEW_THREADS / LANES) {
+      const float* record = key_record(call, block_of(call, table, begin + j), key_head, begin + j);
+      copy_numbers(keys + row_place(j, ROW), record, KEY_DIM, lane, LANES);
+    }
   }
   end_copies();
+  beginning.end();
+  keep_last_inputs(call, row, table, position, count, FEW_THREADS);
+  if (key_head == KEY_HEADS) return sum_decays(call, row, table, position, count, FEW_THREADS);
   for (int first = 0; first < count; first += QUERIES_AT_ONCE) {
     const int size = least(QUERIES_AT_ONCE, count - first);
     // a token's query and its key are two tasks
@@ -68,14 +85,19 @@ __device__ inline void few_scores_of(const Call& call, int64 row, float* shared)
 // The parts of up to `limit` tokens of a sequence's rows: only the first and the last one may be that short. A block has
 // a key head, the last one the decays.
 extern "C" __global__ void __launch_bounds__(FEW_THREADS) few_scores(const Call call) {
-  begin_kernel();
   SHARED_MEMORY(shared);
-  if (call.single) return few_scores_of(call, blockIdx.x, shared);
-  const int64 row = call.starts[blockIdx.x], last = call.starts[blockIdx.x + 1] - 1;
-  if (last < row) return;
-  few_scores_of(call, row, shared);
-  const int64 lead = last - call.positions[last] % CHUNK;
-  if (lead > row) few_scores_of(call, lead, shared);
+  Beginning beginning = {false};
+  if (call.single) {
+    few_scores_of(call, blockIdx.x, shared, beginning);
+  } else {
+    const int64 row = call.starts[blockIdx.x], last = call.starts[blockIdx.x + 1] - 1;
+    if (row <= last) {
+      few_scores_of(call, row, shared, beginning);
+      const int64 lead = last - call.positions[last] % CHUNK;
+      if (lead > row) few_scores_of(call, lead, shared, beginning);
+    }
+  }
+  beginning.end();
 }
 
 // Numbers that a lane asks for at once: of so many rows, of which the next ones are on their way while it computes.
@@ -136,6 +158,31 @@ __device__ inline void ask_state(Sums<V, TOKENS>& sums, const float* state, bool
   }
 }
 
+// What was copied to shared memory before: rows of a program's columns of the state, behind them those of changes.
+template <int V>
+constexpr int COPIED_ROW = LANES * V;
+template <int V>
+constexpr int COPIED_SIZE = (KEY_DIM + CHUNK) * COPIED_ROW<V>;
+
+// `count` rows from `from` on, where the program's columns begin.
+template <int V>
+__device__ inline void copy_rows(float* to, const float* from, int count, int inside) {
+  constexpr int PIECES_OF_A_ROW = COPIED_ROW<V> / 4;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < count * PIECES_OF_A_ROW; i += LANES) {
+    const int row = i / PIECES_OF_A_ROW, column = i % PIECES_OF_A_ROW * 4;
+    if (column < inside) copy16_async(to + row * COPIED_ROW<V> + column, from + row * VALUE_DIM + column);
+  }
+}
+
+template <int V, int TOKENS>
+__device__ inline void ask_copied(
+    Sums<V, TOKENS>& sums, const float* copied, int count, const float (*factors)[TOKENS][2]) {
+#pragma unroll 8
+  for (int k = 0; k < count; ++k)
+    sums.add(read_columns<V>(copied + k * COPIED_ROW<V> + threadIdx.x * V, true), factors[k]);
+}
+
 // The changes of the chunk's first `count` tokens; `records` is where this lane's columns begin in block 0.
 template <int V, int TOKENS>
 __device__ inline void ask_changes(
@@ -161,49 +208,74 @@ __device__ inline void ask_changes(
   }
 }
 
-// The next `count` tokens of a run, at most TOKENS, from the chunk's token `first` on.
-template <int V, int TOKENS>
+// The next `count` tokens of a run, at most TOKENS, from the chunk's token `first` on. IS_AHEAD: where `is_copied`,
+// the state and the changes of all tokens before `first` are in `copied`.
+template <int V, int TOKENS, bool IS_AHEAD>
 __device__ inline void compute_few(
     const Call& call, int64 row, int head, int column, const float* state, bool has_state, int first,
-    int count, ChunkShared& chunk, Shared<TOKENS>& shared) {
+    int count, ChunkShared& chunk, Shared<TOKENS>& shared, const float* copied, bool is_copied) {
   const int lane = threadIdx.x, key_head = head / HEADS_OF_A_KEY;
   const bool inside = column < VALUE_DIM;
   __syncwarp();
   float now[TOKENS], betas[TOKENS];
+  Number values[TOKENS][V];
+  if constexpr (IS_AHEAD) {
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t) {
+      const Number* source = value_of(call, row + least(t, count - 1), head) + column;
+#pragma unroll
+      for (int v = 0; v < V; ++v) values[t][v] = inside ? source[v] : Number(0);
+    }
+  }
 #pragma unroll
   for (int t = 0; t < TOKENS; ++t) {
     const int i = least(first + t, first + count - 1);  // those that are not there are like the last one
     const int64 source = row + (i - first);
     now[t] = *decay_record(call, chunk.blocks[i / BLOCK_SIZE], head, i);
     betas[t] = beta_of(call, beta_gate(call, source, head), head);
-#if DELTA
+    // all is asked for before the first is used
     const float* key = key_record(call, chunk.blocks[i / BLOCK_SIZE], key_head, i);
-#endif
     const float* query = query_of(call, source, key_head);
+    constexpr int SHARE = (KEY_DIM + LANES - 1) / LANES;
+    float keys[SHARE], queries[SHARE], thens[CHUNK / LANES], scores[CHUNK / LANES][2];
 #pragma unroll
-    for (int k = 0; k < KEY_DIM; k += LANES) {
-      if (k + lane < KEY_DIM) {
-#if DELTA
-        shared.vectors[k + lane][t][0] = key[k + lane];
-#endif
-        shared.vectors[k + lane][t][1] = query[k + lane];
-      }
+    for (int e = 0; e < SHARE; ++e) {
+      const int k = e * LANES + lane;
+      keys[e] = DELTA && k < KEY_DIM ? key[k] : 0.0f;
+      queries[e] = k < KEY_DIM ? query[k] : 0.0f;
     }
 #pragma unroll
-    for (int j = lane; j < CHUNK; j += LANES) {
+    for (int e = 0; e < CHUNK / LANES; ++e) {
+      const int j = e * LANES + lane;
+      scores[e][0] = DELTA && j < i ? scores_of(call, source, key_head, 1)[j] : 0.0f;
+      scores[e][1] = j <= i ? scores_of(call, source, key_head, 0)[j] : 0.0f;
+      thens[e] = j < first ? chunk.decays[j] : j <= i ? *decay_record(call, chunk.blocks[j / BLOCK_SIZE], head, j) : 0.0f;
+    }
+#pragma unroll
+    for (int e = 0; e < SHARE; ++e) {
+      const int k = e * LANES + lane;
+      if (k >= KEY_DIM) continue;
+      shared.vectors[k][t][0] = keys[e];
+      shared.vectors[k][t][1] = queries[e];
+    }
+#pragma unroll
+    for (int e = 0; e < CHUNK / LANES; ++e) {
+      const int j = e * LANES + lane;
       if (j > i) continue;
-      const float then = j < first ? chunk.decays[j] : *decay_record(call, chunk.blocks[j / BLOCK_SIZE], head, j);
-      const float fade = expf(__fsub_rn(now[t], then));
-#if DELTA
-      if (j < i) shared.weights[j][t][0] = __fmul_rn(scores_of(call, source, key_head, 1)[j], fade);
-#endif
-      shared.weights[j][t][1] = __fmul_rn(scores_of(call, source, key_head, 0)[j], fade);
-      if (j >= first) chunk.decays[j] = then;
+      const float fade = expf(__fsub_rn(now[t], thens[e]));
+      if (DELTA && j < i) shared.weights[j][t][0] = __fmul_rn(scores[e][0], fade);
+      shared.weights[j][t][1] = __fmul_rn(scores[e][1], fade);
+      if (j >= first) chunk.decays[j] = thens[e];
     }
   }
   __syncwarp();
   Sums<V, TOKENS> sums = {};
-  if (has_state) ask_state(sums, state + column, inside, shared);
+  if (has_state) {
+    if (IS_AHEAD && is_copied)
+      ask_copied<V, TOKENS>(sums, copied, KEY_DIM, shared.vectors);
+    else
+      ask_state(sums, state + column, inside, shared);
+  }
 #pragma unroll
   for (int t = 0; t < TOKENS; ++t) {
     const float since = expf(now[t]);
@@ -213,7 +285,10 @@ __device__ inline void compute_few(
       sums.asked[t][v] = __fmul_rn(sums.asked[t][v], since);
     }
   }
-  ask_changes(sums, call, head, column, first, inside, chunk, shared);
+  if (IS_AHEAD && is_copied)
+    ask_copied<V, TOKENS>(sums, copied + KEY_DIM * COPIED_ROW<V>, first, shared.weights);
+  else
+    ask_changes(sums, call, head, column, first, inside, chunk, shared);
 #pragma unroll
   for (int t = 0; t < TOKENS; ++t) {
     if (t >= count) break;
@@ -221,7 +296,8 @@ __device__ inline void compute_few(
     const Number* source = value_of(call, row + t, head) + column;
     Columns<V> value, change;
 #pragma unroll
-    for (int v = 0; v < V; ++v) value.at[v] = inside ? to_float(source[v]) : 0.0f;
+    for (int v = 0; v < V; ++v)
+      value.at[v] = IS_AHEAD ? to_float(values[t][v]) : inside ? to_float(source[v]) : 0.0f;
 #pragma unroll
     for (int v = 0; v < V; ++v) {
 #if DELTA
@@ -306,41 +382,66 @@ __device__ inline void carry_on(
   }
 }
 
-// The run that begins with a sequence of the step: of 32 V columns of a value head.
-template <int V>
-__device__ inline void few_tokens(const Call& call) {
+// The run that begins with a sequence of the step: of 32 V columns of a value head. With `copied`, memory for a copy of the
+// state and of changes, these are on their way before the kernel before this one is done.
+template <int V, bool IS_AHEAD>
+__device__ inline void few_tokens(const Call& call, float* copied) {
   constexpr int PARTS = (VALUE_DIM + LANES * V - 1) / (LANES * V), TOKENS = 4;
   __shared__ ChunkShared chunk;
   __shared__ union {
     Shared<1> one;
     Shared<TOKENS> some;
   } shared;
-  const int lane = threadIdx.x, head = blockIdx.y / PARTS, column = (blockIdx.y % PARTS * LANES + lane) * V;
+  const int lane = threadIdx.x, head = blockIdx.y / PARTS, first_column = blockIdx.y % PARTS * LANES * V;
+  const int column = first_column + lane * V;
+  if (IS_AHEAD) let_next_start();
   int64 row = blockIdx.x;
+  bool is_empty = false;
   if (!call.single) {
     row = call.starts[blockIdx.x];
-    if (call.starts[blockIdx.x + 1] <= row) return;
+    is_empty = call.starts[blockIdx.x + 1] <= row;
   }
-  const int table = call.tables[row];
-  int position = call.positions[row];
-  if (table < 0 || in_step(call, row - 1, table, position - 1)) return;
-  if (!call.single && in_step(call, row + call.limit, table, position + static_cast<int>(call.limit))) return;
+  const int table = is_empty ? -1 : call.tables[row];
+  int position = is_empty ? 0 : call.positions[row];
+  if (table < 0 || in_step(call, row - 1, table, position - 1) ||
+      (!call.single && in_step(call, row + call.limit, table, position + static_cast<int>(call.limit)))) {
+    if (IS_AHEAD) wait_for_previous();
+    return;
+  }
+  bool waits = IS_AHEAD;
   while (true) {
-    const int begin = position / CHUNK * CHUNK, count = rows_in_chunk(call, row, table, position);
+    const int begin = position / CHUNK * CHUNK;
     const bool has_state = begin > 0;
     const float* state = carried<const float>(call, call.state_places, head, table, begin);
     const int known = position - begin;
+    if (waits && has_state) copy_rows<V>(copied, state + first_column, KEY_DIM, VALUE_DIM - first_column);
+    const int count = rows_in_chunk(call, row, table, position);
     __syncwarp();
     for (int i = lane; i < BLOCKS; i += LANES)
       if (i * BLOCK_SIZE < known + count) chunk.blocks[i] = block_of(call, table, begin + i * BLOCK_SIZE);
     __syncwarp();
+    if (waits) {
+      for (int i = 0; i < known; i += BLOCK_SIZE)
+        copy_rows<V>(
+            copied + (KEY_DIM + i) * COPIED_ROW<V>, change_record(call, chunk.blocks[i / BLOCK_SIZE], head, i) + first_column,
+            least(BLOCK_SIZE, known - i), VALUE_DIM - first_column);
+      end_copies();
+    }
     for (int j = lane; j < known; j += LANES) chunk.decays[j] = *decay_record(call, chunk.blocks[j / BLOCK_SIZE], head, j);
+    const bool is_copied = waits;
+    if (waits) {
+      wait_for_previous();
+      wait_for_copies<0>();
+      waits = false;
+    }
     if (count == 1) {
-      compute_few<V, 1>(call, row, head, column, state, has_state, known, 1, chunk, shared.one);
+      compute_few<V, 1, IS_AHEAD>(
+          call, row, head, column, state, has_state, known, 1, chunk, shared.one, copied, is_copied);
     } else {
       for (int t = 0; t < count; t += TOKENS)
-        compute_few<V, TOKENS>(
-            call, row + t, head, column, state, has_state, known + t, least(TOKENS, count - t), chunk, shared.some);
+        compute_few<V, TOKENS, IS_AHEAD>(
+            call, row + t, head, column, state, has_state, known + t, least(TOKENS, count - t), chunk, shared.some,
+            copied, is_copied && t == 0);
     }
     if (known + count < CHUNK) return;
     __syncwarp();
@@ -354,17 +455,23 @@ __device__ inline void few_tokens(const Call& call) {
 
 extern "C" __global__ void __launch_bounds__(LANES, 16) few_tokens_1(const Call call) {
   begin_kernel();
-  few_tokens<1>(call);
+  few_tokens<1, false>(call, nullptr);
 }
 
 #if ALIGNED
 extern "C" __global__ void __launch_bounds__(LANES, 16) few_tokens_2(const Call call) {
   begin_kernel();
-  few_tokens<2>(call);
+  few_tokens<2, false>(call, nullptr);
 }
 
 extern "C" __global__ void __launch_bounds__(LANES, 16) few_tokens_4(const Call call) {
   begin_kernel();
-  few_tokens<4>(call);
+  few_tokens<4, false>(call, nullptr);
+}
+
+// For so few programs that their copies fit into all multiprocessors' memory.
+extern "C" __global__ void __launch_bounds__(LANES, 4) few_tokens_ahead(const Call call) {
+  SHARED_MEMORY(copied);
+  few_tokens<2, true>(call, copied);
 }
 #endif

@@ -27,10 +27,10 @@ from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, row_str
 from quire.kernels.ops import PagedBatch
 from quire.kernels.recurrent import ConvolutionCache, ConvolutionSpec
 
-_FEW = 64
-"""Up to so many rows get a program each for every few channels."""
 _MANY = 1024
-"""From so many rows on a program takes stretches of rows that follow each other."""
+"""From so many rows on a program takes stretches of rows that follow each other; but where each is a
+sequence by itself, and with fewer rows, each row gets a program for every few channels.
+"""
 _ROWS = 8
 _CHANNELS = 512
 _STRETCHES = 2
@@ -94,7 +94,8 @@ def _convolve_kernel(
     within = channel < CHANNELS
     factors = _factors(weight, channel, within, TAPS, IN_WORDS)  # constants: before the wait
     added = tl.load(bias + channel, mask=within, other=0.0).to(tl.float32) if BIAS else 0.0
-    begin(PDL)
+    # The next kernel reads what earlier steps have left before it waits: `recurrent_few.h`.
+    begin(PDL, SHARES_INPUT=True)
     for stretch in range(max(STRETCHES, 1)):
         start = (tl.program_id(0).to(tl.int64) * max(STRETCHES, 1) + stretch) * ROWS
         is_run, table, position = False, 0, 0
@@ -250,50 +251,67 @@ def _convolve_row(
 ):
     """One row, wherever the inputs before it come from."""
     NUMBER: tl.constexpr = x.dtype.element_ty
+    # Everything is asked for in turns, each at once: one load must not wait for what another found.
     table = tl.load(tables + row, mask=row < rows, other=-1)
-    if table >= 0:
-        position = tl.load(positions + row)
-        # How many of the inputs before it are in the step: its run begins so much earlier.
-        before = 0
-        for back in tl.static_range(1, TAPS):
-            is_next = in_step(tables, positions, rows, row - back, table, position - back)
-            before += tl.where(is_next & (before == back - 1), 1, 0)
-        first = (position - before) // CHUNK * CHUNK if TAIL else 0
-        total = tl.zeros(channel.shape, tl.float32)
-        for d in tl.static_range(TAPS - 1, -1, -1):  # how long ago
-            at = position - d
-            new = d <= before
-            value = tl.load(x + (row - d) * x_stride + channel, mask=within & new, other=0.0)
-            if d > 0:
-                kept = (at >= first) & (at >= 0) & (d > before)
-                start, offset = records_at(
-                    block_tables, table_stride, table, at, kept, block_stride, BLOCK_SIZE
+    position = tl.load(positions + row, mask=row < rows, other=0)
+    exists = table >= 0
+    # How many of the inputs before it are in the step: its run begins so much earlier.
+    before = 0
+    for back in tl.static_range(1, TAPS):
+        is_next = in_step(tables, positions, rows, row - back, table, position - back)
+        before += tl.where(is_next & (before == back - 1), 1, 0)
+    first = (position - before) // CHUNK * CHUNK if TAIL else 0
+    places = ()
+    for d in tl.static_range(TAPS - 1, -1, -1):  # how long ago
+        at = position - d
+        has_record = exists & (at >= 0)
+        start, offset = records_at(
+            block_tables, table_stride, table, at, has_record, block_stride, BLOCK_SIZE
+        )
+        places = places + (start + offset * CHANNELS,)  # type: ignore[assignment]  # noqa: RUF005
+    of_step = ()
+    for d in tl.static_range(TAPS - 1, -1, -1):
+        here = within & exists & (d <= before)
+        source = x + (row - d) * x_stride + channel
+        of_step = of_step + (tl.load(source, mask=here, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    of_records = ()
+    of_tail = ()
+    for d in tl.static_range(TAPS - 1, 0, -1):
+        kept = exists & (position - d >= first) & (position - d >= 0) & (d > before)
+        source = inputs + places[TAPS - 1 - d] + channel
+        of_records = of_records + (tl.load(source, mask=within & kept, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        of_tail = of_tail + (tl.zeros(channel.shape, NUMBER),)  # type: ignore[assignment]  # noqa: RUF005
+    if TAIL:  # noqa: SIM102  (no `and` of a constant and of what a kernel computes)
+        if exists & (first > 0) & (position - (TAPS - 1) < first):
+            of_tail = ()
+            for d in tl.static_range(TAPS - 1, 0, -1):
+                carried = (position - d < first) & (d > before)
+                last_inputs = head_of_state(
+                    tail_places,
+                    tl.where(carried, position - d - first + TAPS - 1, 0),
+                    state_tables,
+                    state_stride,
+                    state_width,
+                    table,
+                    first,
+                    NUMBER,
+                    NUMBER.primitive_bitwidth // 8,
                 )
-                place = inputs + start + offset * CHANNELS + channel
-                value += tl.load(place, mask=within & kept, other=0.0)
-                if TAIL:
-                    carried = (at < first) & (first > 0) & (d > before)
-                    if carried:
-                        last_inputs = head_of_state(
-                            tail_places,
-                            at - first + TAPS - 1,
-                            state_tables,
-                            state_stride,
-                            state_width,
-                            table,
-                            first,
-                            NUMBER,
-                            NUMBER.primitive_bitwidth // 8,
-                        )
-                        value = tl.load(last_inputs + channel, mask=within, other=0.0)
-            total = tl.fma(value.to(tl.float32), factors[TAPS - 1 - d], total)
-            if d == 0:
-                start, offset = records_at(
-                    block_tables, table_stride, table, at, True, block_stride, BLOCK_SIZE
-                )
-                tl.store(inputs + start + offset * CHANNELS + channel, value, mask=within)
-        result = _finished(total, added, NUMBER, BIAS, SILU)
-        tl.store(out + row * CHANNELS + channel, result, mask=within)
+                found = tl.load(last_inputs + channel, mask=within & carried, other=0.0)
+                of_tail = of_tail + (found,)  # type: ignore[assignment]  # noqa: RUF005
+    total = tl.zeros(channel.shape, tl.float32)
+    for d in tl.static_range(TAPS - 1, -1, -1):
+        value = of_step[TAPS - 1 - d]
+        if d > 0:
+            value += of_records[TAPS - 1 - d]
+            if TAIL:
+                carried = (position - d < first) & (first > 0) & (d > before)
+                value = tl.where(carried, of_tail[TAPS - 1 - d], value)
+        total = tl.fma(value.to(tl.float32), factors[TAPS - 1 - d], total)
+    record = inputs + places[TAPS - 1] + channel
+    tl.store(record, of_step[TAPS - 1], mask=within & exists)
+    result = _finished(total, added, NUMBER, BIAS, SILU)
+    tl.store(out + row * CHANNELS + channel, result, mask=within & exists)
 
 
 def convolve_(
@@ -314,9 +332,9 @@ def convolve_(
         return out
     tables, positions = rows_of(batch)
     states = batch.block_tables[None] if batch.state_tables is None else batch.state_tables
-    is_many = rows >= _MANY
+    is_many = rows >= _MANY and len(batch.context_lens) < rows
     block = min(_CHANNELS * (1 + is_many), next_power_of_2(channels))
-    group = 1 if rows <= _FEW else _ROWS
+    group = _ROWS if is_many else 1
     stretches = _STRETCHES if is_many else 0
     _convolve_kernel[(cdiv(rows, group * max(stretches, 1)), cdiv(channels, block))](
         x=source,

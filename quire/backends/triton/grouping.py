@@ -1,10 +1,10 @@
 """Groups (row, expert) pairs into tiles that share an expert, on the device.
 
 Pair `row * top_k + i` is the i-th expert of a row. This is a counting sort: the number of pairs of
-each expert tells where its tiles begin. Of few pairs, one program per expert goes through all of them
-and lists its own. Many are divided into chunks: one kernel counts the pairs of each chunk and expert,
-the next finds where they go, the last lists each chunk's pairs. All compute with integers only, so the
-order of additions does not matter.
+each expert tells where its tiles begin. Of few pairs, each program reads all of them once and lists
+those of two experts. Many are divided into chunks: one kernel counts the pairs of each chunk and
+expert, the next finds where they go, the last lists each chunk's pairs. All compute with integers only,
+so the order of additions does not matter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -20,8 +19,12 @@ from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import LAUNCH, USE_PDL, begin
 from quire.backends.triton.shapes import cdiv, next_power_of_2
 
-_SMALL_CHUNK, _CHUNK, _LISTED_TILES = 512, 4096, 256
-"""Pairs, or tiles, that a program handles at a time. If all pairs fit into one chunk, they are few."""
+_LISTED_TILES = 256
+"""Tiles that a program lists at a time."""
+_FEW_PAIRS, _LEAST_CHUNK = 4096, 256
+"""Up to so many pairs are few, and a program has registers for so many at least."""
+_OWNED = tl.constexpr(2)
+"""Experts of a program of few pairs: counts of two of them are one number of 32 bits."""
 _COUNTED, _PLACED_CHUNKS, _COMPARED = 256, 256, 64
 """Of many pairs: how many a program counts and lists, of how many such chunks a program finds the places
 at a time, and with how many pairs at a time a pair is compared.
@@ -53,40 +56,8 @@ class Tiles:
     """
 
 
-@triton.jit
-def _list_tiles(
-    totals,
-    own,
-    tile_experts,
-    tile_counts,
-    bound,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LISTED: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Lists the tiles of an expert, given how many pairs each expert has; returns the first one. Expert
-    EXPERTS has the unused tiles, and writes what follows the counts.
-    """
-    expert = tl.arange(0, BLOCK)
-    tiles = (totals + WIDTH - 1) // WIDTH
-    first_tile = tl.sum(tl.where(expert < own, tiles, 0), 0)
-    own_tiles = tl.sum(tl.where(expert == own, tiles, 0), 0)
-    own_pairs = tl.sum(tl.where(expert == own, totals, 0), 0)
-    end_tile = tl.where(own < EXPERTS, first_tile + own_tiles, bound)
-    tl.store(tile_counts + bound, first_tile, mask=own == EXPERTS)
-    tl.store(tile_counts + bound + 1, 0, mask=own == EXPERTS)
-    tl.store(tile_counts + bound + 2, 0, mask=own == EXPERTS)
-    for first in range(first_tile, end_tile, LISTED):
-        tile = first + tl.arange(0, LISTED)
-        tl.store(tile_experts + tile, tl.where(own < EXPERTS, own, -1), mask=tile < end_tile)
-        count = tl.minimum(own_pairs - (tile - first_tile) * WIDTH, WIDTH)
-        tl.store(tile_counts + tile, count, mask=tile < end_tile)
-    return first_tile
-
-
 @jit(do_not_specialize=["pairs", "bound"])
-def _group_kernel(
+def _group_few_kernel(
     expert_ids,
     tile_experts,
     tile_counts,
@@ -94,26 +65,50 @@ def _group_kernel(
     pairs,
     bound,
     EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     LISTED: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Lists an expert's tiles and their pairs, after those of the experts before; a last program
-    marks unused tiles.
+    """Lists the tiles of two neighbouring experts and their pairs, of which CHUNK are not fewer than
+    there are. The last program marks unused tiles, too.
     """
     begin(PDL)
-    own = tl.program_id(0)
+    own = tl.program_id(0) * _OWNED
     pair = tl.arange(0, CHUNK)
-    expert = tl.load(expert_ids + pair, mask=pair < pairs, other=-1)
-    totals = tl.histogram(expert, BLOCK, mask=pair < pairs)
-    first_tile = _list_tiles(
-        totals, own, tile_experts, tile_counts, bound, EXPERTS, BLOCK, LISTED, WIDTH
+    expert = tl.load(expert_ids + pair, mask=pair < pairs, other=EXPERTS + _OWNED)
+    is_first = expert == own
+    is_second = expert == own + 1
+    # Counts of both in one number: neither is above 4,096. No program counts the last expert for others.
+    ones = is_first.to(tl.int32) + (is_second.to(tl.int32) << 16)
+    place = tl.cumsum(ones, 0)
+    both = tl.sum(ones, 0)
+    totals = tl.histogram(expert, BINS, mask=expert < own)
+    first_tile = tl.sum((totals + WIDTH - 1) // WIDTH, 0)
+    first_pairs = both & 0xFFFF
+    second_pairs = both >> 16
+    second_tile = first_tile + (first_pairs + WIDTH - 1) // WIDTH
+    end_tile = second_tile + (second_pairs + WIDTH - 1) // WIDTH
+    at = tl.where(
+        is_first,
+        first_tile * WIDTH + (place & 0xFFFF),
+        second_tile * WIDTH + (place >> 16),
     )
-    is_own = (expert == own).to(tl.int32)
-    place = first_tile * WIDTH + tl.cumsum(is_own, 0) - 1
-    tl.store(order + place, pair, mask=is_own > 0)
+    tl.store(order + at - 1, pair, mask=is_first | is_second)
+    is_last = own + _OWNED >= EXPERTS
+    tl.store(tile_counts + bound, end_tile, mask=is_last)
+    tl.store(tile_counts + bound + 1, 0, mask=is_last)
+    tl.store(tile_counts + bound + 2, 0, mask=is_last)
+    for first in range(first_tile, tl.where(is_last, bound, end_tile), LISTED):
+        tile = first + tl.arange(0, LISTED)
+        of_second = tile >= second_tile
+        listed = tl.where(of_second, own + 1, own)
+        left = tl.where(of_second, second_pairs, first_pairs)
+        left -= (tile - tl.where(of_second, second_tile, first_tile)) * WIDTH
+        written = (tile < end_tile) | (is_last & (tile < bound))
+        tl.store(tile_experts + tile, tl.where(tile < end_tile, listed, -1), mask=written)
+        tl.store(tile_counts + tile, tl.minimum(left, WIDTH), mask=written)
 
 
 @jit(do_not_specialize=["pairs"])
@@ -153,10 +148,20 @@ def _place_chunks_kernel(
     """
     begin(PDL)
     own = tl.program_id(0)
-    total = tl.load(totals + tl.arange(0, BLOCK))
-    first_tile = _list_tiles(
-        total, own, tile_experts, tile_counts, bound, EXPERTS, BLOCK, LISTED, WIDTH
-    )
+    expert = tl.arange(0, BLOCK)
+    total = tl.load(totals + expert)
+    tiles = (total + WIDTH - 1) // WIDTH
+    first_tile = tl.sum(tl.where(expert < own, tiles, 0), 0)
+    own_pairs = tl.sum(tl.where(expert == own, total, 0), 0)
+    end_tile = tl.where(own < EXPERTS, first_tile + (own_pairs + WIDTH - 1) // WIDTH, bound)
+    tl.store(tile_counts + bound, first_tile, mask=own == EXPERTS)
+    tl.store(tile_counts + bound + 1, 0, mask=own == EXPERTS)
+    tl.store(tile_counts + bound + 2, 0, mask=own == EXPERTS)
+    for first in range(first_tile, end_tile, LISTED):
+        tile = first + tl.arange(0, LISTED)
+        tl.store(tile_experts + tile, tl.where(own < EXPERTS, own, -1), mask=tile < end_tile)
+        count = tl.minimum(own_pairs - (tile - first_tile) * WIDTH, WIDTH)
+        tl.store(tile_counts + tile, count, mask=tile < end_tile)
     before = first_tile * WIDTH
     for first in range(0, chunks, CHUNKS):
         chunk = first + tl.arange(0, CHUNKS)
@@ -213,10 +218,10 @@ def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> 
     )
     order = torch.empty(bound * width, dtype=torch.int32, device=device)
     tiles = Tiles(experts, counts, order, pairs, bound, width, GROUPED.value)
-    if pairs > _CHUNK:
+    if pairs > _FEW_PAIRS:
         _group_many(expert_ids, num_experts, tiles)
         return tiles
-    _group_kernel[(num_experts + 1,)](
+    _group_few_kernel[(cdiv(num_experts, _OWNED.value),)](
         expert_ids=expert_ids,
         tile_experts=experts,
         tile_counts=counts,
@@ -224,8 +229,8 @@ def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> 
         pairs=pairs,
         bound=bound,
         EXPERTS=num_experts,
-        BLOCK=max(32, next_power_of_2(num_experts)),
-        CHUNK=_CHUNK if pairs > _SMALL_CHUNK else _SMALL_CHUNK,
+        BINS=max(32, next_power_of_2(num_experts - 1)),
+        CHUNK=max(_LEAST_CHUNK, next_power_of_2(pairs)),
         LISTED=_LISTED_TILES,
         WIDTH=width,
         PDL=USE_PDL,

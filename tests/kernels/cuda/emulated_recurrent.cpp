@@ -20,6 +20,7 @@ extern "C" __attribute__((visibility("default"))) int launch(
 #if ALIGNED
       {"few_tokens_2", few_tokens_2, 0},
       {"few_tokens_4", few_tokens_4, 0},
+      {"few_tokens_ahead", few_tokens_ahead, 4 * COPIED_SIZE<2>},
 #endif
       {"many_tokens", many_tokens, 4 * many_size},
   };

@@ -219,11 +219,11 @@ def test_columns_of_a_lane_change_no_bit(
     kernels: EmulatedKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
-    for columns in (1, 2, 4):
+    for columns, name in ((0, "ahead"), (1, "1"), (2, "2"), (4, "4")):
         monkeypatch.setattr(recurrent, "columns_of_a_lane", columns)
         layer = Layer(kernels, ALIGNED, [70])
         found.append(by_steps(layer, [0, 60, 61, 64, 66, 67, 70]))
-        assert f"few_tokens_{columns}" in launched(kernels)
+        assert f"few_tokens_{name}" in launched(kernels)
     assert all(torch.equal(one, found[0]) for one in found)
     assert torch.equal(found[0], Layer(kernels, ALIGNED, [70]).step([(0, 0, 70)])[0])
 

@@ -146,7 +146,7 @@ def test_a_step_of_layers_with_a_state_and_shared_experts(launches_of: LaunchesO
     expected += Counter(_linear_kernel=81, _rms_norm_kernel=81, _gather_inputs_kernel=7)
     expected += Counter(_pair_kernel=40)
     assert launches_of(QWEN, 1) == expected
-    assert launches_of(QWEN, 32) == expected + Counter(_group_kernel=40)
+    assert launches_of(QWEN, 32) == expected + Counter(_group_few_kernel=40)
 
 
 def test_a_step_of_latent_attention(launches_of: LaunchesOf) -> None:
@@ -157,7 +157,7 @@ def test_a_step_of_latent_attention(launches_of: LaunchesOf) -> None:
         _pair_kernel=47, _router_kernel=46, cublas=48
     )  # inner dimensions above 4,096
     assert launches_of(GLM, 1) == expected
-    assert launches_of(GLM, 32) == expected + Counter(_group_kernel=46)
+    assert launches_of(GLM, 32) == expected + Counter(_group_few_kernel=46)
 
 
 def test_a_step_of_a_dense_model_has_five_launches_and_two_norms_a_layer(

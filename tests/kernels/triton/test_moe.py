@@ -195,8 +195,10 @@ def test_a_row_without_weights_gets_different_experts_all_the_same(spoilt: list[
 @pytest.mark.slow
 @drawn
 @given(
-    st.sampled_from([(2, 2), (3, 4), (17, 8), (64, 8), (65, 8), (512, 8), (600, 8), (8200, 8)]),
-    st.sampled_from([8, 60, 128, 256]),
+    st.sampled_from(
+        [(2, 2), (3, 4), (17, 8), (64, 8), (65, 8), (256, 9), (512, 8), (600, 8), (8200, 8)]
+    ),
+    st.sampled_from([8, 9, 60, 128, 256, 257]),
     st.sampled_from([16, 32, 64, 128, 256]),
     st.booleans(),
 )
