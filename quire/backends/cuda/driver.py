@@ -44,7 +44,7 @@ def find_driver() -> ctypes.CDLL | None:
     return library
 
 
-def _call(name: str, *arguments: object) -> None:
+def call(name: str, *arguments: object) -> None:
     library = find_driver()
     if library is None:
         raise DeviceError("The CUDA driver's library libcuda.so.1 was not found.")
@@ -70,8 +70,8 @@ def most_shared_bytes(device: torch.device) -> int:
     """How much shared memory a block can have."""
     index = torch.cuda.current_device() if device.index is None else device.index
     number, found = c_int(), c_int()
-    _call("cuDeviceGet", byref(number), c_int(index))
-    _call("cuDeviceGetAttribute", byref(found), c_int(_SHARED_OF_A_BLOCK), number)
+    call("cuDeviceGet", byref(number), c_int(index))
+    call("cuDeviceGetAttribute", byref(found), c_int(_SHARED_OF_A_BLOCK), number)
     return found.value
 
 
@@ -82,13 +82,13 @@ class Module:
         """`shared_bytes`: of the kernels, by name, how much dynamic shared memory each takes."""
         torch.cuda.current_stream().synchronize()  # torch has made the device's context
         module = c_void_p()
-        _call("cuModuleLoadData", byref(module), code)
+        call("cuModuleLoadData", byref(module), code)
         self._shared_bytes = shared_bytes
         self._functions = {name: c_void_p() for name in shared_bytes}
         for name, function in self._functions.items():
-            _call("cuModuleGetFunction", byref(function), module, name.encode())
+            call("cuModuleGetFunction", byref(function), module, name.encode())
             size = c_int(shared_bytes[name])
-            _call("cuFuncSetAttribute", function, c_int(_MOST_DYNAMIC_SHARED), size)
+            call("cuFuncSetAttribute", function, c_int(_MOST_DYNAMIC_SHARED), size)
         early = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
         early.value[0] = 1
         self._attributes = (_Attribute * 1)(early)
@@ -112,4 +112,4 @@ class Module:
             num_attributes=self._num_attributes,
         )
         arguments = (c_void_p * 1)(ctypes.addressof(argument))
-        _call("cuLaunchKernelEx", byref(config), self._functions[name], arguments, None)
+        call("cuLaunchKernelEx", byref(config), self._functions[name], arguments, None)
