@@ -25,21 +25,23 @@ __device__ inline void expect_bytes(uint32 barrier, uint32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Until the barrier's phase of this parity is complete. What never comes ends the kernel with an error, after some seconds.
+// Whether the barrier's phase of this parity is complete, perhaps after a while.
+__device__ inline bool is_complete(uint32 barrier, uint32 parity) {
+  uint32 result;
+  asm volatile(
+      "{\n"
+      ".reg .pred complete;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, complete;\n"
+      "}"
+      : "=r"(result)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return result;
+}
+
 __device__ inline void wait_barrier(uint32 barrier, uint32 parity) {
-  for (int tries = 0;; ++tries) {
-    uint32 is_complete;
-    asm volatile(
-        "{\n"
-        ".reg .pred complete;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, complete;\n"
-        "}"
-        : "=r"(is_complete)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    if (is_complete) return;
-    if (tries == 1 << 24) __trap();
+  while (!is_complete(barrier, parity)) {
   }
 }
 

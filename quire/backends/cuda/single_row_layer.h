@@ -1,12 +1,11 @@
-// From attention's output to the end of a layer, for one row: output product, residual, norm, gate and up, activation, down,
-// and perhaps residual, the next layer's norm and its first product, in one launch. Each of PROGRAMS programs computes the
-// same share of every product's outputs, by one group of four warps. A fifth warp copies the program's weights, in the order
-// of their use, into a ring of shared memory: it begins before the kernel before this one has finished, and goes on while the
-// others wait for a row.
+// From attention's output to the end of a layer, for one row: output product, residual, norm, gate and up, activation and
+// down in one launch. Each of PROGRAMS programs computes the same share of every product's outputs, by one group of four
+// warps. A fifth warp copies the program's weights, in the order of their use, into a ring of shared memory: it begins before
+// the kernel before this one has finished, and goes on while the others wait for a row.
 //
 // A row that all programs need is handed over in words of 8 bytes: two numbers, and the number of this launch. Whoever needs
 // it reads until all words have that number, so neither a barrier nor an order of memory is needed. All programs must run at
-// once.
+// once: the launch is a cooperative one.
 //
 // Every sum has the order of the kernels for single operations: each output is one chain over the inputs
 // (quire/backends/triton/single_row_linear.py), a norm's sum is that of rowwise._rms_norm_kernel.
@@ -15,34 +14,25 @@
 constexpr int GROUP = 128;                  // threads that compute
 constexpr int PARTS = HIDDEN / 256;         // a warp adds the squares of 256 numbers at once
 constexpr int OWN_PARTS = (PARTS + 3) / 4;  // of a warp
-constexpr int OUTPUT_ROWS = HIDDEN / PROGRAMS, UP_ROWS = 2 * INTERMEDIATE / PROGRAMS, NEXT_ROWS = NEXT / PROGRAMS;
+constexpr int OUTPUT_ROWS = HIDDEN / PROGRAMS, UP_ROWS = 2 * INTERMEDIATE / PROGRAMS;
 constexpr int LONGEST = ATTENDED > INTERMEDIATE ? ATTENDED : INTERMEDIATE;
 constexpr int AT_ONCE = 8;                  // words of 16 bytes that a thread asks for
-constexpr int MOST_TRIES = 1 << 22;         // some seconds: then another kernel keeps programs from running
+constexpr int MOST_TRIES = 1 << 22;         // some seconds, where microseconds are expected: an error is better than to hang
 
 struct Map {
   uint64 words[16];
 };
 
 struct Call {
-  alignas(64) Map output, up, down, next;
+  alignas(64) Map output, up, down;
   const uint4* attended;
   const uint4* residual;
   const uint4* norm;
-  const uint4* next_norm;
   uint4* total;    // the residual stream, to which the result is not added yet
-  uint32* result;  // of down, or of the next layer's first product
+  uint32* result;  // of down
   uint32* words;   // the number of the last launch, and behind 16 bytes the rows that are handed over
-  uint64* stamps;
-  float eps, next_eps;
+  float eps;
 };
-
-#ifdef STAMPS
-#define STAMP(i) \
-  if (threadIdx.x == 0) call.stamps[blockIdx.x * 16 + i] = clock64();
-#else
-#define STAMP(i)
-#endif
 
 __device__ inline float low_of(uint32 pair) { return __uint_as_float(pair << 16); }
 __device__ inline float high_of(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
@@ -307,29 +297,20 @@ extern "C" __global__ void __launch_bounds__(GROUP + 32, 1) single_row_layer(con
     publish_barriers();
   }
   __syncthreads();
-  STAMP(0)
   if (threadIdx.x >= GROUP) {
     if (threadIdx.x == GROUP) {
       copy_weights<OUTPUT_ROWS, ATTENDED>(ring, call.output, blockIdx.x * OUTPUT_ROWS);
       copy_weights<UP_ROWS, HIDDEN>(ring, call.up, blockIdx.x * (UP_ROWS / 2));
       copy_weights<OUTPUT_ROWS, INTERMEDIATE>(ring, call.down, blockIdx.x * OUTPUT_ROWS);
-#if NEXT
-      copy_weights<NEXT_ROWS, HIDDEN>(ring, call.next, blockIdx.x * NEXT_ROWS);
-#endif
     }
     return;
   }
-#if PDL && !LATE
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
 #if PDL
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-  STAMP(1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint32* const attended_words = call.words + 4;
   uint32* const hidden_words = attended_words + HIDDEN;
-  uint32* const down_words = hidden_words + INTERMEDIATE;
   if (threadIdx.x == 0) *number = *const_cast<volatile uint32*>(call.words) + 1;
 #pragma unroll
   for (int chunk = threadIdx.x; chunk < ATTENDED / 8; chunk += GROUP) {
@@ -346,22 +327,16 @@ extern "C" __global__ void __launch_bounds__(GROUP + 32, 1) single_row_layer(con
   }
   sync_group();
   const uint32 launch = *number;
-  STAMP(2)
   {
     float sums[OUTPUT_ROWS / 2];
     product<OUTPUT_ROWS, ATTENDED>(ring, long_row, sums);
     store_outputs<OUTPUT_ROWS>(sums, [&](int i, uint32 pair) { hand_over(attended_words, i, pair, launch); });
   }
-  STAMP(3)
   receive_normed(attended_words, launch, call.norm, call.eps, total, squares, short_row);
-  STAMP(4)
-#if !NEXT
   store_total(call, total);
-#endif
   {
     float sums[UP_ROWS / 2];
     product<UP_ROWS, HIDDEN>(ring, short_row, sums);
-    STAMP(5)
     constexpr int GROUPS = UP_ROWS / 16;
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
@@ -373,10 +348,9 @@ extern "C" __global__ void __launch_bounds__(GROUP + 32, 1) single_row_layer(con
       }
     }
   }
-#if PDL && LATE
+#if PDL  // before, kernels behind this one would take the multiprocessors' time
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
-  STAMP(6)
   constexpr int WORDS = INTERMEDIATE / 4;
   static_assert(WORDS % GROUP == 0);
   constexpr int EACH = WORDS / GROUP, STEP = EACH < AT_ONCE ? EACH : AT_ONCE;
@@ -394,26 +368,11 @@ extern "C" __global__ void __launch_bounds__(GROUP + 32, 1) single_row_layer(con
     }
   }
   sync_group();
-  STAMP(7)
   // all programs have read it: they gave what this one has
   if (blockIdx.x == 0 && threadIdx.x == 0) *const_cast<volatile uint32*>(call.words) = launch;
   {
     float sums[OUTPUT_ROWS / 2];
     product<OUTPUT_ROWS, INTERMEDIATE>(ring, long_row, sums);
-#if NEXT
-    store_outputs<OUTPUT_ROWS>(sums, [&](int i, uint32 pair) { hand_over(down_words, i, pair, launch); });
-  }
-  STAMP(8)
-  receive_normed(down_words, launch, call.next_norm, call.next_eps, total, squares, short_row);
-  STAMP(9)
-  store_total(call, total);
-  {
-    float sums[NEXT_ROWS / 2];
-    product<NEXT_ROWS, HIDDEN>(ring, short_row, sums);
-    store_outputs<NEXT_ROWS>(sums, [&](int i, uint32 pair) { call.result[i / 2] = pair; });
-#else
     store_outputs<OUTPUT_ROWS>(sums, [&](int i, uint32 pair) { call.result[i / 2] = pair; });
-#endif
   }
-  STAMP(10)
 }
