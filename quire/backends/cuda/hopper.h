@@ -60,22 +60,23 @@ __device__ inline void end_products() { asm volatile("wgmma.commit_group.sync.al
 
 // Until at most `pending` groups of products are under way. `left` are registers that products before may still read: named
 // here, so that nothing else is put into them before.
+#define LEFT_4(i) "+r"(left[i][0]), "+r"(left[i][1]), "+r"(left[i][2]), "+r"(left[i][3])
 template <int pending>
-__device__ inline void wait_for_products(uint32 (&left)[8]) {
-  asm volatile("wgmma.wait_group.sync.aligned %8;"
-               : "+r"(left[0]), "+r"(left[1]), "+r"(left[2]), "+r"(left[3]), "+r"(left[4]), "+r"(left[5]), "+r"(left[6]),
-                 "+r"(left[7])
+__device__ inline void wait_for_products(uint32 (&left)[4][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned %16;"
+               : LEFT_4(0), LEFT_4(1), LEFT_4(2), LEFT_4(3)
                : "n"(pending)
                : "memory");
 }
+#undef LEFT_4
 
 // The right operand [outputs, 64 inputs] of 128 bytes a row, as TMA lays it out with a swizzle of 128 bytes: the lower half of
 // its description, to which a distance in units of 16 bytes may be added. Equal in all of a warp's threads, and known to be.
 __device__ inline uint32 right_operand(uint32 place) { return __shfl_sync(0xFFFFFFFFu, place / 16 | 1u << 16, 0); }
 
-// sums += left [64, 16] x right [16, N]: the left operand's rows i and i + 8 are equal.
+// sums += left [64, 16] x right [16, N].
 template <int N>
-__device__ inline void multiply(float* sums, uint32 first, uint32 second, uint32 right);
+__device__ inline void multiply(float* sums, const uint32 (&left)[4], uint32 right);
 
 #define SUMS_4(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
 #define SUMS_8 SUMS_4(0)
@@ -86,13 +87,13 @@ __device__ inline void multiply(float* sums, uint32 first, uint32 second, uint32
 #define SUMS_48 SUMS_40, SUMS_4(20)
 #define SUMS_56 SUMS_48, SUMS_4(24)
 #define SUMS_64 SUMS_56, SUMS_4(28)
-#define MULTIPLY(N, LIST, A, B, R)                                                                                         \
+#define MULTIPLY(N, LIST, A, B, C, D, R)                                                                                     \
   template <>                                                                                                              \
-  __device__ inline void multiply<N>(float* sums, uint32 first, uint32 second, uint32 right) {                             \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, {%" #A ", %" #A ", %" #B ", %" #B   \
+  __device__ inline void multiply<N>(float* sums, const uint32 (&left)[4], uint32 right) {                                 \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" LIST "}, {%" #A ", %" #B ", %" #C ", %" #D   \
                  "}, %" #R ", 1, 1, 1, 0;"                                                                                 \
                  : SUMS_##N                                                                                                \
-                 : "r"(first), "r"(second), "l"(uint64(0x40000040) << 32 | right));                                        \
+                 : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(uint64(0x40000040) << 32 | right));         \
   }
 #define LIST_8 "%0, %1, %2, %3"
 #define LIST_16 LIST_8 ", %4, %5, %6, %7"
@@ -102,14 +103,14 @@ __device__ inline void multiply(float* sums, uint32 first, uint32 second, uint32
 #define LIST_48 LIST_40 ", %20, %21, %22, %23"
 #define LIST_56 LIST_48 ", %24, %25, %26, %27"
 #define LIST_64 LIST_56 ", %28, %29, %30, %31"
-MULTIPLY(8, LIST_8, 4, 5, 6)
-MULTIPLY(16, LIST_16, 8, 9, 10)
-MULTIPLY(24, LIST_24, 12, 13, 14)
-MULTIPLY(32, LIST_32, 16, 17, 18)
-MULTIPLY(40, LIST_40, 20, 21, 22)
-MULTIPLY(48, LIST_48, 24, 25, 26)
-MULTIPLY(56, LIST_56, 28, 29, 30)
-MULTIPLY(64, LIST_64, 32, 33, 34)
+MULTIPLY(8, LIST_8, 4, 5, 6, 7, 8)
+MULTIPLY(16, LIST_16, 8, 9, 10, 11, 12)
+MULTIPLY(24, LIST_24, 12, 13, 14, 15, 16)
+MULTIPLY(32, LIST_32, 16, 17, 18, 19, 20)
+MULTIPLY(40, LIST_40, 20, 21, 22, 23, 24)
+MULTIPLY(48, LIST_48, 24, 25, 26, 27, 28)
+MULTIPLY(56, LIST_56, 28, 29, 30, 31, 32)
+MULTIPLY(64, LIST_64, 32, 33, 34, 35, 36)
 
 // The widest of these instructions that divides so many outputs.
 __host__ __device__ constexpr int width_of(int outputs) {

@@ -101,9 +101,14 @@ __device__ inline void copy_weights(Ring& ring, const Map& map, int first) {
   }
 }
 
-__device__ inline void read_left(const uint4* own, uint32 (&left)[8]) {
-  const uint4 a = own[0], b = own[1];
-  left[0] = a.x, left[1] = a.y, left[2] = a.z, left[3] = a.w, left[4] = b.x, left[5] = b.y, left[6] = b.z, left[7] = b.w;
+// For four instructions. The registers lie as these want them: any copy of one would wait for it, and the instructions behind
+// that with it.
+__device__ inline void read_left(const uint4* own, uint32 (&left)[4][4]) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    const uint4 found = own[4 * step];
+    left[step][0] = found.x, left[step][1] = found.y, left[step][2] = found.z, left[step][3] = found.w;
+  }
 }
 
 // The sums of this program's outputs; all rows of the instruction are the one row, so that a thread has two of 8 outputs, and
@@ -113,9 +118,9 @@ __device__ inline void product(Ring& ring, const uint4* row, float (&sums)[ROWS 
   constexpr int COLUMNS = columns_at_once<ROWS, INNER>(), WIDTH = width_of(ROWS);
   constexpr int UNROLLED = COLUMNS < 4 ? 4 : COLUMNS;  // four sets of registers: two are read, one waits, one is filled
   static_assert(INNER / 64 % UNROLLED == 0);
-  const uint4* own = row + threadIdx.x % 4 * 2;
+  const uint4* own = row + threadIdx.x % 4;
   const bool is_first = threadIdx.x % 32 == 0;
-  uint32 left[4][8] = {};
+  uint32 left[4][4][4] = {};
   read_left(own, left[0]);
 #pragma unroll
   for (int i = 0; i < ROWS / 2; ++i) sums[i] = 0.0f;
@@ -124,7 +129,6 @@ __device__ inline void product(Ring& ring, const uint4* row, float (&sums)[ROWS 
   for (int column = 0; column < INNER / 64; column += UNROLLED) {
 #pragma unroll
     for (int i = 0; i < UNROLLED; ++i) {
-      const uint32(&now)[8] = left[i % 4];
       if (i % COLUMNS == 0) {
         right = right_operand(ring.data + ring.slot * SLOT_BYTES);
         wait_barrier(ring.full + 8 * ring.slot, ring.parity);
@@ -134,11 +138,11 @@ __device__ inline void product(Ring& ring, const uint4* row, float (&sums)[ROWS 
       for (int step = 0; step < 4; ++step) {
 #pragma unroll
         for (int n = 0; n < ROWS; n += WIDTH) {
-          multiply<WIDTH>(sums + n / 2, now[2 * step], now[2 * step + 1], right + (i % COLUMNS * ROWS + n) * 8 + step * 2);
+          multiply<WIDTH>(sums + n / 2, left[i % 4][step], right + (i % COLUMNS * ROWS + n) * 8 + step * 2);
         }
       }
       end_products();
-      read_left(own + 8 * (column + i + 1), left[(i + 1) % 4]);  // behind the last: not used
+      read_left(own + 16 * (column + i + 1), left[(i + 1) % 4]);  // behind the last: not used
       wait_for_products<1>(left[(i + 3) % 4]);
       if (i % COLUMNS == 0) {  // what was read before has been multiplied
         if (is_first && column + i > 0) arrive(before);
@@ -153,18 +157,18 @@ __device__ inline void product(Ring& ring, const uint4* row, float (&sums)[ROWS 
   if (is_first) arrive(before);
 }
 
-// Numbers 8 * chunk to 8 * chunk + 7 of a row, in the order in which `product` reads them: thread i of four takes numbers
-// 2i, 2i + 1, 2i + 8 and 2i + 9 of 16.
-__device__ inline char* place_in_row(void* row, int chunk) {
-  return static_cast<char*>(row) + chunk / 8 * 128 + chunk / 2 % 4 * 8 + chunk % 2 * 4;
+// Where numbers 2i and 2i + 1 of a row lie, twice, as the instruction's rows n and n + 8 are both this row: of 16 numbers,
+// thread i of four takes 2i, 2i + 1, 2i + 8 and 2i + 9.
+__device__ inline void put(void* row, int pair, uint32 numbers) {
+  char* const place = static_cast<char*>(row) + pair / 8 * 64 + pair % 4 * 16 + pair / 4 % 2 * 8;
+  *reinterpret_cast<uint2*>(place) = make_uint2(numbers, numbers);
 }
 
 __device__ inline void put(void* row, int chunk, uint32 a, uint32 b, uint32 c, uint32 d) {
-  char* place = place_in_row(row, chunk);
-  *reinterpret_cast<uint32*>(place) = a;
-  *reinterpret_cast<uint32*>(place + 32) = b;
-  *reinterpret_cast<uint32*>(place + 64) = c;
-  *reinterpret_cast<uint32*>(place + 96) = d;
+  put(row, 4 * chunk, a);
+  put(row, 4 * chunk + 1, b);
+  put(row, 4 * chunk + 2, c);
+  put(row, 4 * chunk + 3, d);
 }
 
 __device__ inline void hand_over(uint32* words, int number, uint32 pair, uint32 launch) {
@@ -195,15 +199,9 @@ __device__ inline void receive(Place place, uint32 launch, uint2 (&pairs)[COUNT]
 }
 
 // Adds a row that is handed over to `total`, of which each thread has 8 numbers of every part, and puts the norm into `row`.
-__device__ inline void receive_normed(const uint32* words, uint32 launch, const uint4* norm, float eps,
+__device__ inline void receive_normed(const uint32* words, uint32 launch, const uint4 (&weight)[OWN_PARTS], float eps,
                                       uint32 (&total)[OWN_PARTS][4], float* squares, void* row) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  uint4 weight[OWN_PARTS];
-#pragma unroll
-  for (int i = 0; i < OWN_PARTS; ++i) {
-    const int part = warp + 4 * i;
-    if (part < PARTS) weight[i] = __ldg(norm + part * 32 + lane);
-  }
   uint2 pairs[2 * OWN_PARTS];
   receive(
       [&](int i) {
@@ -285,8 +283,8 @@ extern "C" __global__ void __launch_bounds__(GROUP + 32, 1) single_row_layer(con
   const uint32 start = shared_address(shared), data = (start + 1023) / 1024 * 1024;
   char* const memory = reinterpret_cast<char*>(shared) + (data - start);
   uint4* const long_row = reinterpret_cast<uint4*>(memory + SLOTS * SLOT_BYTES);
-  uint4* const short_row = long_row + LONGEST / 8;
-  float* const squares = reinterpret_cast<float*>(short_row + HIDDEN / 8);
+  uint4* const short_row = long_row + LONGEST / 4;  // each number twice
+  float* const squares = reinterpret_cast<float*>(short_row + HIDDEN / 4);
   uint32* const number = reinterpret_cast<uint32*>(squares + PADDED / 256);
   Ring ring{data, shared_address(number + 4), shared_address(number + 4) + 8 * SLOTS};
   if (threadIdx.x == 0) {
@@ -305,10 +303,15 @@ extern "C" __global__ void __launch_bounds__(GROUP + 32, 1) single_row_layer(con
     }
     return;
   }
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint4 norm[OWN_PARTS] = {};
+#pragma unroll
+  for (int i = 0; i < OWN_PARTS; ++i) {
+    if (warp + 4 * i < PARTS) norm[i] = __ldg(call.norm + (warp + 4 * i) * 32 + lane);
+  }
 #if PDL
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint32* const attended_words = call.words + 4;
   uint32* const hidden_words = attended_words + HIDDEN;
   if (threadIdx.x == 0) *number = *const_cast<volatile uint32*>(call.words) + 1;
@@ -332,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(GROUP + 32, 1) single_row_layer(con
     product<OUTPUT_ROWS, ATTENDED>(ring, long_row, sums);
     store_outputs<OUTPUT_ROWS>(sums, [&](int i, uint32 pair) { hand_over(attended_words, i, pair, launch); });
   }
-  receive_normed(attended_words, launch, call.norm, call.eps, total, squares, short_row);
+  receive_normed(attended_words, launch, norm, call.eps, total, squares, short_row);
   store_total(call, total);
   {
     float sums[UP_ROWS / 2];
@@ -362,9 +365,8 @@ extern "C" __global__ void __launch_bounds__(GROUP + 32, 1) single_row_layer(con
 #pragma unroll
     for (int i = 0; i < STEP; ++i) {
       if (first + i >= EACH) continue;
-      char* const place = place_in_row(long_row, word(i) / 2) + word(i) % 2 * 64;
-      *reinterpret_cast<uint32*>(place) = pairs[i].x;
-      *reinterpret_cast<uint32*>(place + 32) = pairs[i].y;
+      put(long_row, 2 * word(i), pairs[i].x);
+      put(long_row, 2 * word(i) + 1, pairs[i].y);
     }
   }
   sync_group();

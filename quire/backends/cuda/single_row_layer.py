@@ -84,9 +84,10 @@ class Shape:
 
     @property
     def shared_bytes(self) -> int:
-        rows = 2 * max(self.attended, self.intermediate) + 2 * self.hidden
+        rows = 4 * (max(self.attended, self.intermediate) + self.hidden)  # each number twice
         squares = next_power_of_2(self.hidden) // 64
-        return 1024 + self.slots * (_SLOT_BYTES + 16) + rows + squares + 16
+        read_behind = 256
+        return 1024 + self.slots * (_SLOT_BYTES + 16) + rows + squares + 16 + read_behind
 
     @property
     def num_words(self) -> int:
