@@ -198,7 +198,7 @@ def test_a_request_alone_has_the_bits_it_has_beside_others(
 
     monkeypatch.setattr(type(layers), "__call__", counted)
     jobs = plain_jobs(9, decoder.spec.vocab_size, seed=3)
-    jobs = [replace(job, params=replace(job.params, logprobs=2)) for job in jobs]
+    jobs = [replace(job, params=replace(job.params, logprobs=2, max_tokens=40)) for job in jobs]
     for graphs in (True, False):
         engine = GpuEngine(decoder, cuda_graphs=graphs)
         for job, counts in ((0, (2, 9)), (4, (3, 5)), (8, (2, 4))):
