@@ -333,6 +333,7 @@ PRODUCTS = (
     "latent_queries_",
     "moe",
     "routed_experts",
+    "finish_layer",
     "embedding",
 )
 """The methods of `Kernels` that take a weight."""

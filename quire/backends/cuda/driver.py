@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from ctypes import byref, c_char_p, c_int, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
 from quire.errors import DeviceError
 
 _MOST_DYNAMIC_SHARED, _SHARED_OF_A_BLOCK = 8, 97
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6
-_MAP_WORDS, _MAP_ALIGNMENT, _SWIZZLED_BYTES = 16, 64, 128
-_MAP_NUMBERS = {torch.float16: 6, torch.bfloat16: 9}
-_SWIZZLE_128, _PROMOTE_256 = 3, 3
+_COOPERATIVE, _PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6
 
 
 class _Attribute(ctypes.Structure):
@@ -48,7 +44,7 @@ def find_driver() -> ctypes.CDLL | None:
     return library
 
 
-def _call(name: str, *arguments: object) -> None:
+def call(name: str, *arguments: object) -> None:
     library = find_driver()
     if library is None:
         raise DeviceError("The CUDA driver's library libcuda.so.1 was not found.")
@@ -74,60 +70,38 @@ def most_shared_bytes(device: torch.device) -> int:
     """How much shared memory a block can have."""
     index = torch.cuda.current_device() if device.index is None else device.index
     number, found = c_int(), c_int()
-    _call("cuDeviceGet", byref(number), c_int(index))
-    _call("cuDeviceGetAttribute", byref(found), c_int(_SHARED_OF_A_BLOCK), number)
+    call("cuDeviceGet", byref(number), c_int(index))
+    call("cuDeviceGetAttribute", byref(found), c_int(_SHARED_OF_A_BLOCK), number)
     return found.value
-
-
-class Matrix(NamedTuple):
-    """Contiguous rows of numbers; holds no memory."""
-
-    address: int
-    dtype: torch.dtype
-    rows: int
-    size: int
-
-
-def tensor_map(matrix: Matrix, box_rows: int) -> bytes:
-    """What the tensor memory accelerator wants to know of rows of numbers of 16 bits that are copied in
-    boxes of `box_rows` rows by 128 bytes, swizzled as products read them.
-    """
-    itemsize = matrix.dtype.itemsize
-    memory = (c_uint64 * (2 * _MAP_WORDS))()
-    place = -(-ctypes.addressof(memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-    _call(
-        "cuTensorMapEncodeTiled",
-        c_void_p(place),
-        c_int(_MAP_NUMBERS[matrix.dtype]),
-        c_uint(2),
-        c_void_p(matrix.address),
-        (c_uint64 * 2)(matrix.size, matrix.rows),
-        (c_uint64 * 1)(matrix.size * itemsize),
-        (c_uint * 2)(_SWIZZLED_BYTES // itemsize, box_rows),
-        (c_uint * 2)(1, 1),
-        *(c_int(value) for value in (0, _SWIZZLE_128, _PROMOTE_256, 0)),
-    )
-    return ctypes.string_at(place, 8 * _MAP_WORDS)
 
 
 class Module:
     """Kernels in the memory of the current device."""
 
-    def __init__(self, code: bytes, shared_bytes: Mapping[str, int], pdl: bool) -> None:
-        """`shared_bytes`: of the kernels, by name, how much dynamic shared memory each takes."""
+    def __init__(
+        self,
+        code: bytes,
+        shared_bytes: Mapping[str, int],
+        pdl: bool,
+        is_cooperative: bool = False,
+    ) -> None:
+        """`shared_bytes`: of the kernels, by name, how much dynamic shared memory each takes.
+        `is_cooperative`: programs wait for each other, so all of a launch run at once.
+        """
         torch.cuda.current_stream().synchronize()  # torch has made the device's context
         module = c_void_p()
-        _call("cuModuleLoadData", byref(module), code)
+        call("cuModuleLoadData", byref(module), code)
         self._shared_bytes = shared_bytes
         self._functions = {name: c_void_p() for name in shared_bytes}
         for name, function in self._functions.items():
-            _call("cuModuleGetFunction", byref(function), module, name.encode())
+            call("cuModuleGetFunction", byref(function), module, name.encode())
             size = c_int(shared_bytes[name])
-            _call("cuFuncSetAttribute", function, c_int(_MOST_DYNAMIC_SHARED), size)
-        early = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
-        early.value[0] = 1
-        self._attributes = (_Attribute * 1)(early)
-        self._num_attributes = 1 if pdl else 0
+            call("cuFuncSetAttribute", function, c_int(_MOST_DYNAMIC_SHARED), size)
+        wanted = {_PROGRAMMATIC_STREAM_SERIALIZATION: pdl, _COOPERATIVE: is_cooperative}
+        attributes = [_Attribute(id=one) for one, is_wanted in wanted.items() if is_wanted]
+        for attribute in attributes:
+            attribute.value[0] = 1
+        self._attributes = (_Attribute * len(attributes))(*attributes)
 
     def launch(
         self,
@@ -144,7 +118,7 @@ class Module:
             shared_bytes=self._shared_bytes[name],
             stream=stream_of(device),
             attributes=self._attributes,
-            num_attributes=self._num_attributes,
+            num_attributes=len(self._attributes),
         )
         arguments = (c_void_p * 1)(ctypes.addressof(argument))
-        _call("cuLaunchKernelEx", byref(config), self._functions[name], arguments, None)
+        call("cuLaunchKernelEx", byref(config), self._functions[name], arguments, None)

@@ -8,13 +8,14 @@ give other bits (`are_exact`).
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int, c_int64, c_uint64, c_void_p
-from functools import cache, lru_cache
+from ctypes import c_int, c_int64, c_void_p
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from quire.backends.cuda import build, driver
+from quire.backends.cuda.tensor_maps import COLUMN, TensorMap, tensor_map
 from quire.backends.triton.grouping import GROUPED, Tiles
 from quire.backends.triton.launch import USE_PDL, num_multiprocessors
 from quire.backends.triton.linear import Tile
@@ -35,7 +36,7 @@ _FEWEST, _WIDE = 64, 128
 """Pairs that an expert has on average: from the first on these kernels are quicker than others on an
 H200, from the second on with two blocks (docs/performance.md, attempt 69).
 """
-_OUTPUTS, _INNER = 256, 64
+_OUTPUTS = 256
 _NUMBERS = {torch.float16: 1, torch.bfloat16: 2}
 _THREADS = 128 * (_GROUPS + 1)
 _SHARED_BYTES = 1024 + _STAGES * (_GROUPS * 8192 + 32768) + _GROUPS * 16384 + 256
@@ -46,7 +47,7 @@ class Call(ctypes.Structure):
     """`Call` of experts.cu."""
 
     _fields_ = (
-        ("weight", c_uint64 * 16),
+        ("weight", TensorMap),
         *((name, c_void_p) for name in ("x", "experts", "counts", "order", "taken", "out")),
         ("row_bytes", c_int64),
         *((name, c_int) for name in ("bound", "inner", "outer", "pairs_of_row")),
@@ -96,7 +97,7 @@ def takes(x: Tensor, experts: ExpertWeights, activation: Activation, pairs: int)
             one.tensor.dtype == x.dtype
             and x.dtype in _NUMBERS
             and one.shape[1] % _OUTPUTS == 0
-            and one.shape[2] % _INNER == 0
+            and one.shape[2] % COLUMN == 0
             and one.tensor.is_contiguous()
             and one.tensor.data_ptr() % ALIGNMENT == 0
             for one in (gate_up, down)
@@ -165,11 +166,6 @@ def tiles_of(expert_ids: Tensor, counts: list[int], width: int, device: torch.de
     return Tiles(listed, known, pairs_of_tiles, len(expert_ids), bound, width, GROUPED.value)
 
 
-@lru_cache(maxsize=1024)
-def _weight_map(address: int, dtype: torch.dtype, rows: int, inner: int) -> bytes:
-    return driver.tensor_map(driver.Matrix(address, dtype, rows, inner), _OUTPUTS // 2)
-
-
 def experts_product(x: Tensor, weight: Tensor, tiles: Tiles, top_k: int, is_gated: bool) -> Tensor:
     """[pairs, outputs]: `tile_product` of what `takes` says yes to, with SiLU if it is gated."""
     experts, size, inner = weight.shape
@@ -180,6 +176,13 @@ def experts_product(x: Tensor, weight: Tensor, tiles: Tiles, top_k: int, is_gate
         return out
     counts = tiles.counts.data_ptr()
     call = Call(
+        weight=tensor_map(
+            weight.data_ptr(),
+            weight.dtype,
+            (inner, experts * size),
+            (inner,),
+            (COLUMN, _OUTPUTS // 2),
+        ),
         x=x.data_ptr(),
         experts=tiles.experts.data_ptr(),
         counts=counts,
@@ -192,8 +195,6 @@ def experts_product(x: Tensor, weight: Tensor, tiles: Tiles, top_k: int, is_gate
         outer=outer,
         pairs_of_row=top_k,
     )
-    described = _weight_map(weight.data_ptr(), weight.dtype, experts * size, inner)
-    ctypes.memmove(ctypes.addressof(call), described, len(described))
     cluster = tiles.width // _BLOCK
     items = tiles.bound * (size // _OUTPUTS)
     clusters = min(items, num_multiprocessors(x.device) // cluster)
