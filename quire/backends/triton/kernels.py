@@ -64,6 +64,7 @@ from quire.backends.triton.small_batches import (
     are_exact,
     latent_prompts_are_exact,
     latents_are_exact,
+    prompts_are_exact,
 )
 from quire.kernels.formats import Format
 from quire.kernels.latent import LatentHeads, LatentSpec
@@ -391,6 +392,7 @@ class TritonKernels(ReferenceKernels):
             has_small = self._has_small_latent(shape)
             self._has_prompt_latent(shape)  # tested here, before a graph is captured
             return latent_decode_lists(fewest, most, max_context_len, shape, has_small)
+        self._has_prompts(self._device, self._dtype, shape.head_dim)  # likewise
         return decode_lists(fewest, most, max_context_len, shape, self._num_multiprocessors)
 
     def _has_small_latent(self, heads: LatentHeads) -> bool:
@@ -405,6 +407,14 @@ class TritonKernels(ReferenceKernels):
             HAS_GLUON
             and prompt_latent.takes(heads, self._dtype)
             and latent_prompts_are_exact(self._device)
+        )
+
+    @staticmethod
+    def _has_prompts(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+        return (
+            HAS_GLUON
+            and head_dim in prompt_attention.HEAD_DIMS
+            and prompts_are_exact(device, dtype, head_dim)
         )
 
     def attention(
@@ -464,16 +474,19 @@ class TritonKernels(ReferenceKernels):
         caps and slopes.
         """
         is_plain = not spec.soft_cap and slopes is None
-        has_others = are_exact(query.device, query.dtype) and is_plain
         arguments = query, out, cache, batch.block_tables, work
         if name == "prefill":
-            if has_others and sinks is None and prompt_attention.takes(query, cache):
-                prompt_attention.prompt_attention(*arguments, spec, self._num_multiprocessors)
+            has_prompts = self._has_prompts(query.device, query.dtype, query.shape[2])
+            if is_plain and has_prompts and prompt_attention.takes(query, cache):
+                prompt_attention.prompt_attention(
+                    *arguments, spec, self._num_multiprocessors, sinks
+                )
             else:
                 paged_attention.prefill_attention(*arguments, spec, sinks, slopes)
             return
         num_partials = 0 if batch.max_context_len <= SPLIT else work.shape[0] - 1
-        if name == "small" and has_others and small_batch_attention.takes(query, cache):
+        has_small = is_plain and are_exact(query.device, query.dtype)
+        if name == "small" and has_small and small_batch_attention.takes(query, cache):
             small_batch_attention.small_batch_attention(
                 *arguments, num_partials, spec, self._num_multiprocessors, sinks
             )
