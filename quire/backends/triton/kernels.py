@@ -27,6 +27,7 @@ from quire.backends.triton import (
     linear_pair,
     logprobs,
     many_rows_experts,
+    prompt_rules,
     quantized,
     repeats,
     router_linear,
@@ -392,7 +393,7 @@ class TritonKernels(ReferenceKernels):
             has_small = self._has_small_latent(shape)
             self._has_prompt_latent(shape)  # tested here, before a graph is captured
             return latent_decode_lists(fewest, most, max_context_len, shape, has_small)
-        self._has_prompts(self._device, self._dtype, shape.head_dim)  # likewise
+        self._has_prompts(self._dtype, shape.head_dim)  # tested here likewise
         return decode_lists(fewest, most, max_context_len, shape, self._num_multiprocessors)
 
     def _has_small_latent(self, heads: LatentHeads) -> bool:
@@ -409,12 +410,10 @@ class TritonKernels(ReferenceKernels):
             and latent_prompts_are_exact(self._device)
         )
 
-    @staticmethod
-    def _has_prompts(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-        return (
-            HAS_GLUON
-            and head_dim in prompt_attention.HEAD_DIMS
-            and prompts_are_exact(device, dtype, head_dim)
+    def _has_prompts(self, dtype: torch.dtype, head_dim: int) -> bool:
+        # by the same device whoever asks, "cuda", as "cuda:0" would be tested again
+        return head_dim in prompt_rules.HEAD_DIMS and prompts_are_exact(
+            self._device, dtype, head_dim
         )
 
     def attention(
@@ -473,11 +472,10 @@ class TritonKernels(ReferenceKernels):
         """Attention of one of a step's lists, by the quickest kernel; only attention.py knows soft
         caps and slopes.
         """
-        is_plain = not spec.soft_cap and slopes is None
         arguments = query, out, cache, batch.block_tables, work
         if name == "prefill":
-            has_prompts = self._has_prompts(query.device, query.dtype, query.shape[2])
-            if is_plain and has_prompts and prompt_attention.takes(query, cache):
+            is_taken = prompt_rules.takes(query, cache, spec, slopes is not None)
+            if is_taken and self._has_prompts(query.dtype, query.shape[2]):
                 prompt_attention.prompt_attention(
                     *arguments, spec, self._num_multiprocessors, sinks
                 )
@@ -485,6 +483,7 @@ class TritonKernels(ReferenceKernels):
                 paged_attention.prefill_attention(*arguments, spec, sinks, slopes)
             return
         num_partials = 0 if batch.max_context_len <= SPLIT else work.shape[0] - 1
+        is_plain = not spec.soft_cap and slopes is None
         has_small = is_plain and are_exact(query.device, query.dtype)
         if name == "small" and has_small and small_batch_attention.takes(query, cache):
             small_batch_attention.small_batch_attention(

@@ -1,5 +1,5 @@
-"""Attention of prompts on Hopper: the same bits as `attention._prefill_kernel`, in less time, for heads
-of 64, 128 and 256.
+"""Attention of prompts on Hopper: the same bits as `attention._prefill_kernel`, in less time, for what
+`prompt_rules.py` says.
 
 A program has three parts that run at the same time (warp specialisation). One warp copies tiles of
 keys and values to shared memory, block by block of the paged cache, as far ahead as there is room.
@@ -9,10 +9,7 @@ computes the softmax of this tile. A program takes several items of work.
 
 In bfloat16 what was added up before is not scaled; an item that would need it (see
 `attention_tile.raised`) is marked, and computed again by `attention._prefill_kernel`. So two tiles
-can be computed at once, but for heads of 256, whose outputs fill half of the registers. Most of
-their results of earlier splits don't fit into shared memory either: they are in memory that a
-program has for itself (96 KiB, in the L2 cache), where every thread stores and loads its own
-numbers.
+can be computed at once, but for heads of 256, whose outputs fill half of the registers.
 
 Written in Gluon, as Triton itself can neither divide a program this way nor keep products running
 during a softmax.
@@ -21,7 +18,7 @@ during a softmax.
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -43,46 +40,28 @@ from quire.backends.triton.attention_tile import raised
 from quire.backends.triton.attention_work import KEY_TILE, PROMPT_ROWS, SPLIT
 from quire.backends.triton.direct_launch import gluon_jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
-from quire.backends.triton.prompt_tiles import COPIED, barriers, copy_tiles, item_of, read_item
+from quire.backends.triton.prompt_merge import LARGE_SHARED, PIECE, merge
+from quire.backends.triton.prompt_tiles import (
+    COPIED,
+    GROUP_ROWS,
+    barriers,
+    copy_tiles,
+    item_of,
+    read_item,
+)
 from quire.kernels.ops import AttentionSpec, LayerCache
 
-HEAD_DIMS = (64, 128, 256)
-_BLOCK_SIZES = (16, 32, 64)
 _STAGES = 2
-_GROUP_ROWS = gl.constexpr(64)
 _TILE = gl.constexpr(KEY_TILE)
 _ONES = gl.constexpr(8)
 _HUGE = gl.constexpr(30)
-"""A number of tiles shifted right by it is 0, which compilers don't know. They would compute addresses
-of all operands once for all tiles, and keep more of them than there are registers for.
+"""A number of tiles shifted right by it is 0, which compilers don't know. Otherwise they compute the
+addresses of all operands once for all tiles, and keep more of them than there are registers for.
 """
-LARGE_SHARED = 64
-"""Columns of heads of 256 for which results of earlier splits fit into shared memory."""
-_PIECE = gl.constexpr(32)
-"""Columns that are merged at once."""
-_AHEAD = gl.constexpr(4)
-"""Pieces that are loaded before the first one is used."""
 _REGISTERS = 168
 """Registers per thread when the program starts; the computing groups then take most of the copying
 warp's.
 """
-
-
-def takes(query: Tensor, cache: LayerCache) -> bool:
-    return (
-        query.itemsize == 2
-        and cache.keys.dtype == query.dtype
-        and query.shape[2] in HEAD_DIMS
-        and cache.block_size in _BLOCK_SIZES
-        and cache.keys.is_contiguous()
-        and cache.values.is_contiguous()
-        and _is_hopper(query.device)
-    )
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 class _Memory(NamedTuple):
@@ -118,8 +97,8 @@ def prompt_attention(
     num_multiprocessors: int,
     sinks: Tensor | None = None,
 ) -> None:
-    """Attention of the items of a list `prefill`, where `takes` says yes: writes their rows of
-    `out`.
+    """Attention of the items of a list `prefill`, where `prompt_rules.takes` says yes: writes their rows
+    of `out`.
     """
     _, num_heads, head_dim = query.shape
     num_kv_heads, block_size = cache.keys.shape[1], cache.block_size
@@ -207,11 +186,15 @@ def _softmax(
     layout: gl.constexpr = scores.type.layout
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     key = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
-    if first_key + KEYS > first_position + 1:
-        scores = gl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-    if WINDOW:  # noqa: SIM102  (it is known when this is compiled)
-        if first_key <= last_position - window:
-            scores = gl.where(key[None, :] > position[:, None] - window, scores, float("-inf"))
+    is_partial = first_key + KEYS > first_position + 1
+    if WINDOW:
+        is_partial |= first_key <= last_position - window
+    # A single branch: of two, the compiler makes one into selects, which all tiles go through.
+    if is_partial:
+        visible = key[None, :] <= position[:, None]
+        if WINDOW:
+            visible &= key[None, :] > position[:, None] - window
+        scores = gl.where(visible, scores, float("-inf"))
     # Where no key is visible yet a reference is -inf, and -inf - -inf would be NaN.
     if KEYS == _TILE:
         highest = raised(before, gl.max(scores, 1) * scale, dtype)
@@ -222,7 +205,7 @@ def _softmax(
         else:
             change = ((highest != before) & (before != float("-inf"))).to(gl.int32)
     else:
-        tiles = scores.reshape(_GROUP_ROWS, 2, _TILE)
+        tiles = scores.reshape(GROUP_ROWS, 2, _TILE)
         found = gl.max(tiles, 2) * scale
         is_first = (gl.arange(0, 2, gl.SliceLayout(0, found.type.layout)) == 0)[None, :]
         before = gl.convert_layout(before, gl.SliceLayout(1, found.type.layout))
@@ -230,7 +213,7 @@ def _softmax(
         highest = raised(middle, gl.max(gl.where(is_first, float("-inf"), found), 1), dtype)
         used = gl.where(is_first, middle[:, None], highest[:, None])
         used = gl.where(used == float("-inf"), 0.0, used)
-        weights = gl.exp2(gl.fma(tiles, scale, -used[:, :, None])).reshape(_GROUP_ROWS, KEYS)
+        weights = gl.exp2(gl.fma(tiles, scale, -used[:, :, None])).reshape(GROUP_ROWS, KEYS)
         change = (middle != before) & (before != float("-inf")) | (highest != middle) & (
             middle != float("-inf")
         )
@@ -254,7 +237,7 @@ def _rows_of(
     """Where the numbers of a group's rows lie in queries or outputs [rows, heads, D], and which
     rows there are.
     """
-    row = first + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, layout))
+    row = first + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout))
     column = gl.arange(0, D, gl.SliceLayout(0, layout))
     place = (first_row + row // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + row % GROUP
     exists = (row < num_queries * GROUP)[:, None]
@@ -316,7 +299,7 @@ def _attend_rows(
                 if WINDOW
                 else 0
             )
-            first += NUMBER * _GROUP_ROWS
+            first += NUMBER * GROUP_ROWS
             rows, exists = _rows_of(
                 query, first, first_row, num_queries, kv_head, num_heads, GROUP, D, as_read
             )
@@ -356,7 +339,7 @@ def _attend_rows(
             # its columns are the same
             divisor = gl.convert_layout(gl.max(total, 1), gl.SliceLayout(1, as_output))
             if SINKS:
-                row = first + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, as_output))
+                row = first + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, as_output))
                 sink = gl.load(sinks + kv_head * GROUP + row % GROUP) * 1.4426950408889634
                 top = gl.maximum(highest, sink)
                 old = gl.exp2(highest - top)
@@ -422,16 +405,16 @@ def _attend_tiles(
     as_total: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ONES, 16])
     as_left: gl.constexpr = gl.DotOperandLayout(0, as_output, 2)
     as_left_of_ones: gl.constexpr = gl.DotOperandLayout(0, as_total, 2)
-    row = first + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, as_scores))
+    row = first + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, as_scores))
     position = context_len - num_queries + row // GROUP
     first_position = context_len - num_queries + first // GROUP
-    last_position = context_len - num_queries + (first + _GROUP_ROWS - 1) // GROUP
-    highest = gl.full((_GROUP_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, as_output))
-    total = gl.zeros((_GROUP_ROWS, _ONES), gl.float32, as_total)
-    split_highest = gl.full((_GROUP_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, as_scores))
-    split_total = gl.zeros((_GROUP_ROWS, _ONES), gl.float32, as_total)
-    output = gl.zeros((_GROUP_ROWS, D), gl.float32, as_output)
-    nothing = gl.zeros((_GROUP_ROWS, KEYS), gl.float32, as_scores)
+    last_position = context_len - num_queries + (first + GROUP_ROWS - 1) // GROUP
+    highest = gl.full((GROUP_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, as_output))
+    total = gl.zeros((GROUP_ROWS, _ONES), gl.float32, as_total)
+    split_highest = gl.full((GROUP_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, as_scores))
+    split_total = gl.zeros((GROUP_ROWS, _ONES), gl.float32, as_total)
+    output = gl.zeros((GROUP_ROWS, D), gl.float32, as_output)
+    nothing = gl.zeros((GROUP_ROWS, KEYS), gl.float32, as_scores)
 
     stage = num_seen % STAGES
     mbarrier.wait(keys_full.index(stage), num_seen // STAGES & 1)
@@ -519,7 +502,7 @@ def _attend_tiles(
         mbarrier.arrive(values_empty.index(stage))
         num_seen += 1
         if ends_split | (not has_next):
-            highest, total, output = _merge(
+            highest, total, output = merge(
                 highest,
                 total,
                 merged,
@@ -543,143 +526,6 @@ def _attend_tiles(
         else:
             has_failed = has_failed | change
     return highest, total, output, has_failed, num_seen
-
-
-@gluon.jit
-def _merge(
-    highest,
-    total,
-    merged,
-    stored,
-    split_highest,
-    split_total,
-    output,
-    is_first,
-    is_last,
-    NUMBER: gl.constexpr,
-    SHARED: gl.constexpr,
-    as_total: gl.constexpr,
-    as_output: gl.constexpr,
-):
-    """`attention_splits.merge`, for totals and outputs in different layouts, with what came of the
-    splits before; unless this is the last one, what comes of it is kept for the next one: SHARED
-    columns in shared memory, the others in memory.
-    """
-    split_highest = gl.convert_layout(split_highest, gl.SliceLayout(1, as_output))
-    new_highest = gl.maximum(highest, split_highest)
-    reference = gl.where(new_highest == float("-inf"), 0.0, new_highest)
-    old = gl.exp2(highest - reference)
-    new = gl.exp2(split_highest - reference)
-    output = _merge_output(
-        output, merged, stored, old, new, is_first, is_last, NUMBER, SHARED // _PIECE, as_output
-    )
-    old = gl.convert_layout(old, gl.SliceLayout(1, as_total))
-    new = gl.convert_layout(new, gl.SliceLayout(1, as_total))
-    total = total * old[:, None] + split_total * new[:, None]
-    return new_highest, total, output
-
-
-@gluon.jit
-def _merge_output(
-    output,
-    merged,
-    stored,
-    old,
-    new,
-    is_first,
-    is_last,
-    NUMBER: gl.constexpr,
-    SHARED: gl.constexpr,
-    as_output: gl.constexpr,
-):
-    """The outputs' part of `_merge`, in pieces, so that some are loaded while others are computed, but
-    no more than there are registers for. The first SHARED are in shared memory.
-    """
-    pieces = _pieces(output)
-    STORED: gl.constexpr = len(pieces) - SHARED
-    AHEAD: gl.constexpr = min(STORED, _AHEAD)
-    SIZE: gl.constexpr = _GROUP_ROWS * _PIECE
-    layout: gl.constexpr = _by_thread(pieces[0]).type.layout
-    places = stored + gl.arange(0, SIZE, layout)
-    loaded = ()
-    for i in gl.static_range(AHEAD):
-        loaded = loaded + (_load_piece(places + i * SIZE, is_first),)  # type: ignore  # noqa: RUF005
-    results = ()
-    for i in gl.static_range(SHARED):
-        if is_first:  # noqa: SIM108
-            earlier = gl.zeros((SIZE,), gl.float32, layout)
-        else:
-            earlier = merged.index(NUMBER * SHARED + i).load(layout)
-        result = _add_piece(earlier, pieces[i], old, new)
-        if not is_last:
-            merged.index(NUMBER * SHARED + i).store(_by_thread(result))
-        results = results + (result,)  # type: ignore  # noqa: RUF005
-    for i in gl.static_range(STORED):
-        if i + AHEAD < STORED:
-            following = _load_piece(places + (i + AHEAD) * SIZE, is_first)
-            loaded = loaded + (following,)  # type: ignore  # noqa: RUF005
-        result = _add_piece(loaded[i], pieces[SHARED + i], old, new)
-        if not is_last:
-            gl.store(places + i * SIZE, _by_thread(result))
-        results = results + (result,)  # type: ignore  # noqa: RUF005
-    tl.debug_barrier()  # explicit here, or the compiler adds one that all tiles go through
-    return gl.convert_layout(_joined(results), as_output, assert_trivial=True)
-
-
-@gluon.jit
-def _load_piece(places, is_first):
-    """A piece of what came of earlier splits: zeros if there were none."""
-    if is_first:
-        layout: gl.constexpr = places.type.layout
-        numbers = gl.zeros((_GROUP_ROWS * _PIECE,), gl.float32, layout)
-    else:
-        numbers = gl.load(places, cache_modifier=".cg")
-    return numbers
-
-
-@gluon.jit
-def _add_piece(earlier, piece, old, new):
-    layout: gl.constexpr = piece.type.layout
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
-    old = gl.convert_layout(old, rows, assert_trivial=True)
-    new = gl.convert_layout(new, rows, assert_trivial=True)
-    parts = earlier.reshape(_PIECE // 8, _GROUP_ROWS // 16, 8, 4, 2, 2)  # `_by_thread` undone
-    earlier = parts.permute(1, 4, 2, 0, 3, 5).reshape(_GROUP_ROWS, _PIECE)
-    earlier = gl.convert_layout(earlier, layout, assert_trivial=True)
-    return earlier * old[:, None] + piece * new[:, None]
-
-
-@gluon.jit
-def _by_thread(piece):
-    """A piece's numbers side by side as the threads have them: four of each, which it stores at once."""
-    parts = piece.reshape(_GROUP_ROWS // 16, 2, 8, _PIECE // 8, 4, 2)
-    return parts.permute(3, 0, 2, 4, 1, 5).reshape(_GROUP_ROWS * _PIECE)
-
-
-@gluon.jit
-def _pieces(numbers):
-    """Pieces of _PIECE columns, for which no thread gives a number away."""
-    COLUMNS: gl.constexpr = numbers.shape[1]
-    if COLUMNS == _PIECE:
-        return (numbers,)
-    else:  # noqa: RET505
-        halves = numbers.reshape(_GROUP_ROWS, 2, COLUMNS // 2).permute(0, 2, 1)
-        first, second = halves.split()
-        return _pieces(first) + _pieces(second)
-
-
-@gluon.jit
-def _joined(pieces):
-    """`_pieces` undone."""
-    COUNT: gl.constexpr = len(pieces)
-    if COUNT == 1:
-        return pieces[0]
-    else:  # noqa: RET505
-        first = _joined(pieces[: COUNT // 2])
-        second = _joined(pieces[COUNT // 2 :])
-        second = gl.convert_layout(second, first.type.layout, assert_trivial=True)
-        both = gl.join(first, second).permute(0, 2, 1)
-        return both.reshape(_GROUP_ROWS, COUNT * _PIECE)
 
 
 # Specialised, it would be compiled again for a value of 1, and for multiples of 16.
@@ -724,11 +570,11 @@ def _prompt_kernel(
     value_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], as_tile)
     key_boxes = key_tiles._reinterpret(dtype, [BOXES, BLOCK_SIZE, COPIED], keys.layout)
     value_boxes = value_tiles._reinterpret(dtype, [BOXES, BLOCK_SIZE, COPIED], values.layout)
-    staged_query = gl.allocate_shared_memory(dtype, [2, _GROUP_ROWS, D], as_tile)
-    PIECES: gl.constexpr = SHARED // _PIECE
-    merged = gl.allocate_shared_memory(gl.float32, [2 * PIECES, _GROUP_ROWS * _PIECE], as_merged)
-    second_stored = stored + (2 * gl.program_id(0) + 1) * (_GROUP_ROWS * (D - SHARED))
-    stored += 2 * gl.program_id(0) * (_GROUP_ROWS * (D - SHARED))
+    staged_query = gl.allocate_shared_memory(dtype, [2, GROUP_ROWS, D], as_tile)
+    PIECES: gl.constexpr = SHARED // PIECE
+    merged = gl.allocate_shared_memory(gl.float32, [2 * PIECES, GROUP_ROWS * PIECE], as_merged)
+    second_stored = stored + (2 * gl.program_id(0) + 1) * (GROUP_ROWS * (D - SHARED))
+    stored += 2 * gl.program_id(0) * (GROUP_ROWS * (D - SHARED))
     ones = gl.allocate_shared_memory(dtype, [1, _ONES, KEYS], as_ones)
     as_filled: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     ones.index(0).store(gl.full((_ONES, KEYS), 1.0, dtype, as_filled))

@@ -20,6 +20,7 @@ from quire.backends.triton.latent_attention import latent_attention
 from quire.backends.triton.latent_work import latent_work
 from quire.backends.triton.launch import num_multiprocessors
 from quire.backends.triton.linear import Tile, linear
+from quire.backends.triton.prompt_rules import is_hopper
 from quire.backends.triton.tested import has_gluon, is_exact, random_numbers
 from quire.backends.triton.tile_product import pack_codes, tile_product
 from quire.kernels.formats import Format
@@ -44,7 +45,7 @@ def prompts_are_exact(device: torch.device, dtype: torch.dtype, head_dim: int) -
     """Attention of prompts with heads of this size."""
     return (
         has_gluon(device, dtype)
-        and torch.cuda.get_device_capability(device)[0] == 9
+        and is_hopper(device)
         and is_exact(
             f"prompts with heads of {head_dim}", lambda: _same_prompts(device, dtype, head_dim)
         )
@@ -64,7 +65,7 @@ def latent_prompts_are_exact(device: torch.device) -> bool:
     """Latent attention of prompts in bfloat16."""
     return (
         has_gluon(device, torch.bfloat16)
-        and torch.cuda.get_device_capability(device)[0] == 9
+        and is_hopper(device)
         and is_exact("latent attention of prompts", lambda: _same_latent_prompts(device))
     )
 

@@ -18,7 +18,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from quire.backends.triton.expert_layouts import BYTES, MINIMA, ZEROS
 from quire.backends.triton.few_rows_int4 import _few_rows_kernel, chunks_of
-from quire.backends.triton.prompt_attention import _REGISTERS, LARGE_SHARED, _prompt_kernel
+from quire.backends.triton.prompt_attention import _REGISTERS, _prompt_kernel
+from quire.backends.triton.prompt_merge import LARGE_SHARED
 from quire.backends.triton.shapes import next_power_of_2
 from quire.backends.triton.single_row_linear import _single_row_kernel
 from quire.backends.triton.small_batch_attention import _small_batch_kernel

@@ -15,6 +15,7 @@ from tests.kernels.triton.test_attention import make, one_each
 
 from quire.kernels.ops import AttentionSpec, HeadShape  # isort: skip  (after the check for Triton)
 from quire.backends.triton import attention as paged, attention_work, small_batches  # isort: skip
+from quire.backends.triton.kernels import TritonKernels  # isort: skip
 
 ON_HOPPER = ON_GPU and torch.cuda.get_device_capability()[0] == 9
 if ON_HOPPER:
@@ -35,6 +36,7 @@ pytestmark = [*MARKS, pytest.mark.skipif(not ON_HOPPER, reason="this kernel is f
         ((64, 8, 64), torch.bfloat16, True),
         ((32, 8, 64), torch.float16, False),
         ((14, 2, 64), torch.bfloat16, False),
+        ((4, 4, 64), torch.bfloat16, False),
     ],
 )
 @drawn
@@ -82,7 +84,6 @@ def test_it_has_the_bits_of_the_kernel_for_all_devices(
     expected, found = torch.full_like(query, NAN), torch.full_like(query, NAN)
     arguments = cache, batch.block_tables, listed, spec
     paged.prefill_attention(query, expected, *arguments, sinks)
-    assert prompt_attention.takes(query, cache)
     prompt_attention.prompt_attention(query, found, *arguments, 132, sinks)
     assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
 
@@ -138,7 +139,16 @@ def test_long_prompts_have_the_bits_of_single_queries_in_every_division(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_it_is_exact_here(dtype: torch.dtype, head_dim: int) -> None:
-    assert small_batches.prompts_are_exact(DEVICE, dtype, head_dim)
+    """Tested when a model's head shapes are asked for, and not again at the first prompt, when kernels
+    may be compiled only.
+    """
+    kernels, heads = TritonKernels(dtype), HeadShape(4, 2, head_dim)
+    kernels.decode_lists(1, 1, 1, heads)
+    num_tests = small_batches.prompts_are_exact.cache_info().misses
+    query, cache, batch = make([40], [40], heads, dtype)
+    kernels.attention(query, cache, batch, AttentionSpec(heads, 0.1))
+    assert small_batches.prompts_are_exact(torch.device("cuda"), dtype, head_dim)
+    assert small_batches.prompts_are_exact.cache_info().misses == num_tests
     assert not small_batches.prompts_are_exact(DEVICE, torch.float32, head_dim)
 
 
