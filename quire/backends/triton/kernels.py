@@ -27,6 +27,7 @@ from quire.backends.triton import (
     inputs,
     linear_pair,
     logprobs,
+    prompt_rules,
     quantized,
     repeats,
     router_linear,
@@ -65,6 +66,7 @@ from quire.backends.triton.small_batches import (
     are_exact,
     latent_prompts_are_exact,
     latents_are_exact,
+    prompts_are_exact,
 )
 from quire.kernels.formats import Format
 from quire.kernels.latent import LatentHeads, LatentSpec
@@ -429,6 +431,7 @@ class TritonKernels(ReferenceKernels):
             has_small = self._has_small_latent(shape)
             self._has_prompt_latent(shape)  # tested here, before a graph is captured
             return latent_decode_lists(fewest, most, max_context_len, shape, has_small)
+        self._has_prompts(self._dtype, shape.head_dim)  # tested here likewise
         return decode_lists(fewest, most, max_context_len, shape, self._num_multiprocessors)
 
     def _has_small_latent(self, heads: LatentHeads) -> bool:
@@ -443,6 +446,12 @@ class TritonKernels(ReferenceKernels):
             HAS_GLUON
             and prompt_latent.takes(heads, self._dtype)
             and latent_prompts_are_exact(self._device)
+        )
+
+    def _has_prompts(self, dtype: torch.dtype, head_dim: int) -> bool:
+        # by the same device whoever asks, "cuda", as "cuda:0" would be tested again
+        return head_dim in prompt_rules.HEAD_DIMS and prompts_are_exact(
+            self._device, dtype, head_dim
         )
 
     def attention(
@@ -501,17 +510,20 @@ class TritonKernels(ReferenceKernels):
         """Attention of one of a step's lists, by the quickest kernel; only attention.py knows soft
         caps and slopes.
         """
-        is_plain = not spec.soft_cap and slopes is None
-        has_others = are_exact(query.device, query.dtype) and is_plain
         arguments = query, out, cache, batch.block_tables, work
         if name == "prefill":
-            if has_others and sinks is None and prompt_attention.takes(query, cache):
-                prompt_attention.prompt_attention(*arguments, spec, self._num_multiprocessors)
+            is_taken = prompt_rules.takes(query, cache, spec, slopes is not None)
+            if is_taken and self._has_prompts(query.dtype, query.shape[2]):
+                prompt_attention.prompt_attention(
+                    *arguments, spec, self._num_multiprocessors, sinks
+                )
             else:
                 paged_attention.prefill_attention(*arguments, spec, sinks, slopes)
             return
         num_partials = 0 if batch.max_context_len <= SPLIT else work.shape[0] - 1
-        if name == "small" and has_others and small_batch_attention.takes(query, cache):
+        is_plain = not spec.soft_cap and slopes is None
+        has_small = is_plain and are_exact(query.device, query.dtype)
+        if name == "small" and has_small and small_batch_attention.takes(query, cache):
             small_batch_attention.small_batch_attention(
                 *arguments, num_partials, spec, self._num_multiprocessors, sinks
             )

@@ -1,4 +1,5 @@
-"""Attention of prompts on Hopper: the same bits as `attention._prefill_kernel`, in less time.
+"""Attention of prompts on Hopper: the same bits as `attention._prefill_kernel`, in less time, for what
+`prompt_rules.py` says.
 
 A program has three parts that run at the same time (warp specialisation). One warp copies tiles of
 keys and values to shared memory, block by block of the paged cache, as far ahead as there is room.
@@ -6,9 +7,9 @@ Two groups of four warps compute 64 rows each: while one group computes its soft
 multiplies for the other. Each group also starts the product with the next tile's keys before it
 computes the softmax of this tile. A program takes several items of work.
 
-In bfloat16 two tiles are computed at once, without scaling what was added up before; an item that
-would need it (see `attention_tile.raised`) is marked, and computed again by
-`attention._prefill_kernel`.
+In bfloat16 what was added up before is not scaled; an item that would need it (see
+`attention_tile.raised`) is marked, and computed again by `attention._prefill_kernel`. So two tiles
+can be computed at once, but for heads of 256, whose outputs fill half of the registers.
 
 Written in Gluon, as Triton itself can neither divide a program this way nor keep products running
 during a softmax.
@@ -17,7 +18,7 @@ during a softmax.
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -39,35 +40,28 @@ from quire.backends.triton.attention_tile import raised
 from quire.backends.triton.attention_work import KEY_TILE, PROMPT_ROWS, SPLIT
 from quire.backends.triton.direct_launch import gluon_jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
-from quire.backends.triton.prompt_tiles import COPIED, barriers, copy_tiles, item_of, read_item
+from quire.backends.triton.prompt_merge import LARGE_SHARED, PIECE, merge
+from quire.backends.triton.prompt_tiles import (
+    COPIED,
+    GROUP_ROWS,
+    barriers,
+    copy_tiles,
+    item_of,
+    read_item,
+)
 from quire.kernels.ops import AttentionSpec, LayerCache
 
-_BLOCK_SIZES = (16, 32, 64)
 _STAGES = 2
-_GROUP_ROWS = gl.constexpr(64)
 _TILE = gl.constexpr(KEY_TILE)
 _ONES = gl.constexpr(8)
+_HUGE = gl.constexpr(30)
+"""A number of tiles shifted right by it is 0, which compilers don't know. Otherwise they compute the
+addresses of all operands once for all tiles, and keep more of them than there are registers for.
+"""
 _REGISTERS = 168
 """Registers per thread when the program starts; the computing groups then take most of the copying
 warp's.
 """
-
-
-def takes(query: Tensor, cache: LayerCache) -> bool:
-    return (
-        query.itemsize == 2
-        and cache.keys.dtype == query.dtype
-        and query.shape[2] == 128
-        and cache.block_size in _BLOCK_SIZES
-        and cache.keys.is_contiguous()
-        and cache.values.is_contiguous()
-        and _is_hopper(query.device)
-    )
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 class _Memory(NamedTuple):
@@ -101,9 +95,10 @@ def prompt_attention(
     work: Tensor,
     spec: AttentionSpec,
     num_multiprocessors: int,
+    sinks: Tensor | None = None,
 ) -> None:
-    """Attention of the items of a list `prefill`, where `takes` says yes: writes their rows of
-    `out`.
+    """Attention of the items of a list `prefill`, where `prompt_rules.takes` says yes: writes their rows
+    of `out`.
     """
     _, num_heads, head_dim = query.shape
     num_kv_heads, block_size = cache.keys.shape[1], cache.block_size
@@ -111,17 +106,26 @@ def prompt_attention(
         _described(side.data_ptr(), side.dtype, side.numel() // head_dim, head_dim, block_size)
         for side in (cache.keys, cache.values)
     )
-    keys_at_once = 2 * KEY_TILE if query.dtype == torch.bfloat16 else KEY_TILE
+    is_large = head_dim > 128
+    # In float16 what was added up may have to be scaled after each tile; outputs of large heads take
+    # the registers that scores of a second tile would need.
+    scales = query.dtype == torch.float16
+    keys_at_once = KEY_TILE if scales or is_large else 2 * KEY_TILE
+    shared_columns = LARGE_SHARED if is_large else head_dim
     num_tiles = work.shape[0]
+    num_programs = min(num_tiles * num_kv_heads, num_multiprocessors)
+    num_stored = num_programs * PROMPT_ROWS * (head_dim - shared_columns)
     failed = torch.empty(num_tiles * num_kv_heads * 2, dtype=torch.int32, device=query.device)
-    _prompt_kernel[(min(num_tiles * num_kv_heads, num_multiprocessors),)](
+    _prompt_kernel[(num_programs,)](
         query=query,
         out=out,
         keys=keys,
         values=values,
+        sinks=out if sinks is None else sinks,
         block_tables=block_tables,
         work=work,
         failed=failed,
+        stored=query.new_empty(num_stored, dtype=torch.float32) if num_stored else failed,
         num_tiles=num_tiles,
         table_stride=block_tables.stride(0),
         scale=spec.scale * math.log2(math.e),
@@ -130,11 +134,13 @@ def prompt_attention(
         num_kv_heads=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         D=head_dim,
+        SHARED=shared_columns,
         BLOCK_SIZE=block_size,
         ROWS=PROMPT_ROWS,
         KEYS=keys_at_once,
         TILES=SPLIT // keys_at_once,
         WINDOW=spec.sliding_window is not None,
+        SINKS=sinks is not None,
         STAGES=_STAGES,
         PDL=USE_PDL,
         num_warps=4,
@@ -142,8 +148,8 @@ def prompt_attention(
         **ROUND_ALWAYS,
         **LAUNCH,
     )
-    if keys_at_once > KEY_TILE:
-        prefill_attention(query, out, cache, block_tables, work, spec, failed=failed)
+    if not scales:
+        prefill_attention(query, out, cache, block_tables, work, spec, sinks, failed=failed)
 
 
 @gluon.jit
@@ -167,41 +173,53 @@ def _softmax(
     first_key,
     position,
     first_position,
+    last_position,
     window,
     KEYS: gl.constexpr,
     WINDOW: gl.constexpr,
+    dtype: gl.constexpr,
 ):
-    """The weights of a tile, or of two in bfloat16; what they are relative to (`before`: those
-    before them); and the factor for earlier weights, or for two tiles whether a row needs another
-    than 1, which is rare in bfloat16.
+    """The weights of a tile, or of two; what they are relative to (`before`: those before them); and
+    in float16 the factor for earlier weights, in bfloat16 whether a row needs another one than 1,
+    which is rare.
     """
     layout: gl.constexpr = scores.type.layout
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     key = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, layout))
-    if first_key + KEYS > first_position + 1:
-        scores = gl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+    is_partial = first_key + KEYS > first_position + 1
     if WINDOW:
-        scores = gl.where(key[None, :] > position[:, None] - window, scores, float("-inf"))
+        is_partial |= first_key <= last_position - window
+    # A single branch: of two, the compiler makes one into selects, which all tiles go through.
+    if is_partial:
+        visible = key[None, :] <= position[:, None]
+        if WINDOW:
+            visible &= key[None, :] > position[:, None] - window
+        scores = gl.where(visible, scores, float("-inf"))
     # Where no key is visible yet a reference is -inf, and -inf - -inf would be NaN.
     if KEYS == _TILE:
-        highest = raised(before, gl.max(scores, 1) * scale, gl.float16)
+        highest = raised(before, gl.max(scores, 1) * scale, dtype)
         used = gl.where(highest == float("-inf"), 0.0, highest)
-        weights, change = gl.exp2(gl.fma(scores, scale, -used[:, None])), gl.exp2(before - used)
+        weights = gl.exp2(gl.fma(scores, scale, -used[:, None]))
+        if dtype == gl.float16:
+            change = gl.exp2(before - used)
+        else:
+            change = ((highest != before) & (before != float("-inf"))).to(gl.int32)
     else:
-        tiles = scores.reshape(_GROUP_ROWS, 2, _TILE)
+        tiles = scores.reshape(GROUP_ROWS, 2, _TILE)
         found = gl.max(tiles, 2) * scale
         is_first = (gl.arange(0, 2, gl.SliceLayout(0, found.type.layout)) == 0)[None, :]
         before = gl.convert_layout(before, gl.SliceLayout(1, found.type.layout))
-        middle = raised(before, gl.max(gl.where(is_first, found, float("-inf")), 1), gl.bfloat16)
-        highest = raised(middle, gl.max(gl.where(is_first, float("-inf"), found), 1), gl.bfloat16)
+        middle = raised(before, gl.max(gl.where(is_first, found, float("-inf")), 1), dtype)
+        highest = raised(middle, gl.max(gl.where(is_first, float("-inf"), found), 1), dtype)
         used = gl.where(is_first, middle[:, None], highest[:, None])
         used = gl.where(used == float("-inf"), 0.0, used)
-        weights = gl.exp2(gl.fma(tiles, scale, -used[:, :, None])).reshape(_GROUP_ROWS, KEYS)
+        weights = gl.exp2(gl.fma(tiles, scale, -used[:, :, None])).reshape(GROUP_ROWS, KEYS)
         change = (middle != before) & (before != float("-inf")) | (highest != middle) & (
             middle != float("-inf")
         )
         change = gl.convert_layout(change.to(gl.int32), rows)
-    return gl.convert_layout(weights, layout), gl.convert_layout(highest, rows), change
+    weights = gl.convert_layout(weights, layout).to(dtype)
+    return weights, gl.convert_layout(highest, rows), change
 
 
 @gluon.jit
@@ -219,7 +237,7 @@ def _rows_of(
     """Where the numbers of a group's rows lie in queries or outputs [rows, heads, D], and which
     rows there are.
     """
-    row = first + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, layout))
+    row = first + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, layout))
     column = gl.arange(0, D, gl.SliceLayout(0, layout))
     place = (first_row + row // GROUP).to(gl.int64) * num_heads + kv_head * GROUP + row % GROUP
     exists = (row < num_queries * GROUP)[:, None]
@@ -231,8 +249,10 @@ def _attend_rows(
     NUMBER: gl.constexpr,
     staged_query,
     merged,
+    stored,
     query,
     out,
+    sinks,
     key_tiles,
     value_tiles,
     ones,
@@ -249,10 +269,12 @@ def _attend_rows(
     num_kv_heads,
     GROUP: gl.constexpr,
     D: gl.constexpr,
+    SHARED: gl.constexpr,
     ROWS: gl.constexpr,
     KEYS: gl.constexpr,
     TILES: gl.constexpr,
     WINDOW: gl.constexpr,
+    SINKS: gl.constexpr,
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -277,16 +299,18 @@ def _attend_rows(
                 if WINDOW
                 else 0
             )
-            first += NUMBER * _GROUP_ROWS
+            first += NUMBER * GROUP_ROWS
             rows, exists = _rows_of(
                 query, first, first_row, num_queries, kv_head, num_heads, GROUP, D, as_read
             )
-            staged_query.store(gl.load(rows, mask=exists, other=0.0))
+            staged_query.index(NUMBER).store(gl.load(rows, mask=exists, other=0.0))
             fence_async_shared()
             tl.debug_barrier()
-            total, output, has_failed, num_seen = _attend_tiles(
+            highest, total, output, has_failed, num_seen = _attend_tiles(
+                NUMBER,
                 staged_query,
                 merged,
+                stored,
                 key_tiles,
                 value_tiles,
                 ones,
@@ -305,6 +329,7 @@ def _attend_rows(
                 window,
                 GROUP,
                 D,
+                SHARED,
                 KEYS,
                 TILES,
                 WINDOW,
@@ -313,19 +338,39 @@ def _attend_rows(
             )
             # its columns are the same
             divisor = gl.convert_layout(gl.max(total, 1), gl.SliceLayout(1, as_output))
+            if SINKS:
+                row = first + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, as_output))
+                sink = gl.load(sinks + kv_head * GROUP + row % GROUP) * 1.4426950408889634
+                top = gl.maximum(highest, sink)
+                old = gl.exp2(highest - top)
+                divisor = divisor * old + gl.exp2(sink - top)
+                output = output * old[:, None]
             result = output / gl.where(divisor == 0.0, 1.0, divisor)[:, None]
+            # the queries' place is free: from there a thread stores 16 bytes at once
+            staged_query.index(NUMBER).store(result.to(dtype))
+            tl.debug_barrier()
             rows, exists = _rows_of(
-                out, first, first_row, num_queries, kv_head, num_heads, GROUP, D, as_output
+                out,
+                first + (num_seen >> _HUGE),  # or queries' addresses would be kept until here
+                first_row,
+                num_queries,
+                kv_head,
+                num_heads,
+                GROUP,
+                D,
+                as_read,
             )
-            gl.store(rows, result.to(dtype), mask=exists)
-            if KEYS > _TILE:
+            gl.store(rows, staged_query.index(NUMBER).load(as_read), mask=exists)
+            if dtype == gl.bfloat16:
                 gl.store(failed + item * 2 + NUMBER, gl.max(has_failed, 0))
 
 
 @gluon.jit
 def _attend_tiles(
+    NUMBER: gl.constexpr,
     staged_query,
     merged,
+    stored,
     key_tiles,
     value_tiles,
     ones,
@@ -344,6 +389,7 @@ def _attend_tiles(
     window,
     GROUP: gl.constexpr,
     D: gl.constexpr,
+    SHARED: gl.constexpr,
     KEYS: gl.constexpr,
     TILES: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -351,29 +397,33 @@ def _attend_tiles(
     dtype: gl.constexpr,
 ):
     """Attention of 64 rows to all tiles that an item has, of which `num_seen` came before in this
-    program. Returns what outputs are to be divided by (in every column), outputs, which rows have
-    failed, and the tiles seen now.
+    program. Returns what weights are relative to, what outputs are to be divided by (in every
+    column), outputs, which rows have failed, and the tiles seen now.
     """
     as_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     as_output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     as_total: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _ONES, 16])
     as_left: gl.constexpr = gl.DotOperandLayout(0, as_output, 2)
     as_left_of_ones: gl.constexpr = gl.DotOperandLayout(0, as_total, 2)
-    row = first + gl.arange(0, _GROUP_ROWS, gl.SliceLayout(1, as_scores))
+    row = first + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, as_scores))
     position = context_len - num_queries + row // GROUP
     first_position = context_len - num_queries + first // GROUP
-    highest = gl.full((_GROUP_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, as_output))
-    total = gl.zeros((_GROUP_ROWS, _ONES), gl.float32, as_total)
-    split_highest = gl.full((_GROUP_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, as_scores))
-    split_total = gl.zeros((_GROUP_ROWS, _ONES), gl.float32, as_total)
-    output = gl.zeros((_GROUP_ROWS, D), gl.float32, as_output)
-    merged.store(output)
-    nothing = gl.zeros((_GROUP_ROWS, KEYS), gl.float32, as_scores)
+    last_position = context_len - num_queries + (first + GROUP_ROWS - 1) // GROUP
+    highest = gl.full((GROUP_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, as_output))
+    total = gl.zeros((GROUP_ROWS, _ONES), gl.float32, as_total)
+    split_highest = gl.full((GROUP_ROWS,), float("-inf"), gl.float32, gl.SliceLayout(1, as_scores))
+    split_total = gl.zeros((GROUP_ROWS, _ONES), gl.float32, as_total)
+    output = gl.zeros((GROUP_ROWS, D), gl.float32, as_output)
+    nothing = gl.zeros((GROUP_ROWS, KEYS), gl.float32, as_scores)
 
     stage = num_seen % STAGES
     mbarrier.wait(keys_full.index(stage), num_seen // STAGES & 1)
     scores = warpgroup_mma(
-        staged_query, key_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True
+        staged_query.index(NUMBER),
+        key_tiles.index(stage).permute((1, 0)),
+        nothing,
+        use_acc=False,
+        is_async=True,
     )
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(keys_empty.index(stage))
@@ -384,9 +434,11 @@ def _attend_tiles(
         first_tile * KEYS,
         position,
         first_position,
+        last_position,
         window,
         KEYS,
         WINDOW,
+        dtype,
     )
     has_failed = change
     for tile in range(first_tile, end_tile):
@@ -394,11 +446,12 @@ def _attend_tiles(
         # After the last tile, old keys in shared memory are multiplied once more, and the result is
         # not used.
         has_next = tile + 1 < end_tile
+        continues = tile % TILES != 0
         ends_split = (tile + 1) % TILES == 0
         next_stage = (num_seen + 1) % STAGES
         mbarrier.wait(keys_full.index(next_stage), (num_seen + 1) // STAGES & 1, pred=has_next)
         scores = warpgroup_mma(
-            staged_query,
+            staged_query.index(NUMBER + (tile >> _HUGE)),
             key_tiles.index(next_stage).permute((1, 0)),
             nothing,
             use_acc=False,
@@ -411,10 +464,18 @@ def _attend_tiles(
             _clear_rows(
                 value_tiles.index(stage), first_seen - first_key, context_len - first_key, KEYS, D
             )
-        left = gl.convert_layout(weights.to(dtype), as_left)
-        left_of_ones = gl.convert_layout(weights.to(dtype), as_left_of_ones)
-        split_total = warpgroup_mma(left_of_ones, ones.permute((1, 0)), split_total, is_async=True)
-        output = warpgroup_mma(left, value_tiles.index(stage), output, is_async=True)
+        left = gl.convert_layout(weights, as_left)
+        left_of_ones = gl.convert_layout(weights, as_left_of_ones)
+        split_total = warpgroup_mma(
+            left_of_ones,
+            ones.index(tile >> _HUGE).permute((1, 0)),
+            split_total,
+            use_acc=continues,
+            is_async=True,
+        )
+        output = warpgroup_mma(
+            left, value_tiles.index(stage), output, use_acc=continues, is_async=True
+        )
         scores = warpgroup_mma_wait(2, deps=(scores,))
         # this branch keeps the compilers from moving the softmax after the end of all products
         if has_next:
@@ -426,67 +487,45 @@ def _attend_tiles(
                 (tile + 1) * KEYS,
                 position,
                 first_position,
+                last_position,
                 window,
                 KEYS,
                 WINDOW,
+                dtype,
             )
         else:
-            weights = scores  # not used
+            weights = gl.zeros_like(weights)  # not used
             next_highest = split_highest
-            change = gl.full_like(change, 1.0 if KEYS == _TILE else 0)
-        split_total, output = warpgroup_mma_wait(0, deps=(split_total, output))
+            change = gl.full_like(change, 1.0 if dtype == gl.float16 else 0)
+        left, split_total, output = warpgroup_mma_wait(0, deps=(left, split_total, output))
         mbarrier.arrive(keys_empty.index(next_stage), pred=has_next)
         mbarrier.arrive(values_empty.index(stage))
         num_seen += 1
         if ends_split | (not has_next):
-            highest, total, output = _merge(
+            highest, total, output = merge(
                 highest,
                 total,
-                merged.load(as_output),
+                merged,
+                stored,
                 split_highest,
                 split_total,
                 output,
+                tile // TILES == first_tile // TILES,
+                not has_next,
+                NUMBER,
+                SHARED,
                 as_total,
                 as_output,
             )
-            if has_next:
-                merged.store(output)
-                tl.debug_barrier()
-                split_total = gl.zeros_like(split_total)
-                output = gl.zeros_like(output)
         split_highest = next_highest
-        if KEYS == _TILE:
+        if dtype == gl.float16:
             split_total = (
                 split_total * gl.convert_layout(change, gl.SliceLayout(1, as_total))[:, None]
             )
             output = output * gl.convert_layout(change, gl.SliceLayout(1, as_output))[:, None]
         else:
             has_failed = has_failed | change
-    return total, output, has_failed, num_seen
-
-
-@gluon.jit
-def _merge(
-    highest,
-    total,
-    output,
-    split_highest,
-    split_total,
-    split_output,
-    as_total: gl.constexpr,
-    as_output: gl.constexpr,
-):
-    """`attention_splits.merge`, for totals and outputs in different layouts."""
-    split_highest = gl.convert_layout(split_highest, gl.SliceLayout(1, as_output))
-    new_highest = gl.maximum(highest, split_highest)
-    reference = gl.where(new_highest == float("-inf"), 0.0, new_highest)
-    old = gl.exp2(highest - reference)
-    new = gl.exp2(split_highest - reference)
-    output = output * old[:, None] + split_output * new[:, None]
-    old = gl.convert_layout(old, gl.SliceLayout(1, as_total))
-    new = gl.convert_layout(new, gl.SliceLayout(1, as_total))
-    total = total * old[:, None] + split_total * new[:, None]
-    return new_highest, total, output
+    return highest, total, output, has_failed, num_seen
 
 
 # Specialised, it would be compiled again for a value of 1, and for multiples of 16.
@@ -496,9 +535,11 @@ def _prompt_kernel(
     out,
     keys,
     values,
+    sinks,
     block_tables,
     work,
     failed,
+    stored,
     num_tiles,
     table_stride,
     scale,
@@ -507,11 +548,13 @@ def _prompt_kernel(
     num_kv_heads,
     GROUP: gl.constexpr,
     D: gl.constexpr,
+    SHARED: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     ROWS: gl.constexpr,
     KEYS: gl.constexpr,
     TILES: gl.constexpr,
     WINDOW: gl.constexpr,
+    SINKS: gl.constexpr,
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -519,7 +562,7 @@ def _prompt_kernel(
     dtype: gl.constexpr = query.dtype.element_ty
     as_tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, D], dtype)
     as_ones: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ONES, KEYS], dtype)
-    as_merged: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    as_merged: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BOXES: gl.constexpr = STAGES * (KEYS // BLOCK_SIZE) * (D // COPIED)
     if PDL:
         cuda.gdc_launch_dependents()
@@ -527,11 +570,14 @@ def _prompt_kernel(
     value_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], as_tile)
     key_boxes = key_tiles._reinterpret(dtype, [BOXES, BLOCK_SIZE, COPIED], keys.layout)
     value_boxes = value_tiles._reinterpret(dtype, [BOXES, BLOCK_SIZE, COPIED], values.layout)
-    staged_query = gl.allocate_shared_memory(dtype, [2, _GROUP_ROWS, D], as_tile)
-    merged = gl.allocate_shared_memory(gl.float32, [2, _GROUP_ROWS, D], as_merged)
-    ones = gl.allocate_shared_memory(dtype, [_ONES, KEYS], as_ones)
+    staged_query = gl.allocate_shared_memory(dtype, [2, GROUP_ROWS, D], as_tile)
+    PIECES: gl.constexpr = SHARED // PIECE
+    merged = gl.allocate_shared_memory(gl.float32, [2 * PIECES, GROUP_ROWS * PIECE], as_merged)
+    second_stored = stored + (2 * gl.program_id(0) + 1) * (GROUP_ROWS * (D - SHARED))
+    stored += 2 * gl.program_id(0) * (GROUP_ROWS * (D - SHARED))
+    ones = gl.allocate_shared_memory(dtype, [1, _ONES, KEYS], as_ones)
     as_filled: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    ones.store(gl.full((_ONES, KEYS), 1.0, dtype, as_filled))
+    ones.index(0).store(gl.full((_ONES, KEYS), 1.0, dtype, as_filled))
     keys_full, keys_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     values_full, values_empty = barriers(STAGES, 1), barriers(STAGES, 2)
     fence_async_shared()
@@ -541,10 +587,12 @@ def _prompt_kernel(
                 _attend_rows,
                 (
                     0,
-                    staged_query.index(0),
-                    merged.index(0),
+                    staged_query,
+                    merged,
+                    stored,
                     query,
                     out,
+                    sinks,
                     key_tiles,
                     value_tiles,
                     ones,
@@ -561,10 +609,12 @@ def _prompt_kernel(
                     num_kv_heads,
                     GROUP,
                     D,
+                    SHARED,
                     ROWS,
                     KEYS,
                     TILES,
                     WINDOW,
+                    SINKS,
                     STAGES,
                     PDL,
                 ),
@@ -573,10 +623,12 @@ def _prompt_kernel(
                 _attend_rows,
                 (
                     1,
-                    staged_query.index(1),
-                    merged.index(1),
+                    staged_query,
+                    merged,
+                    second_stored,
                     query,
                     out,
+                    sinks,
                     key_tiles,
                     value_tiles,
                     ones,
@@ -593,10 +645,12 @@ def _prompt_kernel(
                     num_kv_heads,
                     GROUP,
                     D,
+                    SHARED,
                     ROWS,
                     KEYS,
                     TILES,
                     WINDOW,
+                    SINKS,
                     STAGES,
                     PDL,
                 ),

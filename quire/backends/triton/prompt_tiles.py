@@ -10,6 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra import cuda
 
+GROUP_ROWS = gl.constexpr(64)
+"""(query, head) rows that a group of four warps computes."""
 COPIED = gl.constexpr(64)
 """Numbers of a head per copy: as many as the tensor core's swizzled layout has side by side."""
 

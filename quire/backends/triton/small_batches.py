@@ -20,6 +20,7 @@ from quire.backends.triton.latent_attention import latent_attention
 from quire.backends.triton.latent_work import latent_work
 from quire.backends.triton.launch import num_multiprocessors
 from quire.backends.triton.linear import Tile, linear
+from quire.backends.triton.prompt_rules import is_hopper
 from quire.backends.triton.tested import has_gluon, is_exact, random_numbers
 from quire.backends.triton.tile_product import pack_codes, tile_product
 from quire.kernels.formats import Format
@@ -34,8 +35,20 @@ def are_exact(device: torch.device, dtype: torch.dtype) -> bool:
     compiled; so for all that follow.
     """
     return has_gluon(device, dtype) and is_exact(
-        "small batches and prompts",
+        "small batches",
         lambda: _same_products(device, dtype) & _same_attention(device, dtype),
+    )
+
+
+@cache
+def prompts_are_exact(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Attention of prompts with heads of this size."""
+    return (
+        has_gluon(device, dtype)
+        and is_hopper(device)
+        and is_exact(
+            f"prompts with heads of {head_dim}", lambda: _same_prompts(device, dtype, head_dim)
+        )
     )
 
 
@@ -52,7 +65,7 @@ def latent_prompts_are_exact(device: torch.device) -> bool:
     """Latent attention of prompts in bfloat16."""
     return (
         has_gluon(device, torch.bfloat16)
-        and torch.cuda.get_device_capability(device)[0] == 9
+        and is_hopper(device)
         and is_exact("latent attention of prompts", lambda: _same_latent_prompts(device))
     )
 
@@ -137,26 +150,29 @@ def _same_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _same_attention(device: torch.device, dtype: torch.dtype) -> bool:
-    from quire.backends.triton import prompt_attention, small_batch_attention
+    from quire.backends.triton.small_batch_attention import small_batch_attention
 
     programs = num_multiprocessors(device)
     query, cache, tables, work, spec = _sequences(
         "small", [1, 1, 1], [1, 100, 700], HeadShape(4, 2, 64), device, dtype
     )
     found, expected = torch.empty_like(query), torch.empty_like(query)
-    small_batch_attention.small_batch_attention(
-        query, found, cache, tables, work, 64, spec, programs
-    )
+    small_batch_attention(query, found, cache, tables, work, 64, spec, programs)
     decode_attention(query, expected, cache, tables, work, 64, spec)
-    is_same = torch.equal(found, expected)
+    return torch.equal(found, expected)
+
+
+def _same_prompts(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether it has the bits of the kernel for all, with one split and with three."""
+    from quire.backends.triton.prompt_attention import prompt_attention
+
     query, cache, tables, work, spec = _sequences(
-        "prefill", [150, 33], [150, 700], HeadShape(4, 1, 128), device, dtype
+        "prefill", [150, 33], [150, 1100], HeadShape(4, 1, head_dim), device, dtype
     )
     found, expected = torch.zeros_like(query), torch.zeros_like(query)
-    if prompt_attention.takes(query, cache):
-        prompt_attention.prompt_attention(query, found, cache, tables, work, spec, programs)
-        prefill_attention(query, expected, cache, tables, work, spec)
-    return is_same and torch.equal(found, expected)
+    prompt_attention(query, found, cache, tables, work, spec, num_multiprocessors(device))
+    prefill_attention(query, expected, cache, tables, work, spec)
+    return torch.equal(found, expected)
 
 
 def _same_latents(device: torch.device, dtype: torch.dtype) -> bool:

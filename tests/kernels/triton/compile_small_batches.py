@@ -19,6 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from quire.backends.triton.expert_layouts import BYTES, MINIMA, ZEROS
 from quire.backends.triton.few_rows_int4 import _few_rows_kernel, chunks_of
 from quire.backends.triton.prompt_attention import _REGISTERS, _prompt_kernel
+from quire.backends.triton.prompt_merge import LARGE_SHARED
 from quire.backends.triton.shapes import next_power_of_2
 from quire.backends.triton.single_row_linear import _single_row_kernel
 from quire.backends.triton.small_batch_attention import _small_batch_kernel
@@ -35,7 +36,7 @@ from tests.long_runs import IS_LONG
 ATTENTION_TYPES = {
     **dict.fromkeys(("query", "out", "keys", "values"), "*bf16"),
     **dict.fromkeys(("block_tables", "work", "arrived", "failed"), "*i32"),
-    **dict.fromkeys(("partial_output", "partial_state", "sinks", "slopes"), "*fp32"),
+    **dict.fromkeys(("partial_output", "partial_state", "sinks", "slopes", "stored"), "*fp32"),
     **dict.fromkeys(("scale", "value_scale", "cap"), "fp32"),
 }
 BOX = f"tensordesc<bf16[16, 64],{gl.NVMMASharedLayout.get_default_for([16, 64], gl.bfloat16)!r}>"
@@ -99,18 +100,13 @@ def small_batch_kernels() -> dict[str, dict[str, int]]:
         found[f"attention {head_dim}"] = resources(
             _small_batch_kernel, ATTENTION_TYPES, constants, 8
         )
-    for window in (False, True)[first:]:
-        keys = 128 if window else 64  # two tiles at once, or one
-        constants = {
-            "GROUP": 4,
-            "D": 128,
-            "BLOCK_SIZE": 16,
-            "ROWS": 128,
-            "KEYS": keys,
-            "TILES": 512 // keys,
-        }
-        constants |= {"STAGES": 2, "WINDOW": window, "PDL": True}
-        found[f"prompt {window}"] = resources(
+    prompts = (64, 128, True), (128, 64, False), (128, 128, True), (256, 64, False), (256, 64, True)
+    for head_dim, keys, window in prompts if IS_LONG else prompts[2:4]:
+        constants = {"GROUP": 4, "D": head_dim, "BLOCK_SIZE": 16, "ROWS": 128, "KEYS": keys}
+        constants |= {"SHARED": LARGE_SHARED if head_dim > 128 else head_dim}
+        constants |= {"TILES": 512 // keys, "STAGES": 2, "WINDOW": window, "PDL": True}
+        constants |= {"SINKS": head_dim == 64}
+        found[f"prompt {head_dim} {keys} {window}"] = resources(
             _prompt_kernel, PROMPT_TYPES, constants, 4, maxnreg=_REGISTERS
         )
     for inner, silu_mul, number in ((3072, False, "bf16"), (12288, True, "fp8e4nv"))[first:]:
