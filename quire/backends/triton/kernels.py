@@ -64,6 +64,7 @@ from quire.backends.triton.small_batches import (
     are_exact,
     latent_prompts_are_exact,
     latents_are_exact,
+    single_latents_are_exact,
 )
 from quire.kernels.formats import Format
 from quire.kernels.latent import LatentHeads, LatentSpec
@@ -91,6 +92,7 @@ if HAS_GLUON:
     from quire.backends.triton import (
         prompt_attention,
         prompt_latent,
+        single_latent,
         single_row_linear,
         small_batch_attention,
         small_batch_latent,
@@ -405,7 +407,10 @@ class TritonKernels(ReferenceKernels):
         of_all = query_lens, context_lens, table_rows, shape, self._num_multiprocessors
         if isinstance(shape, LatentHeads):
             return latent_work(
-                *of_all, self._has_small_latent(shape), self._has_prompt_latent(shape)
+                *of_all,
+                has_small=self._has_small_latent(shape),
+                has_prompts=self._has_prompt_latent(shape),
+                has_single=self._has_single_latent(shape),
             )
         return attention_work(*of_all)
 
@@ -415,7 +420,8 @@ class TritonKernels(ReferenceKernels):
         if isinstance(shape, LatentHeads):
             has_small = self._has_small_latent(shape)
             self._has_prompt_latent(shape)  # tested here, before a graph is captured
-            return latent_decode_lists(fewest, most, max_context_len, shape, has_small)
+            has_single = self._has_single_latent(shape)
+            return latent_decode_lists(fewest, most, max_context_len, shape, has_small, has_single)
         return decode_lists(fewest, most, max_context_len, shape, self._num_multiprocessors)
 
     def _has_small_latent(self, heads: LatentHeads) -> bool:
@@ -423,6 +429,13 @@ class TritonKernels(ReferenceKernels):
             HAS_GLUON
             and small_batch_latent.takes(heads, self._dtype)
             and latents_are_exact(self._device, self._dtype)
+        )
+
+    def _has_single_latent(self, heads: LatentHeads) -> bool:
+        return (
+            HAS_GLUON
+            and single_latent.takes(heads, self._dtype)
+            and single_latents_are_exact(self._device, self._dtype)
         )
 
     def _has_prompt_latent(self, heads: LatentHeads) -> bool:
@@ -457,6 +470,8 @@ class TritonKernels(ReferenceKernels):
             attend: Callable[..., Tensor] = latent_attention
             if name == "small":
                 attend = small_batch_latent.small_batch_latent
+            elif name == "single":
+                attend = single_latent.single_latent
             elif name == "prompts" and prompt_latent.takes_cache(query, cache):
                 attend = prompt_latent.prompt_latent
             return attend(

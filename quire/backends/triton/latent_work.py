@@ -1,12 +1,13 @@
 """Divides a step's latent attention into items of work: one list for decode steps and prompts
-(called `prompts` where a kernel for these is to compute it), and one for single queries of few
-sequences.
+(called `prompts` where a kernel for these is to compute it, `single` where one for single queries
+is), and one for single queries of few sequences.
 
 An item is a tile of (query, head) rows of one sequence, which all look at the same latents, and some
 of the splits of the keys that the tile sees. The list has the name and the fields of the list
 `decode` (`attention_work.py`), so that graphs and steps that run ahead treat it alike; its eighth
-field is the tile's first row. An item of the list `small` has a single split and some heads of a
-single query; its fourth field is the number of keys that the step writes.
+field is the tile's first row; in the list `single`, where that is always 0, the number of keys that
+the step writes. An item of the list `small` has a single split and some heads of a single query; its
+fourth field is the number of keys that the step writes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ MAX_SMALL_TILES = 384
 MAX_SMALL_TILES_OF_SPLITS = 640
 """The same where a sequence has several splits, with which the kernel for all takes longer."""
 
+SINGLE_HEADS = 32
+"""Heads up to which single queries have a kernel of their own: more of them fill the rows of the
+kernel for all.
+"""
+SINGLE_PROGRAMS = 2
+"""Of this kernel, on a multiprocessor."""
 _PROMPTS_GAIN = 3
 """How many times as fast the kernel for prompts is, which takes whole tiles only."""
 
@@ -45,14 +52,21 @@ def latent_work(
     num_multiprocessors: int,
     has_small: bool = False,
     has_prompts: bool = False,
+    has_single: bool = False,
 ) -> dict[str, Int32Array]:
     """The list of a step. `has_small`: whether it may be the list `small`; `has_prompts`: the list
-    `prompts`.
+    `prompts`; `has_single`: the list `single`.
     """
     if has_small and query_lens.max() == 1:
         tiles = int((-(-context_lens // KEY_TILE)).sum()) * _small_tiles(shape)
         if _is_small(tiles, int(context_lens.max())):
             return {"small": _small_work(context_lens, table_rows, shape.num_heads)}
+    if has_single and query_lens.max() == 1:
+        programs = SINGLE_PROGRAMS * num_multiprocessors
+        work = _work_of_all(query_lens, context_lens, table_rows, shape, programs, False)
+        new = new_keys(query_lens, context_lens, table_rows)
+        work[1:, 7] = new[work[1:, 2]]
+        return {"single": work}
     # some tile is full of one sequence's rows
     is_prompts = bool(has_prompts and query_lens.max() * shape.num_heads >= LATENT_ROWS)
     is_prompts = is_prompts and bool(query_lens.max() > 1)
@@ -104,7 +118,7 @@ def _work_of_all(
     num_multiprocessors: int,
     is_prompts: bool,
 ) -> Int32Array:
-    """A program has a multiprocessor to itself."""
+    """Of the list `single` programs share a multiprocessor; otherwise each has one to itself."""
     heads = shape.num_heads
     first_rows = np.cumsum(query_lens) - query_lens
     tiles = -(-query_lens * heads // LATENT_ROWS)
@@ -148,7 +162,12 @@ def _work_of_all(
 
 
 def latent_decode_lists(
-    fewest: int, most: int, max_context_len: int, shape: HeadShape, has_small: bool = False
+    fewest: int,
+    most: int,
+    max_context_len: int,
+    shape: HeadShape,
+    has_small: bool = False,
+    has_single: bool = False,
 ) -> dict[str, int]:
     """The lists that steps of `fewest` to `most` single queries may have, and the most items of
     each.
@@ -169,7 +188,8 @@ def latent_decode_lists(
         not _is_small(most * each * -(-length // KEY_TILE), length) for length in longest
     ):
         tiles = most * -(-shape.num_heads // LATENT_ROWS)
-        lists["decode"] = min(tiles * splits, tiles + MAX_LATENT_PARTIALS)
+        name = "single" if has_single else "decode"
+        lists[name] = min(tiles * splits, tiles + MAX_LATENT_PARTIALS)
     return lists
 
 

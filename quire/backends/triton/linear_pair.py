@@ -9,13 +9,19 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.backends.triton.direct_launch import jit
-from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
-from quire.backends.triton.linear import MEMORY_BOUND_ROWS, room_for
-from quire.backends.triton.shapes import as_rows, cdiv, row_stride
+from quire.backends.triton.launch import (
+    LAUNCH,
+    ROUND_ALWAYS,
+    USE_PDL,
+    let_next_start,
+    wait_for_previous,
+)
+from quire.backends.triton.linear import MEMORY_BOUND_ROWS, Tile, room_for
+from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, row_stride
+from quire.backends.triton.tile_product import prefetch
 from quire.kernels.weights import Weight
 
-_OUTPUTS = 16
-"""Of a weight, in a program: such products are small."""
+_LINES = 1
 _MAX_INNER = 4096
 """With longer sums of few rows cuBLAS is quicker."""
 
@@ -37,10 +43,11 @@ def _pair_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`linear._linear_kernel` with the first weight's FIRST outputs, then with the second's."""
-    begin(PDL)
+    let_next_start(PDL)
     FIRST_TILES: tl.constexpr = (FIRST + BLOCK_N - 1) // BLOCK_N
     is_second = tl.program_id(0) >= FIRST_TILES
     tile = tl.program_id(0) - (FIRST_TILES if is_second else 0)
@@ -48,6 +55,9 @@ def _pair_kernel(
     weight = second if is_second else first
     output = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if PDL and LINES:
+        prefetch(weight, output, (output < count) & (tl.program_id(1) == 0), K, LINES)
+    wait_for_previous(PDL)
     inner = tl.arange(0, BLOCK_K)
     # rows and outputs past the last are computed as copies of it and not stored
     weights = weight + tl.minimum(output, count - 1)[:, None] * K + inner[None, :]
@@ -80,6 +90,11 @@ def takes(x: Tensor, first: Weight, second: Weight) -> bool:
     )
 
 
+def _tile(rows: int) -> Tile:
+    """Bits don't depend on it. Such products are small."""
+    return Tile(16, 16, 256, 4, 4) if rows <= MEMORY_BOUND_ROWS else Tile(32, 64, 128, 4, 4)
+
+
 def linear_pair(
     x: Tensor, first: Weight, second: Weight, first_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -88,9 +103,9 @@ def linear_pair(
     rows, inner = x.shape
     sizes = first.shape[0], second.shape[0]
     outs = [room_for(x, size) for size in sizes]
-    block = 16 if rows <= MEMORY_BOUND_ROWS else 32
-    programs = sum(cdiv(size, _OUTPUTS) for size in sizes)
-    _pair_kernel[(programs, cdiv(rows, block))](
+    tile = _tile(rows)
+    programs = sum(cdiv(size, tile.outputs) for size in sizes)
+    _pair_kernel[(programs, cdiv(rows, tile.rows))](
         x=x,
         first=first.tensor,
         first_bias=first.tensor if first_bias is None else first_bias,
@@ -103,12 +118,13 @@ def linear_pair(
         SECOND=sizes[1],
         K=inner,
         BIAS=first_bias is not None,
-        BLOCK_M=block,
-        BLOCK_N=_OUTPUTS,
-        BLOCK_K=256,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.outputs,
+        BLOCK_K=tile.inner,
+        LINES=_LINES * next_power_of_2(cdiv(inner, 64)),
         PDL=USE_PDL,
-        num_stages=4,
-        num_warps=4,
+        num_stages=tile.stages,
+        num_warps=tile.warps,
         **ROUND_ALWAYS,
         **LAUNCH,
     )

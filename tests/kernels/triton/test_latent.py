@@ -41,7 +41,12 @@ from quire.backends.triton.latent_work import (  # isort: skip
 )
 
 if ON_GPU:
-    from quire.backends.triton import prompt_latent, small_batch_latent, small_batches
+    from quire.backends.triton import (
+        prompt_latent,
+        single_latent,
+        small_batch_latent,
+        small_batches,
+    )
 
 pytestmark = MARKS
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
@@ -104,6 +109,20 @@ class Sequences:
         listed = self.small_work() if work is None else work
         longest = max(self.lengths)
         return small_batch_latent.small_batch_latent(
+            self.query, self.cache, self.tables, listed, self.spec, longest, programs
+        )
+
+    def single_work(self, programs: int = 132) -> Tensor:
+        ones, rows = np.ones(len(self.lengths), np.int32), np.arange(len(self.lengths))
+        arrays = ones, np.array(self.lengths, np.int32), rows.astype(np.int32)
+        lists = latent_work(*arrays, self.spec.heads, programs, has_single=True)
+        return torch.from_numpy(lists["single"]).to(DEVICE)
+
+    def attend_single(self, programs: int = 132, work: Tensor | None = None) -> Tensor:
+        """By the kernel for many single queries; twice as many programs share a multiprocessor."""
+        listed = self.single_work(programs) if work is None else work
+        longest = max(self.lengths)
+        return single_latent.single_latent(
             self.query, self.cache, self.tables, listed, self.spec, longest, programs
         )
 
@@ -411,8 +430,37 @@ def test_single_queries_have_the_bits_of_the_kernel_for_all(
 
 
 @on_gpu
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("is_fp8", [False, True])
-def test_single_queries_see_what_the_kernel_before_has_written(is_fp8: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["glm", "v2-lite"])
+def test_many_single_queries_have_the_bits_of_the_kernel_for_all(
+    name: str, dtype: torch.dtype, is_fp8: bool, seed: int
+) -> None:
+    """Any lengths, by programs that have whole sequences and by those that share them, twice, as
+    splits are counted; also where a weight's reference is raised.
+    """
+    source = np.random.default_rng(seed)
+    lengths = source.choice(LENGTHS, (3, 40, 300)[seed]).tolist()
+    sequences = make(SPECS[name], lengths, [1] * len(lengths), dtype, is_fp8)
+    if seed == 1:
+        sequences = replace(sequences, query=sequences.query * 30)
+    expected = sequences.attend()
+    assert not expected.isnan().any()
+    work = {programs: sequences.single_work(programs) for programs in (1, 132)}
+    assert work[132][0, 1] > 0
+    assert (work[1][1:, 6] - work[1][1:, 1]).max() > 1
+    for listed in work.values():
+        for programs in (132, 132, 3):
+            assert torch.equal(sequences.attend_single(programs, listed), expected)
+
+
+@on_gpu
+@pytest.mark.parametrize("is_small", [True, False])
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_single_queries_see_what_the_kernel_before_has_written(
+    is_fp8: bool, is_small: bool
+) -> None:
     """In a graph, where kernels start early: three draft tokens of each sequence are written by the
     kernel before, over NaN, each time others.
     """
@@ -422,12 +470,14 @@ def test_single_queries_see_what_the_kernel_before_has_written(is_fp8: bool) -> 
     owner = np.repeat(np.arange(5, dtype=np.int32), drafts)
     ends = np.repeat(np.array(lengths), drafts) - drafts + 1 + np.tile(np.arange(drafts), 5)
     ones = np.ones(rows, np.int32)
+    arguments = ones, ends.astype(np.int32), owner, spec.heads, 132
     kinds = [
-        latent_work(ones, ends.astype(np.int32), owner, spec.heads, 132, has_small)
-        for has_small in (True, False)
+        latent_work(*arguments, has_small=is_small, has_single=True),
+        latent_work(*arguments),
     ]
-    small, decode = (torch.from_numpy(next(iter(kind.values()))).to(DEVICE) for kind in kinds)
-    assert small[1:, 3].max() == drafts
+    early, decode = (torch.from_numpy(next(iter(kind.values()))).to(DEVICE) for kind in kinds)
+    assert early[1:, 3 if is_small else 7].max() == drafts
+    by_early = small_batch_latent.small_batch_latent if is_small else single_latent.single_latent
     blocks = long.tables.cpu()[owner, (ends - 1) // 16]
     slots = (blocks * 16 + torch.from_numpy((ends - 1) % 16)).to(DEVICE)
     key_up = Weight.dense(random(20, 512, 192, dtype=torch.bfloat16, seed=2) / 14)
@@ -447,11 +497,11 @@ def test_single_queries_see_what_the_kernel_before_has_written(is_fp8: bool) -> 
         )
         return function(query, long.cache, long.tables, work, spec, 1100, 132)
 
-    attend(small, small_batch_latent.small_batch_latent)  # compiles
+    attend(early, by_early)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = attend(small, small_batch_latent.small_batch_latent)
+        found = attend(early, by_early)
     for turn in range(4):
         packed.copy_(random(rows, 20, 256, dtype=torch.bfloat16, seed=10 + turn))
         latent.copy_(random(rows, 576, dtype=torch.bfloat16, seed=20 + turn))
@@ -471,6 +521,10 @@ def test_single_queries_of_sequences_that_turn_out_shorter() -> None:
     lag = torch.tensor([5, 0, 3, 60], dtype=torch.int32, device=DEVICE)
     shorten_attention_work_({"small": work}, lag)
     assert torch.equal(sequences.attend_small(132, work), sequences.attend())
+    for programs in (1, 132):
+        work = told.single_work(programs)
+        shorten_attention_work_({"single": work}, lag)
+        assert torch.equal(sequences.attend_single(132, work), sequences.attend())
 
 
 @on_gpu
@@ -480,6 +534,10 @@ def test_they_are_for_half_precision_and_whole_pieces() -> None:
     assert not small_batch_latent.takes(latent_heads(20, 40, 24), torch.bfloat16)
     assert small_batches.latents_are_exact(DEVICE, torch.bfloat16)
     assert small_batches.latents_are_exact(DEVICE, torch.float16)
+    assert single_latent.takes(latent_heads(20, 512, 64), torch.bfloat16)
+    assert not single_latent.takes(latent_heads(33, 512, 64), torch.bfloat16)
+    assert small_batches.single_latents_are_exact(DEVICE, torch.bfloat16)
+    assert small_batches.single_latents_are_exact(DEVICE, torch.float16)
     assert set(KERNELS.decode_lists(1, 1, 512, latent_heads(20, 512, 64))) == {"small"}
 
 
