@@ -51,6 +51,8 @@ from quire.kernels.ops import LayerCache
 PIECE = 64
 """Numbers of a latent that lie side by side in shared memory."""
 WARPS = 4
+REGISTERS = 255
+"""Of a thread, for two programs on a multiprocessor."""
 _MERGED_ROWS = gl.constexpr(4)
 """Rows of stored results that are merged at a time."""
 _AT_ONCE = tl.constexpr(8)
@@ -384,7 +386,7 @@ def single_latent(
         PDL=USE_PDL,
         WARPS=WARPS,
         num_warps=WARPS,
-        maxnreg=255,
+        maxnreg=REGISTERS,
         **ROUND_ALWAYS,
         **LAUNCH,
     )
