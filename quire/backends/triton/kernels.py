@@ -156,7 +156,7 @@ class TritonKernels(ReferenceKernels):
         if len(weight.shape) > 1 and any(self.computes(part.format) for part in weight.parts):
             weight = quantized.pack(weight, self._dtype)
             self._quantized.check(weight, self._dtype)
-        if weight.is_dense and weight.tensor.is_cuda and weight.tensor.dtype != torch.float32:
+        if weight.device.type == "cuda":
             self._test_kernels(weight)
         return weight
 
@@ -164,15 +164,19 @@ class TritonKernels(ReferenceKernels):
         """Whether kernels for such a weight are exact here: this can't be tested during a graph
         capture.
         """
-        device, dtype = weight.device, weight.tensor.dtype
+        device = weight.device
+        if len(weight.shape) == 3 and self._dtype != torch.float32:  # a router goes with experts
+            for of_rows in (self._dtype, torch.float32):
+                router_linear.many_rows_are_exact(device, of_rows)
+        if not weight.is_dense or weight.tensor.dtype == torch.float32:
+            return
+        dtype = weight.tensor.dtype
         if len(weight.shape) == 2:
             for has_bias in (False, True):
                 self._check(weight.tensor, has_bias)
             are_exact(device, dtype)
         elif len(weight.shape) == 3:  # experts, or heads
             experts.are_exact(device, dtype)
-            for of_rows in (dtype, torch.float32):
-                router_linear.many_rows_are_exact(device, of_rows)
             if weight.shape not in self._exact_heads:
                 self._exact_heads[weight.shape] = heads_are_exact(weight)
 

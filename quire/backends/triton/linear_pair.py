@@ -1,4 +1,4 @@
-"""Two products of the same few rows in one launch: each takes about as long as its chain of sums,
+"""Two small products of the same rows in one launch: each takes about as long as its chain of sums,
 and neither waits for the other.
 """
 
@@ -9,21 +9,18 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.backends.triton.direct_launch import jit
-from quire.backends.triton.launch import (
-    LAUNCH,
-    ROUND_ALWAYS,
-    USE_PDL,
-    let_next_start,
-    wait_for_previous,
-)
-from quire.backends.triton.linear import MEMORY_BOUND_ROWS, Tile, room_for
-from quire.backends.triton.shapes import as_rows, cdiv, next_power_of_2, row_stride
-from quire.backends.triton.tile_product import prefetch
+from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
+from quire.backends.triton.linear import MEDIUM_ROWS, MEMORY_BOUND_ROWS, Tile, room_for
+from quire.backends.triton.shapes import as_rows, cdiv, row_stride
 from quire.kernels.weights import Weight
 
-_LINES = 1
 _MAX_INNER = 4096
 """With longer sums of few rows cuBLAS is quicker."""
+_MANY_ROWS = 129
+_SOME_OUTPUTS = range(1024, 2049)
+"""Of both weights together, for which tiles and many rows were measured (H200; docs/performance.md,
+attempt 72).
+"""
 
 
 @jit(do_not_specialize=["rows"])
@@ -43,11 +40,10 @@ def _pair_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """`linear._linear_kernel` with the first weight's FIRST outputs, then with the second's."""
-    let_next_start(PDL)
+    begin(PDL)
     FIRST_TILES: tl.constexpr = (FIRST + BLOCK_N - 1) // BLOCK_N
     is_second = tl.program_id(0) >= FIRST_TILES
     tile = tl.program_id(0) - (FIRST_TILES if is_second else 0)
@@ -55,9 +51,6 @@ def _pair_kernel(
     weight = second if is_second else first
     output = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    if PDL and LINES:
-        prefetch(weight, output, (output < count) & (tl.program_id(1) == 0), K, LINES)
-    wait_for_previous(PDL)
     inner = tl.arange(0, BLOCK_K)
     # rows and outputs past the last are computed as copies of it and not stored
     weights = weight + tl.minimum(output, count - 1)[:, None] * K + inner[None, :]
@@ -81,18 +74,28 @@ def _pair_kernel(
 
 
 def takes(x: Tensor, first: Weight, second: Weight) -> bool:
-    """Whether both are plain, and rows are so few that their time is that of one sum."""
+    """Whether both are plain, and rows are so few that their time is that of one sum, or outputs that
+    each product by itself would not fill the device.
+    """
+    outputs = first.shape[0] + second.shape[0]
     return (
-        0 < len(x) <= MEMORY_BOUND_ROWS
+        (
+            0 < len(x) <= MEMORY_BOUND_ROWS
+            or (_MANY_ROWS <= len(x) <= MEDIUM_ROWS and outputs in _SOME_OUTPUTS)
+        )
         and x.dtype != torch.float32
         and x.shape[1] <= _MAX_INNER
         and all(one.is_dense and one.tensor.dtype == x.dtype for one in (first, second))
     )
 
 
-def _tile(rows: int) -> Tile:
-    """Bits don't depend on it. Such products are small."""
-    return Tile(16, 16, 256, 4, 4) if rows <= MEMORY_BOUND_ROWS else Tile(32, 64, 128, 4, 4)
+def _tile(rows: int, outputs: int) -> Tile:
+    """Bits don't depend on it. Such products are small, so a program has few outputs."""
+    if outputs in _SOME_OUTPUTS and 16 < rows <= MEMORY_BOUND_ROWS:
+        return Tile(16, 16, 256, 6, 1)
+    if outputs in _SOME_OUTPUTS and rows >= _MANY_ROWS:
+        return Tile(32, 64, 128, 4, 4)
+    return Tile(16 if rows <= MEMORY_BOUND_ROWS else 32, 16, 256, 4, 4)
 
 
 def linear_pair(
@@ -103,7 +106,7 @@ def linear_pair(
     rows, inner = x.shape
     sizes = first.shape[0], second.shape[0]
     outs = [room_for(x, size) for size in sizes]
-    tile = _tile(rows)
+    tile = _tile(rows, sum(sizes))
     programs = sum(cdiv(size, tile.outputs) for size in sizes)
     _pair_kernel[(programs, cdiv(rows, tile.rows))](
         x=x,
@@ -121,7 +124,6 @@ def linear_pair(
         BLOCK_M=tile.rows,
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.inner,
-        LINES=_LINES * next_power_of_2(cdiv(inner, 64)),
         PDL=USE_PDL,
         num_stages=tile.stages,
         num_warps=tile.warps,

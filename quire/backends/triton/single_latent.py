@@ -48,10 +48,10 @@ from quire.backends.triton.small_batch_latent import takes as small_takes
 from quire.kernels.latent import LatentHeads, LatentSpec
 from quire.kernels.ops import LayerCache
 
-PIECE = 64
+_PIECE = 64
 """Numbers of a latent that lie side by side in shared memory."""
-WARPS = 4
-REGISTERS = 255
+_WARPS = 4
+_REGISTERS = 255
 """Of a thread, for two programs on a multiprocessor."""
 _MERGED_ROWS = gl.constexpr(4)
 """Rows of stored results that are merged at a time."""
@@ -380,13 +380,13 @@ def single_latent(
         KEYS=KEY_TILE,
         SPLIT=SPLIT,
         OWN_SLOTS=MAX_LATENT_PARTIALS,
-        PIECE=PIECE,
+        PIECE=_PIECE,
         SCALED=value_scale != 1,
         WIDE=is_wide(cache.keys),
         PDL=USE_PDL,
-        WARPS=WARPS,
-        num_warps=WARPS,
-        maxnreg=REGISTERS,
+        WARPS=_WARPS,
+        num_warps=_WARPS,
+        maxnreg=_REGISTERS,
         **ROUND_ALWAYS,
         **LAUNCH,
     )
