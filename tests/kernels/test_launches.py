@@ -94,6 +94,7 @@ def test_launches_are_found() -> None:
         "rowwise.py": 1,
         "sampling.py": 2,
         "logprobs.py": 1,
+        "single_latent.py": 1,
         "single_row_linear.py": 2,
         "small_batch_attention.py": 1,
         "small_batch_latent.py": 2,

@@ -186,7 +186,8 @@ def _prefill_work(
 def shorten_attention_work_(work: Mapping[str, Tensor], lag: Tensor) -> None:
     """`Kernels.shorten_attention_work_`, without waiting for the device."""
     prefill = work.get("prefill")
-    decode = work.get("decode", work.get("small", work.get("prompts")))
+    names = ("decode", "small", "prompts", "single")
+    decode = next((work[name] for name in names if name in work), None)
     if prefill is not None:
         prefill[:, 4] -= lag[prefill[:, 5].long()]
     if decode is not None:

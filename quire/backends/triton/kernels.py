@@ -67,6 +67,7 @@ from quire.backends.triton.small_batches import (
     latent_prompts_are_exact,
     latents_are_exact,
     prompts_are_exact,
+    single_latents_are_exact,
 )
 from quire.kernels.formats import Format
 from quire.kernels.latent import LatentHeads, LatentSpec
@@ -95,6 +96,7 @@ if HAS_GLUON:
     from quire.backends.triton import (
         prompt_attention,
         prompt_latent,
+        single_latent,
         single_row_linear,
         small_batch_attention,
         small_batch_latent,
@@ -159,7 +161,7 @@ class TritonKernels(ReferenceKernels):
         if len(weight.shape) > 1 and any(self.computes(part.format) for part in weight.parts):
             weight = quantized.pack(weight, self._dtype)
             self._quantized.check(weight, self._dtype)
-        if weight.is_dense and weight.tensor.is_cuda and weight.tensor.dtype != torch.float32:
+        if weight.device.type == "cuda":
             self._test_kernels(weight)
         return weight
 
@@ -167,15 +169,19 @@ class TritonKernels(ReferenceKernels):
         """Whether kernels for such a weight are exact here: this can't be tested during a graph
         capture.
         """
-        device, dtype = weight.device, weight.tensor.dtype
+        device = weight.device
+        if len(weight.shape) == 3 and self._dtype != torch.float32:  # a router goes with experts
+            for of_rows in (self._dtype, torch.float32):
+                router_linear.many_rows_are_exact(device, of_rows)
+        if not weight.is_dense or weight.tensor.dtype == torch.float32:
+            return
+        dtype = weight.tensor.dtype
         if len(weight.shape) == 2:
             for has_bias in (False, True):
                 self._check(weight.tensor, has_bias)
             are_exact(device, dtype)
         elif len(weight.shape) == 3:  # experts, or heads
             experts.are_exact(device, dtype)
-            for of_rows in (dtype, torch.float32):
-                router_linear.many_rows_are_exact(device, of_rows)
             if weight.shape not in self._exact_heads:
                 self._exact_heads[weight.shape] = heads_are_exact(weight)
 
@@ -420,7 +426,10 @@ class TritonKernels(ReferenceKernels):
         of_all = query_lens, context_lens, table_rows, shape, self._num_multiprocessors
         if isinstance(shape, LatentHeads):
             return latent_work(
-                *of_all, self._has_small_latent(shape), self._has_prompt_latent(shape)
+                *of_all,
+                has_small=self._has_small_latent(shape),
+                has_prompts=self._has_prompt_latent(shape),
+                has_single=self._has_single_latent(shape),
             )
         return attention_work(*of_all)
 
@@ -430,7 +439,8 @@ class TritonKernels(ReferenceKernels):
         if isinstance(shape, LatentHeads):
             has_small = self._has_small_latent(shape)
             self._has_prompt_latent(shape)  # tested here, before a graph is captured
-            return latent_decode_lists(fewest, most, max_context_len, shape, has_small)
+            has_single = self._has_single_latent(shape)
+            return latent_decode_lists(fewest, most, max_context_len, shape, has_small, has_single)
         self._has_prompts(self._dtype, shape.head_dim)  # tested here likewise
         return decode_lists(fewest, most, max_context_len, shape, self._num_multiprocessors)
 
@@ -439,6 +449,13 @@ class TritonKernels(ReferenceKernels):
             HAS_GLUON
             and small_batch_latent.takes(heads, self._dtype)
             and latents_are_exact(self._device, self._dtype)
+        )
+
+    def _has_single_latent(self, heads: LatentHeads) -> bool:
+        return (
+            HAS_GLUON
+            and single_latent.takes(heads, self._dtype)
+            and single_latents_are_exact(self._device, self._dtype)
         )
 
     def _has_prompt_latent(self, heads: LatentHeads) -> bool:
@@ -479,6 +496,8 @@ class TritonKernels(ReferenceKernels):
             attend: Callable[..., Tensor] = latent_attention
             if name == "small":
                 attend = small_batch_latent.small_batch_latent
+            elif name == "single":
+                attend = single_latent.single_latent
             elif name == "prompts" and prompt_latent.takes_cache(query, cache):
                 attend = prompt_latent.prompt_latent
             return attend(

@@ -28,6 +28,8 @@ from quire.kernels.weights import Weight
 
 _HEADS, _MANY_HEADS = 4, 32
 """Heads of a query that one program rotates, of few rows and of many."""
+_MANY_QUERIES = Tile(128, 64, 64, 3, 4)
+"""Of queries of more than 128 rows; bits don't depend on it (docs/performance.md, attempt 72)."""
 MOST_JOINED = 256
 """Rows up to which products and what else a query needs are one launch: both have 4 warps there, and
 with more of them norms would add in another order. More rows are multiplied by cuBLAS.
@@ -529,9 +531,11 @@ def latent_queries_(
     rotated = rotated if rotated.stride(2) == 1 else rotated.contiguous()
     positions, cos_sin = _angles(positions, cos_sin, rope)
     query = plain.new_empty(rows, heads, rank + rope)
-    tile = heads_tile(rows, plain.dtype)
+    tile, rotated_heads = heads_tile(rows, plain.dtype), _HEADS
+    if rows > 128 and plain.dtype != torch.float32:
+        tile, rotated_heads = _MANY_QUERIES, _MANY_HEADS
     products = cdiv(rank, tile.outputs) * heads * cdiv(rows, tile.rows)
-    _latent_query_kernel[(products + rows * (1 + cdiv(heads, _HEADS)),)](
+    _latent_query_kernel[(products + rows * (1 + cdiv(heads, rotated_heads)),)](
         plain=plain,
         weight=key_up.tensor,
         rotated=rotated,
@@ -557,7 +561,7 @@ def latent_queries_(
         ROPE=rope,
         RANK_PAD=next_power_of_2(rank),
         HALF_PAD=next_power_of_2(rope // 2),
-        EACH=_HEADS,
+        EACH=rotated_heads,
         BLOCK_SIZE=cache.block_size,
         SCALED=cache.fp8_scales != (1.0, 1.0),
         BLOCK_M=tile.rows,

@@ -1,15 +1,18 @@
 """Divides a step's latent attention into items of work: one list for decode steps and prompts
-(called `prompts` where a kernel for these is to compute it), and one for single queries of few
-sequences.
+(called `prompts` where a kernel for these is to compute it, `single` where one for single queries
+is), and one for single queries of few sequences.
 
 An item is a tile of (query, head) rows of one sequence, which all look at the same latents, and some
 of the splits of the keys that the tile sees. The list has the name and the fields of the list
 `decode` (`attention_work.py`), so that graphs and steps that run ahead treat it alike; its eighth
-field is the tile's first row. An item of the list `small` has a single split and some heads of a
-single query; its fourth field is the number of keys that the step writes.
+field is the tile's first row; in the list `single`, where that is always 0, the number of keys that
+the step writes. An item of the list `small` has a single split and some heads of a single query; its
+fourth field is the number of keys that the step writes.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,13 +24,40 @@ LATENT_ROWS = 64
 MAX_LATENT_PARTIALS = 512
 """The most splits of a step that wait in memory to be merged; 128 KiB each."""
 
-MAX_SMALL_TILES = 384
-"""Tiles of keys, of each item's heads, up to which the kernels for few sequences are the quicker ones
-(H200; docs/performance.md, attempt 61).
-"""
-MAX_SMALL_TILES_OF_SPLITS = 640
-"""The same where a sequence has several splits, with which the kernel for all takes longer."""
 
+class SmallLimit(NamedTuple):
+    """The work up to which the kernels for few sequences are quicker than another one (H200)."""
+
+    unit: int
+    """Work is counted in so many keys of an item's heads, rounded up for each sequence."""
+    most: int
+    long: int
+    """Where a sequence has more keys than this, the other kernel takes longer."""
+    most_of_long: int
+
+    def units(self, length: int) -> int:
+        return -(-length // self.unit)
+
+    def holds(self, units: int, longest: int) -> bool:
+        return units <= self.most_for(longest)
+
+    def most_for(self, longest: int) -> int:
+        return self.most_of_long if longest > self.long else self.most
+
+
+BESIDE_ALL = SmallLimit(unit=KEY_TILE, most=384, long=SPLIT, most_of_long=640)
+"""Beside the kernel for all (docs/performance.md, attempt 61)."""
+BESIDE_SINGLE = SmallLimit(unit=SPLIT, most=32, long=16 * SPLIT, most_of_long=64)
+"""Beside the kernel for single queries (attempt 72): up to 32 splits, each of their programs has one
+part of an output. That kernel merges the splits of a sequence by one program.
+"""
+
+SINGLE_HEADS = 32
+"""Heads up to which single queries have a kernel of their own: more of them fill the rows of the
+kernel for all.
+"""
+SINGLE_PROGRAMS = 2
+"""Of this kernel, on a multiprocessor."""
 _PROMPTS_GAIN = 3
 """How many times as fast the kernel for prompts is, which takes whole tiles only."""
 
@@ -45,18 +75,24 @@ def latent_work(
     num_multiprocessors: int,
     has_small: bool = False,
     has_prompts: bool = False,
+    has_single: bool = False,
 ) -> dict[str, Int32Array]:
     """The list of a step. `has_small`: whether it may be the list `small`; `has_prompts`: the list
-    `prompts`.
+    `prompts`; `has_single`: the list `single`.
     """
-    if has_small and query_lens.max() == 1:
-        tiles = int((-(-context_lens // KEY_TILE)).sum()) * _small_tiles(shape)
-        if _is_small(tiles, int(context_lens.max())):
+    arrays = query_lens, context_lens, table_rows
+    if query_lens.max() == 1:
+        limit = BESIDE_SINGLE if has_single else BESIDE_ALL
+        if has_small and _is_small(context_lens, shape, limit):
             return {"small": _small_work(context_lens, table_rows, shape.num_heads)}
+        if has_single:
+            programs = SINGLE_PROGRAMS * num_multiprocessors
+            work = _work_of_all(*arrays, shape, programs, is_prompts=False)
+            work[1:, 7] = new_keys(*arrays)[work[1:, 2]]
+            return {"single": work}
     # some tile is full of one sequence's rows
     is_prompts = bool(has_prompts and query_lens.max() * shape.num_heads >= LATENT_ROWS)
     is_prompts = is_prompts and bool(query_lens.max() > 1)
-    arrays = query_lens, context_lens, table_rows
     work = _work_of_all(*arrays, shape, num_multiprocessors, is_prompts)
     return {"prompts" if is_prompts else "decode": work}
 
@@ -66,8 +102,9 @@ def _small_tiles(shape: HeadShape) -> int:
     return -(-shape.num_heads // small_rows(shape.num_heads))
 
 
-def _is_small(tiles: int, longest: int) -> bool:
-    return tiles <= (MAX_SMALL_TILES if longest <= SPLIT else MAX_SMALL_TILES_OF_SPLITS)
+def _is_small(context_lens: Int32Array, shape: HeadShape, limit: SmallLimit) -> bool:
+    units = int((-(-context_lens // limit.unit)).sum()) * _small_tiles(shape)
+    return limit.holds(units, int(context_lens.max()))
 
 
 def _small_work(context_lens: Int32Array, table_rows: Int32Array, heads: int) -> Int32Array:
@@ -104,7 +141,7 @@ def _work_of_all(
     num_multiprocessors: int,
     is_prompts: bool,
 ) -> Int32Array:
-    """A program has a multiprocessor to itself."""
+    """Of the list `single` programs share a multiprocessor; otherwise each has one to itself."""
     heads = shape.num_heads
     first_rows = np.cumsum(query_lens) - query_lens
     tiles = -(-query_lens * heads // LATENT_ROWS)
@@ -148,41 +185,48 @@ def _work_of_all(
 
 
 def latent_decode_lists(
-    fewest: int, most: int, max_context_len: int, shape: HeadShape, has_small: bool = False
+    fewest: int,
+    most: int,
+    max_context_len: int,
+    shape: HeadShape,
+    has_small: bool = False,
+    has_single: bool = False,
 ) -> dict[str, int]:
     """The lists that steps of `fewest` to `most` single queries may have, and the most items of
     each.
     """
     lists = {}
+    limit = BESIDE_SINGLE if has_single else BESIDE_ALL
     splits = -(-max_context_len // SPLIT)
-    in_one = min(max_context_len, SPLIT)
+    short = min(max_context_len, limit.long)
     each = _small_tiles(shape)
-    # the fewest tiles: one for each query, or one query has all keys of a split and one more
-    further = SPLIT // KEY_TILE * each
+    # the least work: one unit for each query, or one query is long
+    of_long = (fewest + limit.units(limit.long)) * each
     if has_small and (
-        _is_small(fewest * each, in_one)
-        or (splits > 1 and _is_small(fewest * each + further, max_context_len))
+        limit.holds(fewest * each, short)
+        or (max_context_len > limit.long and limit.holds(of_long, max_context_len))
     ):
-        lists["small"] = _most_small_items(most * each, max_context_len)
-    longest = (in_one, max_context_len)
+        lists["small"] = _most_small_items(most * each, max_context_len, limit)
     if not has_small or any(
-        not _is_small(most * each * -(-length // KEY_TILE), length) for length in longest
+        not limit.holds(most * each * limit.units(length), length)
+        for length in (short, max_context_len)
     ):
         tiles = most * -(-shape.num_heads // LATENT_ROWS)
-        lists["decode"] = min(tiles * splits, tiles + MAX_LATENT_PARTIALS)
+        name = "single" if has_single else "decode"
+        lists[name] = min(tiles * splits, tiles + MAX_LATENT_PARTIALS)
     return lists
 
 
-def _most_small_items(tiles_of_rows: int, max_context_len: int) -> int:
-    """Every first split has a tile at least, and every further one the tiles of a whole split before
-    it.
+def _most_small_items(first_splits: int, max_context_len: int, limit: SmallLimit) -> int:
+    """Every first split has a unit of work at least, and every further one the units of a whole split
+    before it.
     """
     splits = -(-max_context_len // SPLIT)
-    most = MAX_SMALL_TILES if splits == 1 else MAX_SMALL_TILES_OF_SPLITS
-    if tiles_of_rows >= most:
+    most = limit.most_for(max_context_len)
+    if first_splits >= most:
         return most
-    further = (most - tiles_of_rows) // (SPLIT // KEY_TILE)
-    return min(tiles_of_rows * splits, tiles_of_rows + further)
+    further = (most - first_splits) // limit.units(SPLIT)
+    return min(first_splits * splits, first_splits + further)
 
 
 def _run(splits: Int32Array, num_multiprocessors: int) -> int:

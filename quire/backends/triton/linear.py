@@ -173,6 +173,9 @@ def tile_of(rows: int, weight: Tensor, silu_mul: bool) -> Tile:
         if silu_mul:
             block = block if rows <= 16 else 32
             return Tile(block, 64, 128, 4, 4) if size < 24576 else Tile(block, 128, 128, 3, 4)
+        if rows > 16 and size >= 5120 and weight.shape[1] <= 1024:
+            # short sums of so many outputs that they keep most multiprocessors busy (attempt 72)
+            return Tile(32, 64, 128, 6, 8)
         return Tile(block, 64, 128, 6, 4)
     if rows <= MEDIUM_ROWS:
         if silu_mul and rows > 128:

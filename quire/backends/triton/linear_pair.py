@@ -1,4 +1,4 @@
-"""Two products of the same few rows in one launch: each takes about as long as its chain of sums,
+"""Two small products of the same rows in one launch: each takes about as long as its chain of sums,
 and neither waits for the other.
 """
 
@@ -10,14 +10,17 @@ from torch import Tensor
 
 from quire.backends.triton.direct_launch import jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL, begin
-from quire.backends.triton.linear import MEMORY_BOUND_ROWS, room_for
+from quire.backends.triton.linear import MEDIUM_ROWS, MEMORY_BOUND_ROWS, Tile, room_for
 from quire.backends.triton.shapes import as_rows, cdiv, row_stride
 from quire.kernels.weights import Weight
 
-_OUTPUTS = 16
-"""Of a weight, in a program: such products are small."""
 _MAX_INNER = 4096
 """With longer sums of few rows cuBLAS is quicker."""
+_MANY_ROWS = 129
+_SOME_OUTPUTS = range(1024, 2049)
+"""Of both weights together, for which tiles and many rows were measured (H200; docs/performance.md,
+attempt 72).
+"""
 
 
 @jit(do_not_specialize=["rows"])
@@ -71,13 +74,28 @@ def _pair_kernel(
 
 
 def takes(x: Tensor, first: Weight, second: Weight) -> bool:
-    """Whether both are plain, and rows are so few that their time is that of one sum."""
+    """Whether both are plain, and rows are so few that their time is that of one sum, or outputs that
+    each product by itself would not fill the device.
+    """
+    outputs = first.shape[0] + second.shape[0]
     return (
-        0 < len(x) <= MEMORY_BOUND_ROWS
+        (
+            0 < len(x) <= MEMORY_BOUND_ROWS
+            or (_MANY_ROWS <= len(x) <= MEDIUM_ROWS and outputs in _SOME_OUTPUTS)
+        )
         and x.dtype != torch.float32
         and x.shape[1] <= _MAX_INNER
         and all(one.is_dense and one.tensor.dtype == x.dtype for one in (first, second))
     )
+
+
+def _tile(rows: int, outputs: int) -> Tile:
+    """Bits don't depend on it. Such products are small, so a program has few outputs."""
+    if outputs in _SOME_OUTPUTS and 16 < rows <= MEMORY_BOUND_ROWS:
+        return Tile(16, 16, 256, 6, 1)
+    if outputs in _SOME_OUTPUTS and rows >= _MANY_ROWS:
+        return Tile(32, 64, 128, 4, 4)
+    return Tile(16 if rows <= MEMORY_BOUND_ROWS else 32, 16, 256, 4, 4)
 
 
 def linear_pair(
@@ -88,9 +106,9 @@ def linear_pair(
     rows, inner = x.shape
     sizes = first.shape[0], second.shape[0]
     outs = [room_for(x, size) for size in sizes]
-    block = 16 if rows <= MEMORY_BOUND_ROWS else 32
-    programs = sum(cdiv(size, _OUTPUTS) for size in sizes)
-    _pair_kernel[(programs, cdiv(rows, block))](
+    tile = _tile(rows, sum(sizes))
+    programs = sum(cdiv(size, tile.outputs) for size in sizes)
+    _pair_kernel[(programs, cdiv(rows, tile.rows))](
         x=x,
         first=first.tensor,
         first_bias=first.tensor if first_bias is None else first_bias,
@@ -103,12 +121,12 @@ def linear_pair(
         SECOND=sizes[1],
         K=inner,
         BIAS=first_bias is not None,
-        BLOCK_M=block,
-        BLOCK_N=_OUTPUTS,
-        BLOCK_K=256,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.outputs,
+        BLOCK_K=tile.inner,
         PDL=USE_PDL,
-        num_stages=4,
-        num_warps=4,
+        num_stages=tile.stages,
+        num_warps=tile.warps,
         **ROUND_ALWAYS,
         **LAUNCH,
     )

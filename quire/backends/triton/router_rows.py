@@ -19,7 +19,7 @@ from quire.backends.triton.direct_launch import gluon_jit
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 from quire.backends.triton.shapes import cdiv, next_power_of_2, row_stride
 
-_MIN_ROWS = 1024
+_MIN_ROWS = 64
 _MIN_INNER, _MAX_INNER = 513, 4096
 """Sizes of rows that are in all warps and fit into registers."""
 _NUMBERS = 16384

@@ -61,6 +61,14 @@ def latents_are_exact(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @cache
+def single_latents_are_exact(device: torch.device, dtype: torch.dtype) -> bool:
+    """Latent attention of single queries of many sequences."""
+    return has_gluon(device, dtype) and is_exact(
+        "latent attention of many requests", lambda: _same_latents(device, dtype, is_small=False)
+    )
+
+
+@cache
 def latent_prompts_are_exact(device: torch.device) -> bool:
     """Latent attention of prompts in bfloat16."""
     return (
@@ -175,8 +183,11 @@ def _same_prompts(device: torch.device, dtype: torch.dtype, head_dim: int) -> bo
     return torch.equal(found, expected)
 
 
-def _same_latents(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether they have the bits of the kernel for all, with one split and with two."""
+def _same_latents(device: torch.device, dtype: torch.dtype, is_small: bool = True) -> bool:
+    """Whether they have the bits of the kernel for all, with one split and with two: those for few
+    sequences, or the one for many.
+    """
+    from quire.backends.triton.single_latent import single_latent
     from quire.backends.triton.small_batch_latent import small_batch_latent
 
     heads = latent_heads(20, 64, 64)
@@ -188,13 +199,13 @@ def _same_latents(device: torch.device, dtype: torch.dtype) -> bool:
     cache = LayerCache(keys, keys[..., : spec.rank])
     query = random_numbers(2, heads.num_heads, heads.head_dim, device=device, dtype=dtype)
     blocks = torch.arange(96, dtype=torch.int32, device=device).view(2, 48)
-    (small,), (decode,) = (
-        latent_work(ones, lengths, tables, heads, programs, has_small).values()
-        for has_small in (True, False)
-    )
+    arguments = ones, lengths, tables, heads, programs
+    (single,) = latent_work(*arguments, has_small=is_small, has_single=True).values()
+    (decode,) = latent_work(*arguments).values()
+    own = small_batch_latent if is_small else single_latent
     found, expected = (
         attend(query, cache, blocks, torch.from_numpy(work).to(device), spec, 700, programs)
-        for attend, work in ((small_batch_latent, small), (latent_attention, decode))
+        for attend, work in ((own, single), (latent_attention, decode))
     )
     return torch.equal(found, expected)
 

@@ -12,9 +12,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 
-from quire.backends.triton import prompt_latent
+from quire.backends.triton import prompt_latent, single_latent
 from quire.backends.triton import small_batch_latent as small
 from quire.backends.triton.latent import (
+    _MANY_QUERIES,
     _heads_kernel,
     _latent_cache_kernel,
     _latent_query_kernel,
@@ -107,9 +108,27 @@ def small_latent_kernels() -> dict[str, dict[str, int]]:
     return found
 
 
+def single_latent_kernels() -> dict[str, dict[str, int]]:
+    found = {}
+    cases = (20, "*bf16"), (20, "*fp8e4nv"), (32, "*bf16"), (16, "*bf16")
+    for heads, cache in cases if IS_LONG else cases[:1]:
+        constants = {"HEADS": heads, "RANK": 512, "ROPE": 64, "BLOCK_SIZE": 16, "KEYS": 64}
+        constants |= {"ROWS": 16 if heads <= 16 else 32, "SPLIT": 512, "OWN_SLOTS": 512}
+        constants |= {"PIECE": single_latent._PIECE, "SCALED": cache != "*bf16", "WIDE": False}
+        constants |= {"PDL": True, "WARPS": single_latent._WARPS}
+        found[f"single {heads} {cache}"] = resources(
+            single_latent._single_latent_kernel,
+            _TYPES | {"keys": cache},
+            constants,
+            single_latent._WARPS,
+            maxnreg=single_latent._REGISTERS,
+        )
+    return found
+
+
 def latent_kernels() -> dict[str, dict[str, int]]:
     """What each takes; in the short form one of those for few sequences, as others compile slowly."""
-    found = small_latent_kernels() | prompt_latent_kernels()
+    found = small_latent_kernels() | single_latent_kernels() | prompt_latent_kernels()
     if not IS_LONG:
         return found
     for heads, cache in ((20, "*bf16"), (128, "*bf16"), (20, "*fp8e4nv")):
@@ -135,8 +154,10 @@ def latent_kernels() -> dict[str, dict[str, int]]:
                 _latent_cache_kernel, constants | {"COPIED": copied}, 4, types
             )
         types |= {"plain": "*bf16", "weight": "*bf16"}
-        constants |= {"NOPE": 192, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 64}
-        found[f"queries {cache}"] = compiled(
-            _latent_query_kernel, constants, 4, types, num_stages=4
-        )
+        for each, tile in ((4, heads_tile(16, torch.bfloat16)), (32, _MANY_QUERIES)):
+            constants |= {"NOPE": 192, "EACH": each, "BLOCK_M": tile.rows}
+            constants |= {"BLOCK_N": tile.outputs, "BLOCK_K": tile.inner}
+            found[f"queries {cache} {each}"] = compiled(
+                _latent_query_kernel, constants, tile.warps, types, num_stages=tile.stages
+            )
     return found

@@ -32,16 +32,22 @@ from quire.backends.triton.attention_work import shorten_attention_work_  # isor
 from quire.backends.triton.kernels import TritonKernels  # isort: skip
 from quire.backends.triton.latent_attention import latent_attention  # isort: skip
 from quire.backends.triton.latent_work import (  # isort: skip
+    BESIDE_ALL,
+    BESIDE_SINGLE,
     MAX_LATENT_PARTIALS,
-    MAX_SMALL_TILES,
-    MAX_SMALL_TILES_OF_SPLITS,
+    SINGLE_HEADS,
     latent_decode_lists,
     latent_work,
     small_rows,
 )
 
 if ON_GPU:
-    from quire.backends.triton import prompt_latent, small_batch_latent, small_batches
+    from quire.backends.triton import (
+        prompt_latent,
+        single_latent,
+        small_batch_latent,
+        small_batches,
+    )
 
 pytestmark = MARKS
 on_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
@@ -53,6 +59,7 @@ SPECS = {
     "many heads": LatentSpec(latent_heads(70, 40, 16), 0.2, nope_dim=16, rope_dim=16, value_dim=16),
     "glm": LatentSpec(latent_heads(20, 512, 64), 0.06, nope_dim=192, rope_dim=64, value_dim=256),
     "v2-lite": LatentSpec(latent_heads(16, 512, 64), 0.07, nope_dim=128, rope_dim=64, value_dim=128),
+    "32 heads": LatentSpec(latent_heads(32, 512, 64), 0.06, nope_dim=64, rope_dim=64, value_dim=64),
     "v3": LatentSpec(latent_heads(128, 512, 64), 0.07, nope_dim=128, rope_dim=64, value_dim=128),
     "mistral4": LatentSpec(latent_heads(33, 256, 64), 0.07, nope_dim=64, rope_dim=64, value_dim=128),
 }  # fmt: skip
@@ -104,6 +111,20 @@ class Sequences:
         listed = self.small_work() if work is None else work
         longest = max(self.lengths)
         return small_batch_latent.small_batch_latent(
+            self.query, self.cache, self.tables, listed, self.spec, longest, programs
+        )
+
+    def single_work(self, programs: int = 132) -> Tensor:
+        ones, rows = np.ones(len(self.lengths), np.int32), np.arange(len(self.lengths))
+        arrays = ones, np.array(self.lengths, np.int32), rows.astype(np.int32)
+        lists = latent_work(*arrays, self.spec.heads, programs, has_single=True)
+        return torch.from_numpy(lists["single"]).to(DEVICE)
+
+    def attend_single(self, programs: int = 132, work: Tensor | None = None) -> Tensor:
+        """By the kernel for many single queries; twice as many programs share a multiprocessor."""
+        listed = self.single_work(programs) if work is None else work
+        longest = max(self.lengths)
+        return single_latent.single_latent(
             self.query, self.cache, self.tables, listed, self.spec, longest, programs
         )
 
@@ -296,6 +317,26 @@ def test_lists_cover_every_row_and_split_once() -> None:
         assert len(single) - 1 <= latent_decode_lists(1, 40, 9100, shape)["decode"]
 
 
+def test_the_list_of_many_single_queries_covers_every_split_once() -> None:
+    """For two programs on a multiprocessor."""
+    source = np.random.default_rng(0)
+    shape, rows = latent_heads(20, 512, 64), np.arange(40, dtype=np.int32)
+    ones, lengths = np.ones(40, np.int32), source.integers(1, 9000, 40).astype(np.int32)
+    ((name, work),) = latent_work(ones, lengths, rows, shape, 66, has_single=True).items()
+    as_decode = latent_work(ones, lengths, rows, shape, 132)["decode"]
+    assert name == "single"
+    assert np.array_equal(work[:, :7], as_decode[:, :7])
+    assert (work[1:, 7] == 1).all()  # what the step writes
+    found = [
+        (row, split)
+        for _, first, row, _, _, _, end, _ in work[1:].tolist()
+        for split in range(first, end)
+    ]
+    assert sorted(found) == [
+        (row, split) for row in range(40) for split in range(-(-int(lengths[row]) // 512))
+    ]
+
+
 def test_the_list_of_single_queries_covers_every_head_and_split_once() -> None:
     source = np.random.default_rng(0)
     for heads in (3, 16, 20, 33, 128):
@@ -334,7 +375,7 @@ def test_the_list_is_chosen_by_the_work() -> None:
         assert count > 1 or len(work) - 1 <= most[name]
         return name
 
-    most, more = MAX_SMALL_TILES, MAX_SMALL_TILES_OF_SPLITS
+    most, more = BESIDE_ALL.most, BESIDE_ALL.most_of_long
     assert kind([64] * most, 20) == kind([9] * (most // 4), 128) == "small"
     assert kind([200] * (most // 4), 20) == kind([200] * (most // 4 - 1) + [256], 20) == "small"
     assert kind([64] * (most + 1), 20) == kind([9] * (most // 4 + 1), 128) == "decode"
@@ -352,8 +393,39 @@ def test_the_list_is_chosen_by_the_work() -> None:
     assert set(latent_decode_lists(1, 1, 8192, glm)) == {"decode"}
 
 
+def test_many_single_queries_have_a_list_of_their_own() -> None:
+    """From more items than fit the kernels for few; and graphs know of it."""
+
+    def kind(lengths: list[int], has_small: bool = True, count: int = 1) -> str:
+        rows = np.arange(len(lengths), dtype=np.int32)
+        counts, sizes = np.full_like(rows, count), np.array(lengths, np.int32)
+        lists = latent_work(counts, sizes, rows, glm, 132, has_small, True, True)
+        ((name, work),) = lists.items()
+        most = latent_decode_lists(len(lengths), len(lengths), max(lengths), glm, has_small, True)
+        assert count > 1 or len(work) - 1 <= most[name]
+        return name
+
+    glm, most, more = latent_heads(20, 512, 64), BESIDE_SINGLE.most, BESIDE_SINGLE.most_of_long
+    assert kind([512] * most) == kind([8192, 8192]) == kind([9] * (most - 2) + [513]) == "small"
+    assert kind([512 * more]) == kind([1] * (more - 17) + [8193]) == "small"
+    assert kind([1] * (most + 1)) == kind([8192, 8192, 1]) == "single"
+    assert kind([512 * more + 1]) == kind([1] * (more - 16) + [8193]) == "single"
+    assert kind([9] * (most - 1) + [513]) == kind([1], has_small=False) == "single"
+    assert (kind([300], count=3), kind([300], count=4)) == ("decode", "prompts")
+    assert latent_decode_lists(1, 1, 8192, glm, True, True) == {"small": 16}
+    assert latent_decode_lists(1, 64, 512, glm, True, True) == {"small": most, "single": 64}
+    assert set(latent_decode_lists(1, 1, 200_000, glm, True, True)) == {"small", "single"}
+    assert latent_decode_lists(2, 2, 16_384, glm, True, True)["small"] == more
+    assert set(latent_decode_lists(more - 16, 64, 8193, glm, True, True)) == {"small", "single"}
+    assert set(latent_decode_lists(more - 15, 64, 8193, glm, True, True)) == {"single"}
+    assert set(latent_decode_lists(most + 1, 64, 512, glm, True, True)) == {"single"}
+    assert set(latent_decode_lists(1, 1, 512, glm, False, True)) == {"single"}
+    assert latent_decode_lists(most, most, 512, glm, True, True) == {"small": most}
+
+
+@pytest.mark.parametrize("has_single", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_graphs_have_room_for_every_step(seed: int) -> None:
+def test_graphs_have_room_for_every_step(seed: int, has_single: bool) -> None:
     """And for little more: a list as long as they expect can be met."""
     random = np.random.default_rng(seed)
     for heads in (20, 128):
@@ -366,9 +438,9 @@ def test_graphs_have_room_for_every_step(seed: int) -> None:
             lengths = random.integers(1, random.integers(2, longest + 2), count).clip(max=longest)
             rows = np.arange(count, dtype=np.int32)
             arguments = np.ones_like(rows), lengths.astype(np.int32), rows, shape, 132, True
-            ((name, work),) = latent_work(*arguments).items()
+            ((name, work),) = latent_work(*arguments, has_single=has_single).items()
             fewest = int(random.integers(1, count + 1))
-            lists = latent_decode_lists(fewest, count, longest, shape, True)
+            lists = latent_decode_lists(fewest, count, longest, shape, True, has_single)
             assert len(work) - 1 <= lists[name]
     assert latent_decode_lists(8, 8, 60_000, shape, True)["small"] == 32 + (640 - 32) // 8
 
@@ -377,10 +449,13 @@ def test_the_list_says_which_keys_the_step_writes() -> None:
     """Draft tokens that are checked as single queries are keys for those behind them."""
     lengths, rows = np.array([40, 700, 701, 702], np.int32), np.array([3, 0, 0, 0], np.int32)
     heads = latent_heads(20, 512, 64)
-    work = latent_work(np.ones_like(rows), lengths, rows, heads, 132, True)["small"]
-    assert {(row, length, new) for _, _, _, new, length, row, _, _ in work[1:].tolist()} == {
-        (3, 40, 1), (0, 700, 1), (0, 701, 2), (0, 702, 3),
-    }  # fmt: skip
+    expected = {(3, 40, 1), (0, 700, 1), (0, 701, 2), (0, 702, 3)}
+    for has_small, name, place in ((True, "small", 3), (False, "single", 7)):
+        lists = latent_work(
+            np.ones_like(rows), lengths, rows, heads, 132, has_small, has_single=True
+        )
+        items = lists[name][1:].tolist()
+        assert {(item[5], item[4], item[place]) for item in items} == expected
 
 
 LENGTHS = (1, 31, 32, 33, 63, 64, 65, 128, 200, 511, 512, 513, 545, 1024, 1025, 5000)
@@ -411,8 +486,37 @@ def test_single_queries_have_the_bits_of_the_kernel_for_all(
 
 
 @on_gpu
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("is_fp8", [False, True])
-def test_single_queries_see_what_the_kernel_before_has_written(is_fp8: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["glm", "v2-lite", "32 heads"])
+def test_many_single_queries_have_the_bits_of_the_kernel_for_all(
+    name: str, dtype: torch.dtype, is_fp8: bool, seed: int
+) -> None:
+    """Any lengths, by programs that have whole sequences and by those that share them, twice, as
+    splits are counted; also where a weight's reference is raised.
+    """
+    source = np.random.default_rng(seed)
+    lengths = source.choice(LENGTHS, (3, 40, 300)[seed]).tolist()
+    sequences = make(SPECS[name], lengths, [1] * len(lengths), dtype, is_fp8)
+    if seed == 1:
+        sequences = replace(sequences, query=sequences.query * 30)
+    expected = sequences.attend()
+    assert not expected.isnan().any()
+    work = {programs: sequences.single_work(programs) for programs in (1, 132)}
+    assert work[132][0, 1] > 0
+    assert (work[1][1:, 6] - work[1][1:, 1]).max() > 1
+    for listed in work.values():
+        for programs in (132, 132, 3):
+            assert torch.equal(sequences.attend_single(programs, listed), expected)
+
+
+@on_gpu
+@pytest.mark.parametrize("is_small", [True, False])
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_single_queries_see_what_the_kernel_before_has_written(
+    is_fp8: bool, is_small: bool
+) -> None:
     """In a graph, where kernels start early: three draft tokens of each sequence are written by the
     kernel before, over NaN, each time others.
     """
@@ -422,12 +526,14 @@ def test_single_queries_see_what_the_kernel_before_has_written(is_fp8: bool) -> 
     owner = np.repeat(np.arange(5, dtype=np.int32), drafts)
     ends = np.repeat(np.array(lengths), drafts) - drafts + 1 + np.tile(np.arange(drafts), 5)
     ones = np.ones(rows, np.int32)
+    arguments = ones, ends.astype(np.int32), owner, spec.heads, 132
     kinds = [
-        latent_work(ones, ends.astype(np.int32), owner, spec.heads, 132, has_small)
-        for has_small in (True, False)
+        latent_work(*arguments, has_small=is_small, has_single=True),
+        latent_work(*arguments),
     ]
-    small, decode = (torch.from_numpy(next(iter(kind.values()))).to(DEVICE) for kind in kinds)
-    assert small[1:, 3].max() == drafts
+    early, decode = (torch.from_numpy(next(iter(kind.values()))).to(DEVICE) for kind in kinds)
+    assert early[1:, 3 if is_small else 7].max() == drafts
+    by_early = small_batch_latent.small_batch_latent if is_small else single_latent.single_latent
     blocks = long.tables.cpu()[owner, (ends - 1) // 16]
     slots = (blocks * 16 + torch.from_numpy((ends - 1) % 16)).to(DEVICE)
     key_up = Weight.dense(random(20, 512, 192, dtype=torch.bfloat16, seed=2) / 14)
@@ -447,11 +553,11 @@ def test_single_queries_see_what_the_kernel_before_has_written(is_fp8: bool) -> 
         )
         return function(query, long.cache, long.tables, work, spec, 1100, 132)
 
-    attend(small, small_batch_latent.small_batch_latent)  # compiles
+    attend(early, by_early)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = attend(small, small_batch_latent.small_batch_latent)
+        found = attend(early, by_early)
     for turn in range(4):
         packed.copy_(random(rows, 20, 256, dtype=torch.bfloat16, seed=10 + turn))
         latent.copy_(random(rows, 576, dtype=torch.bfloat16, seed=20 + turn))
@@ -471,6 +577,10 @@ def test_single_queries_of_sequences_that_turn_out_shorter() -> None:
     lag = torch.tensor([5, 0, 3, 60], dtype=torch.int32, device=DEVICE)
     shorten_attention_work_({"small": work}, lag)
     assert torch.equal(sequences.attend_small(132, work), sequences.attend())
+    for programs in (1, 132):
+        work = told.single_work(programs)
+        shorten_attention_work_({"single": work}, lag)
+        assert torch.equal(sequences.attend_single(132, work), sequences.attend())
 
 
 @on_gpu
@@ -480,7 +590,12 @@ def test_they_are_for_half_precision_and_whole_pieces() -> None:
     assert not small_batch_latent.takes(latent_heads(20, 40, 24), torch.bfloat16)
     assert small_batches.latents_are_exact(DEVICE, torch.bfloat16)
     assert small_batches.latents_are_exact(DEVICE, torch.float16)
+    assert single_latent.takes(latent_heads(20, 512, 64), torch.bfloat16)
+    assert not single_latent.takes(latent_heads(33, 512, 64), torch.bfloat16)
+    assert small_batches.single_latents_are_exact(DEVICE, torch.bfloat16)
+    assert small_batches.single_latents_are_exact(DEVICE, torch.float16)
     assert set(KERNELS.decode_lists(1, 1, 512, latent_heads(20, 512, 64))) == {"small"}
+    assert set(KERNELS.decode_lists(64, 64, 512, latent_heads(20, 512, 64))) == {"single"}
 
 
 PROMPTS = (
@@ -666,7 +781,7 @@ def test_a_latent_is_normed_rotated_and_stored_once(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("is_fp8", [False, True] if ON_GPU else [False])
-@pytest.mark.parametrize("rows", [1, 3, 17, 256, 257] if ON_GPU else [1, 17])
+@pytest.mark.parametrize("rows", [1, 3, 17, 128, 129, 256, 257] if ON_GPU else [1, 17])
 @pytest.mark.parametrize("name", TRUE if ON_GPU else ("two tiles",))
 def test_queries_in_one_launch_have_the_bits_of_two(name: str, rows: int, is_fp8: bool) -> None:
     spec = replace(SPECS["small"], heads=latent_heads(4, 48, 8), nope_dim=16)
@@ -715,6 +830,9 @@ def test_a_graph_gives_the_same_bits(name: str, is_fp8: bool) -> None:
     expected = sequences.attend(132, work)
     assert torch.equal(in_graph(lambda: sequences.attend(132, work)), expected)
     assert torch.equal(in_graph(lambda: sequences.attend_small(132, small)), expected)
+    if sequences.spec.heads.num_heads <= SINGLE_HEADS:
+        single = sequences.single_work()
+        assert torch.equal(in_graph(lambda: sequences.attend_single(132, single)), expected)
 
 
 @on_gpu
@@ -728,6 +846,8 @@ def test_prompts_have_the_bits_of_single_queries(name: str) -> None:
         for programs in (1, 132):
             assert torch.equal(single.attend(programs)[0], whole[row]), row
         assert torch.equal(single.attend_small()[0], whole[row]), row
+        if single.spec.heads.num_heads <= SINGLE_HEADS:
+            assert torch.equal(single.attend_single()[0], whole[row]), row
 
 
 @pytest.mark.slow
