@@ -27,7 +27,6 @@ from quire.backends.triton import (
     inputs,
     linear_pair,
     logprobs,
-    prompt_rules,
     quantized,
     repeats,
     router_linear,
@@ -35,25 +34,17 @@ from quire.backends.triton import (
     sampling,
     shared_experts,
 )
-from quire.backends.triton import attention as paged_attention
 from quire.backends.triton import latent as latent_kernels
 from quire.backends.triton import moe as experts_kernels
 from quire.backends.triton.adapter_table import TritonLowRank, TritonTable
-from quire.backends.triton.attention_work import (
-    SPLIT,
-    attention_work,
-    decode_lists,
-    shorten_attention_work_,
-)
+from quire.backends.triton.attention_kernels import TritonAttention
 from quire.backends.triton.exact_products import (
     forbid_split_sums,
     heads_are_exact,
     rows_are_exact,
 )
 from quire.backends.triton.grouping import Tiles
-from quire.backends.triton.latent_attention import latent_attention
-from quire.backends.triton.latent_work import latent_decode_lists, latent_work
-from quire.backends.triton.launch import HAS_GLUON, num_multiprocessors
+from quire.backends.triton.launch import HAS_GLUON
 from quire.backends.triton.linear import (
     SMALLEST_BATCH,
     is_quicker_than_cublas,
@@ -62,56 +53,37 @@ from quire.backends.triton.linear import (
 )
 from quire.backends.triton.packed_size import packed_bytes
 from quire.backends.triton.shapes import as_rows
-from quire.backends.triton.small_batches import (
-    are_exact,
-    latent_prompts_are_exact,
-    latents_are_exact,
-    prompts_are_exact,
-    single_latents_are_exact,
-)
+from quire.backends.triton.small_batches import are_exact
 from quire.kernels.formats import Format
-from quire.kernels.latent import LatentHeads, LatentSpec
 from quire.kernels.low_rank import ExpertAdapters, LowRank, LowRankTable, PackedLowRank
 from quire.kernels.ops import (
     Activation,
     AttentionSpec,
     ExpertWeights,
-    HeadShape,
-    Int32Array,
     LatentNorm,
     LayerCache,
     LayerEnd,
     MoeSpec,
-    PagedBatch,
     Router,
     SharedExpert,
     TransformActivated,
 )
 from quire.kernels.recurrent import ConvolutionSpec, RecurrentSpec
-from quire.kernels.reference import ReferenceKernels
 from quire.kernels.weights import Weight
 from quire.process.compile_together import compile_together
 
 if HAS_GLUON:
-    from quire.backends.triton import (
-        prompt_attention,
-        prompt_latent,
-        single_latent,
-        single_row_linear,
-        small_batch_attention,
-        small_batch_latent,
-    )
+    from quire.backends.triton import single_row_linear
 
 logger = logging.getLogger(__name__)
 
 
-class TritonKernels(ReferenceKernels):
+class TritonKernels(TritonAttention):
     """Kernels for one GPU and a model's dtype; the rest, such as products in float32, is the
     reference's.
     """
 
     name = "triton"
-    keys_at_once = SPLIT
     rms_norm = staticmethod(rowwise.rms_norm)
     add_rms_norm = staticmethod(rowwise.add_rms_norm)
     layer_norm = staticmethod(rowwise.layer_norm)
@@ -126,7 +98,6 @@ class TritonKernels(ReferenceKernels):
     recur_ = staticmethod(recurrent.recur_)
     gated_norm = staticmethod(gated_norm.gated_norm)
     gather_inputs = staticmethod(inputs.gather_inputs)
-    shorten_attention_work_ = staticmethod(shorten_attention_work_)
     gumbel_argmax = staticmethod(sampling.gumbel_argmax)
     sample_rows = staticmethod(sampling.sample_rows)
     filter_rows_ = staticmethod(filters.filter_rows_)
@@ -135,19 +106,16 @@ class TritonKernels(ReferenceKernels):
     gather_logprobs = staticmethod(logprobs.gather_logprobs)
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__(dtype)
         forbid_split_sums()
-        self._dtype = dtype
         self._quantized = quantized.QuantizedProducts(self.linear)
         self._is_exact: dict[tuple[torch.Size, torch.dtype, bool], bool] = {}
         self._exact_heads: dict[tuple[int, ...], bool] = {}
         self._row_tiles = adapters.RowTiles()
         self._single_row_layers = SingleRowLayers()
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._device = device
-        if device.type == "cuda" and not recurrent.has_compiler(device):
+        if self._device.type == "cuda" and not recurrent.has_compiler(self._device):
             # It gives other bits: the engine's fingerprint says so.
             self.name = "triton without CUDA C++"
-        self._num_multiprocessors = num_multiprocessors(device)
 
     def computes(self, format: Format) -> bool:
         return self._dtype != torch.float32 and quantized.computes(format)
@@ -415,139 +383,6 @@ class TritonKernels(ReferenceKernels):
         if isinstance(mixer, RecurrentSpec):
             return not (mixer.gate_rank or mixer.norm.sigmoid)
         return not isinstance(mixer, AttentionSpec) or mixer.chunk is None
-
-    def attention_work(
-        self,
-        query_lens: Int32Array,
-        context_lens: Int32Array,
-        table_rows: Int32Array,
-        shape: HeadShape,
-    ) -> dict[str, Int32Array]:
-        of_all = query_lens, context_lens, table_rows, shape, self._num_multiprocessors
-        if isinstance(shape, LatentHeads):
-            return latent_work(
-                *of_all,
-                has_small=self._has_small_latent(shape),
-                has_prompts=self._has_prompt_latent(shape),
-                has_single=self._has_single_latent(shape),
-            )
-        return attention_work(*of_all)
-
-    def decode_lists(
-        self, fewest: int, most: int, max_context_len: int, shape: HeadShape
-    ) -> dict[str, int]:
-        if isinstance(shape, LatentHeads):
-            has_small = self._has_small_latent(shape)
-            self._has_prompt_latent(shape)  # tested here, before a graph is captured
-            has_single = self._has_single_latent(shape)
-            return latent_decode_lists(fewest, most, max_context_len, shape, has_small, has_single)
-        self._has_prompts(self._dtype, shape.head_dim)  # tested here likewise
-        return decode_lists(fewest, most, max_context_len, shape, self._num_multiprocessors)
-
-    def _has_small_latent(self, heads: LatentHeads) -> bool:
-        return (
-            HAS_GLUON
-            and small_batch_latent.takes(heads, self._dtype)
-            and latents_are_exact(self._device, self._dtype)
-        )
-
-    def _has_single_latent(self, heads: LatentHeads) -> bool:
-        return (
-            HAS_GLUON
-            and single_latent.takes(heads, self._dtype)
-            and single_latents_are_exact(self._device, self._dtype)
-        )
-
-    def _has_prompt_latent(self, heads: LatentHeads) -> bool:
-        return (
-            HAS_GLUON
-            and prompt_latent.takes(heads, self._dtype)
-            and latent_prompts_are_exact(self._device)
-        )
-
-    def _has_prompts(self, dtype: torch.dtype, head_dim: int) -> bool:
-        # by the same device whoever asks, "cuda", as "cuda:0" would be tested again
-        return head_dim in prompt_rules.HEAD_DIMS and prompts_are_exact(
-            self._device, dtype, head_dim
-        )
-
-    def attention(
-        self,
-        query: Tensor,
-        cache: LayerCache,
-        batch: PagedBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None = None,
-        slopes: Tensor | None = None,
-    ) -> Tensor:
-        work = batch.work
-        if work is None:  # outside an engine; inside, it was made before the step was sent off
-            lists = self.attention_work(
-                batch.query_start.diff().cpu().numpy(),
-                batch.context_lens.cpu().numpy(),
-                batch.table_rows.cpu().numpy(),
-                spec.heads,
-            )
-            work = {
-                name: torch.from_numpy(values).to(query.device) for name, values in lists.items()
-            }
-        if isinstance(spec, LatentSpec):
-            ((name, listed),) = work.items()
-            attend: Callable[..., Tensor] = latent_attention
-            if name == "small":
-                attend = small_batch_latent.small_batch_latent
-            elif name == "single":
-                attend = single_latent.single_latent
-            elif name == "prompts" and prompt_latent.takes_cache(query, cache):
-                attend = prompt_latent.prompt_latent
-            return attend(
-                query,
-                cache,
-                batch.block_tables,
-                listed,
-                spec,
-                batch.max_context_len,
-                self._num_multiprocessors,
-            )
-        out = torch.empty_like(query)
-        for name, some in work.items():
-            self._attend(name, some, query, out, cache, batch, spec, sinks, slopes)
-        return out
-
-    def _attend(
-        self,
-        name: str,
-        work: Tensor,
-        query: Tensor,
-        out: Tensor,
-        cache: LayerCache,
-        batch: PagedBatch,
-        spec: AttentionSpec,
-        sinks: Tensor | None,
-        slopes: Tensor | None,
-    ) -> None:
-        """Attention of one of a step's lists, by the quickest kernel; only attention.py knows soft
-        caps and slopes.
-        """
-        arguments = query, out, cache, batch.block_tables, work
-        if name == "prefill":
-            is_taken = prompt_rules.takes(query, cache, spec, slopes is not None)
-            if is_taken and self._has_prompts(query.dtype, query.shape[2]):
-                prompt_attention.prompt_attention(
-                    *arguments, spec, self._num_multiprocessors, sinks
-                )
-            else:
-                paged_attention.prefill_attention(*arguments, spec, sinks, slopes)
-            return
-        num_partials = 0 if batch.max_context_len <= SPLIT else work.shape[0] - 1
-        is_plain = not spec.soft_cap and slopes is None
-        has_small = is_plain and are_exact(query.device, query.dtype)
-        if name == "small" and has_small and small_batch_attention.takes(query, cache):
-            small_batch_attention.small_batch_attention(
-                *arguments, num_partials, spec, self._num_multiprocessors, sinks
-            )
-        else:
-            paged_attention.decode_attention(*arguments, num_partials, spec, sinks, slopes)
 
     def _check(self, weight: Tensor, has_bias: bool) -> bool:
         """Whether cuBLAS gives a row the same bits in batches of any size, for weights of this
