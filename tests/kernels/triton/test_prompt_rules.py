@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.backends.triton import kernels as module
+from quire.backends.triton import attention_kernels as module
 from quire.backends.triton import prompt_rules
 from quire.backends.triton.kernels import TritonKernels
 from quire.kernels.ops import AttentionSpec, HeadShape, LayerCache, PagedBatch
