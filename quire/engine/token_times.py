@@ -134,6 +134,8 @@ class TokenTimes:
         self._skipped: list[Request] = []
         """...if they are of the same requests, and take about as long."""
         self._least_skipped, self._most_skipped = 0.0, 0.0
+        self._is_growing = False
+        """Whether the prompt would have more tokens in a step if one as large had been seen."""
         self._promise = StepPromise(0, 0.0, None)
         """The last one; for how long, to whom, and beside which decodes it was made."""
         self._promised_from, self._promised_up_to = 0, -1.0
@@ -205,13 +207,13 @@ class TokenTimes:
             base, per_token, per_pair = self._plane
             expected = base + per_token * num_tokens + per_pair * num_pairs
             error = seconds / expected
-            if is_known and 1 - _REGULAR < error < 1 + _REGULAR:
+            if not is_known or not 1 - _REGULAR < error < 1 + _REGULAR:
+                self._is_sure = False
+            elif not self._is_growing or step.num_decodes == len(requests):
                 self._num_skipped, self._skipped = _SKIPPED, requests
                 self._least_skipped = (1 - _REGULAR) * expected
                 self._most_skipped = (1 + _REGULAR) * expected
                 self._decoding_pairs += _SKIPPED * step.num_decodes
-            else:
-                self._is_sure = False
         if not is_known or len(self._new) >= (_FIT_EVERY_SURE if self._is_sure else FIT_EVERY):
             self._unread.append(self._new)
             self._new = []
@@ -352,6 +354,7 @@ class TokenTimes:
     def _promised(self, plan: StepPlan, prompt: Request | None) -> StepPromise:
         if self._unread:
             self._learn()
+        self._is_growing = False
         decodes, most = plan.scheduled, plan.budget
         start = 0 if prompt is None else prompt.num_computed_tokens
         num_decodes = len(decodes)
@@ -381,6 +384,8 @@ class TokenTimes:
             known = 2 * self._most_tokens - num_decodes
             if allowed > known:
                 allowed = max(known, _FIRST_PROMPT_TOKENS)
+                if prompt is not None and prompt.num_tokens - start > allowed:
+                    self._is_growing, self._num_skipped, self._decoding = True, 0, []
         if self._first_token is not None and prompt is not None:
             needed = self._needed(prompt, self._first_token, target, plan.now)
             if needed > allowed:

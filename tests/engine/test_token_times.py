@@ -187,6 +187,30 @@ def test_where_estimates_are_good_few_steps_are_looked_at_until_they_are_not(
     assert seen[change + 49] - seen[change - 1] > 30
 
 
+def test_sizes_that_were_never_seen_are_approached_quickly_where_estimates_are_good() -> None:
+    """A step of twice the tokens takes about as long here: it is looked at all the same, or the next
+    could not be larger.
+    """
+    engine = TimedEngine(
+        lambda step: 0.01 + 1e-5 * step.num_tokens,
+        target_token_time=0.1,
+        max_batched_tokens=4096,
+        max_model_len=4096,
+    )
+    engine.at(0.0, "answered", [1, 2, 3], max_tokens=300, ignore_eos=True)
+    engine.at(1.0, "long", list(range(50)) * 70, max_tokens=2, ignore_eos=True)
+    engine.run()
+    engine.check_answers()
+    chunks = [
+        entry.num_tokens
+        for step in engine.steps
+        for entry in step.scheduled
+        if entry.request_id == "long" and entry.num_tokens > 1
+    ]
+    assert chunks[0] <= 128
+    assert len(chunks) <= 15
+
+
 def test_decodes_after_steps_that_were_not_looked_at_have_their_true_pairs() -> None:
     """Where each token costs as much as a hundred pairs, a wrong number of them is a wrong time."""
     times = TokenTimes(config(target_token_time=TARGET))
