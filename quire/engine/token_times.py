@@ -44,10 +44,8 @@ expected: what a plane through small steps says of it is hardly an estimate.
 """
 _FEW_STEPS = 37
 """Of which the first are learnt from one by one."""
-FIT_EVERY, _FIT_EVERY_SURE = 4, 8
-"""Steps that are looked at, and the same while estimates are good: the fit takes longer than
-everything else here.
-"""
+FIT_EVERY = 4
+"""Steps that are looked at: the fit takes longer than everything else here."""
 _SKIPPED = 31
 """Steps of the same requests that are not looked at after one that took as long as expected, while
 estimates are good, and each takes about as long.
@@ -214,7 +212,7 @@ class TokenTimes:
                 self._least_skipped = (1 - _REGULAR) * expected
                 self._most_skipped = (1 + _REGULAR) * expected
                 self._decoding_pairs += _SKIPPED * step.num_decodes
-        if not is_known or len(self._new) >= (_FIT_EVERY_SURE if self._is_sure else FIT_EVERY):
+        if not is_known or len(self._new) == FIT_EVERY:
             self._unread.append(self._new)
             self._new = []
             self._promised_up_to = -1.0
