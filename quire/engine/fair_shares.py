@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from quire.engine.request import Request
@@ -20,8 +20,15 @@ from quire.engine.request_queue import RequestQueue
 _LEARN = 0.05
 """What a request that has ended counts in the mean of tokens."""
 _tenant = attrgetter("params.tenant")
+_INFINITY = float("inf")
 _MOST_ABSENT = 10_000
 """Counters kept of tenants that have no request; beyond it all of them are forgotten."""
+_MOST_SERVED = 2.0**20
+"""Where the least served has had more, this is taken from all counters: a token for a weight of a
+million would be lost among the digits of larger ones.
+"""
+_STALE = 64
+"""Entries of the heap that may be stale beside as many as there are tenants."""
 
 
 class FairShares:
@@ -36,6 +43,10 @@ class FairShares:
         """Requests that have not ended, of each tenant that has any."""
         self.rows: Counter[str] = Counter()
         """Running requests, of each tenant that has any."""
+        self._without_row: list[tuple[float, str]] = []
+        """A heap: what each tenant with requests and without a row has had. An entry is stale if that
+        is not so any more.
+        """
         self._total_weight = 0.0
         self._mean_tokens = 0.0
         """Of requests that have ended lately."""
@@ -61,11 +72,17 @@ class FairShares:
         self.are_even = False
         if tenant not in self.num_live:
             self._charge_decoded()
-            served = self._served
-            least = min((served[one] for one in self.num_live), default=self._last_served)
-            served[tenant] = max(served.get(tenant, 0.0), least)
+            least = self._least_had()
+            if least > _MOST_SERVED:
+                self._served = {one: max(0.0, had - least) for one, had in self._served.items()}
+                self._find_without_row()
+                least = 0.0
+            self._served[tenant] = max(self._served.get(tenant, 0.0), least)
             self._total_weight += self.weight(tenant)
-        self.num_live[tenant] += 1
+            self.num_live[tenant] += 1
+            self._note_without_row(tenant)
+        else:
+            self.num_live[tenant] += 1
 
     def leave(self, tenant: str, num_tokens: int) -> None:
         """A request of a tenant has ended, with so many tokens."""
@@ -94,6 +111,7 @@ class FairShares:
         self.rows[tenant] -= 1
         if not self.rows[tenant]:
             del self.rows[tenant]
+            self._note_without_row(tenant)
 
     def had(self, tenant: str) -> float:
         """Tokens computed for a tenant, over its weight."""
@@ -107,6 +125,46 @@ class FairShares:
         ahead = self.rows[tenant] * self._mean_tokens / 2
         return self.had(tenant) + ahead / self.weight(tenant)
 
+    def least_without_row(self) -> tuple[float, str] | None:
+        """What the least served of the tenants has had that wait without any row, and who it is."""
+        heap = self._without_row
+        while heap and not self._is_without_row(*heap[0]):
+            heapq.heappop(heap)
+        return heap[0] if heap else None
+
+    @property
+    def without_row(self) -> set[str]:
+        """All of these."""
+        return {entry[1] for entry in self._without_row if self._is_without_row(*entry)}
+
+    def take_without_row(self) -> None:
+        """Leaves the one out that `least_without_row` has just told, until it is given back."""
+        heapq.heappop(self._without_row)
+
+    def give_back_without_row(self, entries: Iterable[tuple[float, str]]) -> None:
+        for entry in entries:
+            heapq.heappush(self._without_row, entry)
+
+    def _is_without_row(self, had: float, tenant: str) -> bool:
+        return tenant in self.num_live and tenant not in self.rows and had == self.had(tenant)
+
+    def _note_without_row(self, tenant: str) -> None:
+        heapq.heappush(self._without_row, (self.had(tenant), tenant))
+        if len(self._without_row) > 2 * len(self.num_live) + _STALE:
+            self._find_without_row()
+
+    def _find_without_row(self) -> None:
+        self._without_row = [(self.had(one), one) for one in self.num_live if one not in self.rows]
+        heapq.heapify(self._without_row)
+
+    def _least_had(self) -> float:
+        """What the least served tenant with requests has had."""
+        least = min(map(self.had, self.rows), default=_INFINITY)
+        waiting = self.least_without_row()
+        if waiting is not None and waiting[0] < least:
+            return waiting[0]
+        return self._last_served if least == _INFINITY else least
+
     def least_served(self, requests: Sequence[Request]) -> Request | None:
         """The first of those whose tenant has had least."""
         return min(requests, key=lambda one: self.standing(one.tenant), default=None)
@@ -114,6 +172,8 @@ class FairShares:
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Tokens were computed for a tenant for the first time."""
         self._served[tenant] += num_tokens / self.weight(tenant)
+        if tenant not in self.rows:
+            self._note_without_row(tenant)
 
     def charge_decodes(self, requests: list[Request], recomputed: Sequence[str]) -> None:
         """A token was computed for each of these requests; not for the first time for a request of
@@ -154,13 +214,17 @@ class FairShares:
     def _rows_are_even(self) -> bool:
         """Whether nobody has more rows than its share, or nobody who has requests waiting has fewer."""
         rows, fair_rows = self.rows, self._fair_rows
-        return not any(count > max(1.0, fair_rows(one)) for one, count in rows.items()) or not any(
-            rows[one] < min(count, max(1, int(fair_rows(one))))
-            for one, count in self.num_live.items()
+        if not any(count > max(1.0, fair_rows(one)) for one, count in rows.items()):
+            return True
+        return len(rows) == len(self.num_live) and not any(
+            count < min(self.num_live[one], max(1, int(fair_rows(one))))
+            for one, count in rows.items()
         )
 
     def _fair_rows(self, tenant: str) -> float:
-        return self._num_rows * self.weight(tenant) / self._total_weight
+        weight = self.weight(tenant)
+        # a sum that large weights came to and left may have lost the small ones
+        return self._num_rows * weight / max(weight, self._total_weight)
 
 
 class _TenantQueue(RequestQueue):
@@ -186,12 +250,15 @@ class FairQueue(dict[Request, None]):
 
     def first(self) -> Request:
         """Who is next; there must be somebody."""
-        queues, standing = self._queues, self._shares.standing
+        queues, shares = self._queues, self._shares
         if len(queues) == 1:
             (queue,) = queues.values()
             return queue[0]
-        _, tenant = min((standing(tenant), tenant) for tenant in queues)
-        return queues[tenant][0]
+        turns = [(shares.standing(tenant), tenant) for tenant in shares.rows if tenant in queues]
+        least = shares.least_without_row()
+        if least is not None:
+            turns.append(least)
+        return queues[min(turns)[1]][0]
 
     def add(self, request: Request) -> None:
         """Puts a request where its turn is among its tenant's."""
@@ -209,13 +276,29 @@ class FairQueue(dict[Request, None]):
         """Whom to admit: each time the next of the tenant that has had least by then. A request may
         be removed before the next one is asked for, and its tenant charged.
         """
-        standing = self._shares.standing
-        turns = {tenant: queue.candidates() for tenant, queue in self._queues.items()}
-        heap = [(standing(tenant), tenant) for tenant in turns]
+        queues, shares = self._queues, self._shares
+        heap = [(shares.standing(tenant), tenant) for tenant in shares.rows if tenant in queues]
         heapq.heapify(heap)
-        while heap:
-            _, tenant = heapq.heappop(heap)
-            request = next(turns[tenant], None)
-            if request is not None:
-                yield request
-                heapq.heappush(heap, (standing(tenant), tenant))
+        turns: dict[str, Iterator[Request]] = {}
+        taken: list[tuple[float, str]] = []
+        try:
+            while True:
+                least = shares.least_without_row()
+                if least is not None and (not heap or least < heap[0]):
+                    shares.take_without_row()
+                    taken.append(least)
+                    tenant = least[1]
+                    if tenant in turns:
+                        continue  # this is a second entry
+                elif heap:
+                    _, tenant = heapq.heappop(heap)
+                else:
+                    return
+                if tenant not in turns:
+                    turns[tenant] = queues[tenant].candidates()
+                request = next(turns[tenant], None)
+                if request is not None:
+                    yield request
+                    heapq.heappush(heap, (shares.standing(tenant), tenant))
+        finally:
+            shares.give_back_without_row(taken)

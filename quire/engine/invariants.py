@@ -200,6 +200,11 @@ def _check_shares(table: RequestTable, shares: FairShares) -> None:
             f"tenants have {dict(live)} requests and {dict(rows)} rows, not "
             f"{dict(shares.num_live)} and {dict(shares.rows)}"
         )
+    if shares.without_row != live.keys() - rows.keys():
+        raise InvariantError(
+            f"{sorted(shares.without_row)} are kept as tenants that wait without a row; live are "
+            f"{sorted(live)}, and {sorted(rows)} have rows"
+        )
 
 
 def _check_counts(scheduler: Scheduler) -> None:

@@ -8,6 +8,7 @@ calls, so a replay with the same times decides the same. Answers don't depend on
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Sequence
 from operator import itemgetter
@@ -43,19 +44,19 @@ expected: what a plane through small steps says of it is hardly an estimate.
 """
 _FEW_STEPS = 37
 """Of which the first are learnt from one by one."""
-_FIT_EVERY = 4
-"""Steps: the fit takes longer than everything else here."""
-_SKIPPED = 9
+FIT_EVERY = 4
+"""Steps that are looked at: the fit takes longer than everything else here."""
+_SKIPPED = 31
 """Steps of the same requests that are not looked at after one that took as long as expected, while
-estimates are good.
+estimates are good, and each takes about as long.
 """
 _GOOD = 0.05
 """Estimates are: the last steps together took what was expected, but for this part, ..."""
 _REGULAR = 0.15
-"""...and single ones are usually as near to it as this."""
-_DRIFT, _MOST_DRIFT = 0.01, 1024.0
-"""A promise stands until so many more tokens of the prompt were computed, or the step would take this
-part of the target longer by that.
+"""...and single ones are usually as near to it as this. As soon as one is not, all are looked at."""
+_DRIFT = 0.01
+"""A promise stands until what was computed of the prompt since makes the step take this part of the
+target longer.
 """
 _MOST_UNREAD = 16
 """So many times these steps are kept until somebody wants to know."""
@@ -87,6 +88,7 @@ SeenStep = tuple[int, float, float, bool, bool, bool]
 """Tokens, pairs and seconds of a step; whether there were enough of that size before, whether it has
 many more pairs than the last ones, and whether it was promised.
 """
+_INFINITY = float("inf")
 _position = itemgetter(2)
 assert ScheduledRequest._fields[2:4] == ("start", "num_tokens")
 assert StepPromise._fields == ("prompt_tokens", "seconds", "gave_way")
@@ -111,13 +113,15 @@ class TokenTimes:
         self._num_seen = 0
         self._plane = (0.0, 0.0, 0.0)
         """Seconds of a step, of each token, of each pair."""
-        self._last_commit = float("-inf")
+        self._last_commit = -_INFINITY
         self._most_tokens = 0
         """Of any step so far."""
         self._usual_pairs = 0.0
         """Of the step with the most of the last ones, less the longer ago it was."""
         self._decoding: list[Request] = []
-        """Those that decoded in the last step, and their pairs."""
+        """Those that decoded in the last step that was looked at, and their pairs in the one before
+        the next that will be.
+        """
         self._decoding_pairs = 0.0
         self._is_sure = False
         """Whether estimates are good. Then a step that took as long as expected is the last that is
@@ -126,14 +130,15 @@ class TokenTimes:
         self._num_skipped = 0
         """...for so many, ..."""
         self._skipped: list[Request] = []
-        """...if they are of the same requests."""
+        """...if they are of the same requests, and take about as long."""
+        self._least_skipped, self._most_skipped = 0.0, 0.0
+        self._is_growing = False
+        """Whether the prompt would have more tokens in a step if one as large had been seen."""
         self._promise = StepPromise(0, 0.0, None)
-        """The last one; to whom, for how long, of how many tokens, and beside which decodes it was
-        made.
-        """
-        self._promised_up_to = 0.0
+        """The last one; for how long, to whom, and beside which decodes it was made."""
+        self._promised_from, self._promised_up_to = 0, -1.0
+        """Tokens of the prompt; up to -1 while every promise is made anew."""
         self._promised_to: Request | None = None
-        self._promised_of = -1
         self._planned: list[Request] = []
         self._errors: deque[float] = deque([1.0] * _MARGIN_STEPS, _MARGIN_STEPS)
         """Of the last steps that were promised: the time they took by that expected."""
@@ -144,26 +149,36 @@ class TokenTimes:
         """The part of the promised time that a step is planned to take now."""
 
     def seconds(self, num_tokens: int, num_pairs: float) -> float:
-        """How long such a step takes, by what is known now."""
-        if self._unread:
-            self._learn()
-        base, per_token, per_pair = self._plane
+        """How long such a step takes, by what is known now. Asking changes nothing: what is learnt
+        when decides what is looked at, and so what is promised.
+        """
+        times = self._with_all_read() if self._unread else self
+        base, per_token, per_pair = times._plane
         return base + per_token * num_tokens + per_pair * num_pairs
+
+    def _with_all_read(self) -> TokenTimes:
+        """A copy that has learnt from everything seen so far."""
+        times = copy.copy(self)
+        times._unread = self._unread.copy()
+        times._errors, times._recent = self._errors.copy(), self._recent.copy()
+        times._learn()
+        return times
 
     def observe(self, step: Step, requests: list[Request], now: float) -> None:
         """A step of these requests came back: it began when it was scheduled or when the one before
         it was done. Unless it is news, it is learnt from when the next promise is made.
         """
-        before, self._last_commit = self._last_commit, now
+        began, before = step.now, self._last_commit
+        self._last_commit = now
+        seconds = now - (began if began > before else before)
         if self._num_skipped:
-            if requests == self._skipped:
+            if requests == self._skipped and self._least_skipped < seconds < self._most_skipped:
                 self._num_skipped -= 1
                 return
-            self._num_skipped = 0
-        seconds = now - (step.now if step.now > before else before)
-        if seconds <= 0 or not requests:
+            self._num_skipped, self._decoding = 0, []
+        if not 0 < seconds < _INFINITY or not requests:
             self._decoding = []
-            return  # nobody tells the time
+            return  # nobody tells the time, or not forwards
         num_tokens = step.num_decodes
         decoding = requests if num_tokens == len(requests) else requests[:num_tokens]
         if decoding == self._decoding:  # each is a token further
@@ -188,14 +203,19 @@ class TokenTimes:
         self._new.append((num_tokens, num_pairs, seconds, is_known, is_larger, was_promised))
         if self._is_sure:
             base, per_token, per_pair = self._plane
-            error = seconds / (base + per_token * num_tokens + per_pair * num_pairs)
-            if is_known and 1 - _REGULAR < error < 1 + _REGULAR:
-                self._num_skipped, self._skipped, self._decoding = _SKIPPED, requests, []
-            else:
+            expected = base + per_token * num_tokens + per_pair * num_pairs
+            error = seconds / expected
+            if not is_known or not 1 - _REGULAR < error < 1 + _REGULAR:
                 self._is_sure = False
-        if not is_known or len(self._new) == _FIT_EVERY:
+            elif not self._is_growing or step.num_decodes == len(requests):
+                self._num_skipped, self._skipped = _SKIPPED, requests
+                self._least_skipped = (1 - _REGULAR) * expected
+                self._most_skipped = (1 + _REGULAR) * expected
+                self._decoding_pairs += _SKIPPED * step.num_decodes
+        if not is_known or len(self._new) == FIT_EVERY:
             self._unread.append(self._new)
             self._new = []
+            self._promised_up_to = -1.0
             if not is_known or len(self._unread) == _MOST_UNREAD:
                 self._learn()
 
@@ -305,31 +325,35 @@ class TokenTimes:
         steps if there is nothing new to learn from.
         """
         if (
-            self._unread
+            prompt is not self._promised_to
             or prompt is None
-            or prompt is not self._promised_to
-            or prompt.num_computed_tokens > self._promised_up_to
-            or plan.budget != self._promised_of
+            or not self._promised_from <= prompt.num_computed_tokens <= self._promised_up_to
             or plan.requests != self._planned
-            or self._first_token is not None
         ):
-            self._promised_to, self._promised_of = prompt, plan.budget
-            self._promise = self._promised(plan, prompt)
-            if prompt is not None:
-                more = self._plane[2] * self._promise.prompt_tokens
-                drift = _DRIFT * self._token_time / more if more > 0 else _MOST_DRIFT
-                self._promised_up_to = prompt.num_computed_tokens + min(drift, _MOST_DRIFT)
-        plan.promise = self._promise
-        allowed = self._promise.prompt_tokens
+            self._renew_promise(plan, prompt)
+        promise = self._promise
+        plan.promise = promise
+        allowed = promise[0]  # named, it would take longer
         if allowed < plan.budget:
             plan.left_out += plan.budget - allowed
             plan.budget = allowed
 
+    def _renew_promise(self, plan: StepPlan, prompt: Request | None) -> None:
+        self._promise = self._promised(plan, prompt)
+        self._promised_to = prompt
+        self._planned = plan.requests.copy()
+        self._promised_up_to = -1.0
+        if prompt is not None and self._first_token is None:
+            more = self._plane[2] * self._promise.prompt_tokens
+            drift = _DRIFT * self._token_time / more if more > 0 else _INFINITY
+            self._promised_from = prompt.num_computed_tokens
+            self._promised_up_to = self._promised_from + drift
+
     def _promised(self, plan: StepPlan, prompt: Request | None) -> StepPromise:
         if self._unread:
             self._learn()
+        self._is_growing = False
         decodes, most = plan.scheduled, plan.budget
-        self._planned = plan.requests.copy()
         start = 0 if prompt is None else prompt.num_computed_tokens
         num_decodes = len(decodes)
         beside, per_token, per_pair = self._plane
@@ -358,6 +382,8 @@ class TokenTimes:
             known = 2 * self._most_tokens - num_decodes
             if allowed > known:
                 allowed = max(known, _FIRST_PROMPT_TOKENS)
+                if prompt is not None and prompt.num_tokens - start > allowed:
+                    self._is_growing, self._num_skipped, self._decoding = True, 0, []
         if self._first_token is not None and prompt is not None:
             needed = self._needed(prompt, self._first_token, target, plan.now)
             if needed > allowed:
@@ -375,7 +401,7 @@ class TokenTimes:
         if prompt.first_token is not None:
             return 0
         tokens = prompt.num_tokens - prompt.num_computed_tokens
-        steps = max(1, int((prompt.arrival + first_token - now) / step_time))
+        steps = max(1, int(min(tokens, (prompt.arrival + first_token - now) / step_time)))
         return -(-tokens // steps)
 
 

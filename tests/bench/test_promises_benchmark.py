@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,21 @@ def test_a_small_budget_is_kept_and_what_fails_is_said(
     assert "token times failed" in out
     assert "planted" in out
     assert out.count("x without the flood") == 2
+
+
+@pytest.mark.slow
+def test_a_part_alone_has_the_whole_budget(
+    tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promises, "compare_floods", lambda *arguments: None)
+    monkeypatch.setattr(promises, "print_comparisons", lambda *arguments: None)
+    options = ["--model", tiny, "--device", "cpu", "--kv-cache-memory", "8MiB"]
+    sizes = ["--max-num-seqs", "2", "--short", "2-5", "--long", "40", "--answer", "4"]
+    times = ["--target", "0", "--seconds", "100", "--budget", "21", "--only", "flood"]
+    assert not promises.main([*options, *sizes, *times])
+    found = re.search(r"requests come for ([\d.]+) s", capsys.readouterr().out)
+    assert found is not None
+    assert 1.5 < float(found[1]) <= 3.0  # of 21 s for both parts it would be 1
 
 
 def test_lengths_are_read() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.fair_shares import FairShares
+from quire.engine.fair_shares import FairQueue, FairShares
 from quire.engine.request import Request
 from quire.engine.token_times import work_of
 from quire.errors import InvalidRequestError
@@ -221,6 +221,174 @@ def test_nobody_gives_its_only_row_or_more_than_its_share() -> None:
     shares.stop("a")
     shares.charge("a", 10)
     assert shares.giver("c") is None
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("seed", range(6))
+def test_turns_are_those_of_whoever_looks_at_every_tenant(seed: int) -> None:
+    """Tenants without a row are kept in a heap of what they have had; the order must be as if all
+    were compared each time.
+    """
+    rng = random.Random(seed)
+    tenants = [f"t{number}" for number in range(12)]
+    shares = FairShares({one: rng.choice([1e-6, 0.3, 1.0, 7.0, 1e6]) for one in tenants[::2]}, 6)
+    queue = FairQueue(shares)
+    running: list[Request] = []
+
+    def by_standing() -> list[str]:
+        waiting = {one.tenant for one in queue}
+        return sorted(waiting, key=lambda one: (shares.standing(one), one))
+
+    def start(request: Request) -> None:
+        queue.remove(request)
+        running.append(request)
+        shares.start(request.tenant)
+        shares.charge(request.tenant, rng.randint(1, 90))
+
+    def stop(request: Request) -> None:
+        running.remove(request)
+        shares.stop(request.tenant)
+
+    for number in range(1500):
+        event = rng.choice(["add", "add", "abort", "end", "decode", "decode", "preempt", "admit"])
+        if event == "add":
+            params = SamplingParams(tenant=rng.choice(tenants))
+            request = Request(f"r{number}", (1,), params, seed=0, order=(0, 0.0, number))
+            shares.enter(request.tenant)
+            queue.add(request)
+        elif event == "abort" and queue:
+            request = rng.choice(list(queue))
+            queue.remove(request)
+            shares.leave(request.tenant, rng.randint(1, 90))
+        elif event == "end" and running:
+            request = rng.choice(running)
+            stop(request)
+            shares.leave(request.tenant, rng.randint(1, 90))
+        elif event == "preempt" and running:
+            request = rng.choice(running)
+            stop(request)
+            queue.add(request)
+        elif event == "decode":
+            for _ in range(rng.randint(1, 5)):
+                shares.charge_decodes(running, [])
+        elif event == "admit" and queue:
+            expected = by_standing()
+            for count, request in enumerate(queue.candidates()):
+                if len(running) == 6 or count > 8:
+                    break
+                if request.tenant in expected:  # asked for the first time
+                    assert request.tenant == expected.pop(0)
+                if rng.random() < 0.5:
+                    start(request)
+                    expected = [one for one in expected if one != request.tenant]
+        if queue:
+            assert queue.first().tenant == by_standing()[0]
+
+
+def test_a_heap_of_tenants_does_not_grow_with_those_who_come_and_go() -> None:
+    shares = FairShares({}, 2)
+    for tenant in ("busy", "far behind"):
+        shares.enter(tenant)
+    shares.charge("far behind", 1000)
+    for number in range(50_000):
+        tenant = "again" if number % 2 else f"new{number}"
+        shares.enter(tenant)
+        shares.charge(tenant, 9)
+        shares.leave(tenant, 9)
+    assert shares.least_without_row() == (0.0, "busy")
+    assert len(shares._without_row) < 200
+    assert len(shares._served) < 11_000
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair"])
+def test_thousands_of_tenants_that_wait_do_not_make_steps_long(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step looks at are tenants with rows, and those that it admits: it took 18 ms with 5,000
+    tenants while it looked at all of them.
+    """
+    num_asked = 0
+    had = FairShares.had
+
+    def counted(self: FairShares, tenant: str) -> float:
+        nonlocal num_asked
+        num_asked += 1
+        return had(self, tenant)
+
+    engine = TimedEngine(policy=policy, target_token_time=0.03)
+    for number in range(3000):
+        params = {"tenant": f"t{number}"} if policy == "fair" else {}
+        engine.at(0.0, f"r{number}", [1, 2, 3], max_tokens=4, ignore_eos=True, **params)
+    engine.run(until=0.03)  # all have come
+    monkeypatch.setattr(FairShares, "had", counted)
+    before = len(engine.steps)
+    engine.run(until=1.0)
+    steps = len(engine.steps) - before
+    assert steps > 20
+    assert num_asked < 600 * steps  # the check of invariants asks all of them, every 20 steps
+
+
+def test_a_token_counts_whatever_others_have_had_and_weigh() -> None:
+    """Beside a counter of a million millions a millionth would be lost: two tenants of the largest
+    weight would stay where they are, and the one whose name comes first would have all.
+    """
+    shares = FairShares({"light": 1e-6, "a": 1e6, "b": 1e6}, 4)
+    shares.enter("light")
+    shares.start("light")
+    shares.charge("light", 10**6)
+    for tenant in "ab":
+        shares.enter(tenant)
+    for _ in range(5):
+        for tenant in "ab":
+            shares.charge(tenant, 1)
+    assert shares.had("a") - shares.had("b") == 0
+    shares.charge("a", 1)
+    assert shares.had("a") - shares.had("b") == pytest.approx(1e-6, rel=1e-3)
+    debt = shares.had("light")
+    assert debt == 0  # who was least served when they came
+    shares.charge("light", 3)
+    assert shares.had("light") == pytest.approx(3e6)
+    # and after everybody has left
+    for tenant in ("a", "b", "light"):
+        shares.leave(tenant, 9)
+    shares.enter("b")
+    before = shares.had("b")
+    shares.charge("b", 1)
+    assert shares.had("b") - before == pytest.approx(1e-6, rel=1e-3)
+
+
+def test_debts_stay_when_counters_are_made_smaller() -> None:
+    shares = FairShares({}, 4)
+    for tenant in ("a", "b", "gone", "waits"):
+        shares.enter(tenant)
+    for tenant in ("a", "b", "gone"):
+        shares.start(tenant)
+    for number, tenant in enumerate(("a", "waits", "gone", "b")):
+        shares.charge(tenant, 2**21 + 100 * number)
+    shares.stop("gone")
+    shares.leave("gone", 9)
+    shares.enter("c")
+    assert [shares.had(one) for one in ("a", "b", "c", "waits")] == [0, 300, 0, 100]
+    assert shares.least_without_row() == (0.0, "c")
+    shares.start("c")
+    assert shares.least_without_row() == (100.0, "waits")
+    shares.enter("gone")
+    assert shares.had("gone") == 200
+
+
+def test_weights_that_large_ones_swallowed_still_give_rows() -> None:
+    weights = {"light": 1e-6} | {f"t{number}": 1e6 for number in range(20_000)}
+    shares = FairShares(weights, 8)
+    for tenant in reversed(weights):
+        shares.enter(tenant)
+    for number in range(20_000):
+        shares.leave(f"t{number}", 9)
+    for _ in range(3):
+        shares.start("light")
+    assert shares.giver("light") is None  # it is alone: all rows are its share
+    shares.enter("t0")
+    shares.charge("light", 9)
+    assert shares.giver("t0") == "light"
 
 
 def test_decodes_are_charged_together_as_one_by_one() -> None:

@@ -61,6 +61,32 @@ def test_large_steps_that_were_expected_to_take_longer_are_believed() -> None:
     run_timed_seed(71783)
 
 
+def test_sizes_are_compared_once_one_of_them_was_seen_undisturbed() -> None:
+    """In this one the first step, of 52 tokens, took four times as long, and all others until step
+    75 had 4 to 10 tokens: how long the next four of 17 to 52 take nobody could know.
+    """
+    simulation = TimedSimulation(405024)
+    simulation.run()
+    assert simulation.num_unknown == 4
+    assert simulation.num_compared > 300
+
+
+def test_nearly_all_sizes_are_compared() -> None:
+    for seed in range(4):
+        simulation = TimedSimulation(seed)
+        simulation.run()
+        if simulation.scheduler.step_times is not None:
+            assert simulation.num_unknown == 0
+            assert simulation.num_compared > 250
+
+
+def test_looking_at_estimates_does_not_let_old_promises_stand() -> None:
+    """In this one the simulator asked for an estimate before the promise was made: what it had the
+    engine learn was then not heeded, and steps were longer than promised.
+    """
+    run_timed_seed(408172)
+
+
 def test_tenants_that_have_had_the_same_may_come_in_either_order() -> None:
     """In this one two sums of thirds are equal but for their last bits, between two that differ when
     they are rounded.

@@ -19,7 +19,13 @@ from quire.engine.config import SchedulerConfig
 from quire.engine.invariants import check_invariants
 from quire.engine.request import make_requests
 from quire.engine.scheduler import Scheduler
-from quire.engine.token_times import LEAST_PART, LEAST_PROMPT_TOKENS, MOST_ALONE, work_of
+from quire.engine.token_times import (
+    FIT_EVERY,
+    LEAST_PART,
+    LEAST_PROMPT_TOKENS,
+    MOST_ALONE,
+    work_of,
+)
 from quire.sampling_params import SamplingParams
 from quire.step import Step, StepResult
 
@@ -32,6 +38,12 @@ LEARN_STEPS = 50
 """After the first step, and after all steps have become slower, until the estimate must be right."""
 _CHECKED_TOGETHER = 50
 """Steps whose estimates are added up: single ones have their noise."""
+_USUAL_NOISE = 0.05
+"""Of a step that was not disturbed, at most."""
+_MUCH_LARGER = 2.0
+"""So many times the tokens: what smaller steps tell about such a one is their noise, enlarged. Its
+estimate is compared once a step of half of its size or more was undisturbed, and learnt from.
+"""
 
 
 class TimedError(AssertionError):
@@ -133,6 +145,12 @@ class TimedSimulation:
     estimated: float = 0.0
     """Seconds of the last steps, by what was known before each; and what they took."""
     true: float = 0.0
+    undisturbed: list[int] = field(default_factory=list)
+    """Of each committed step: the most tokens of an undisturbed one so far."""
+    num_compared: int = 0
+    """Steps whose estimates were compared with their times, ..."""
+    num_unknown: int = 0
+    """...and that were not because they were much larger than undisturbed ones."""
     num_passed: int = 0
     """Steps in which a prompt was computed beside an earlier and longer one that went on."""
     _rng: random.Random = field(init=False)
@@ -172,10 +190,16 @@ class TimedSimulation:
     def _commit(self, number: int, step: Step) -> None:
         """Its results are there: the estimate of its time, made before, is compared with it."""
         seconds = self._seconds(step, number)
+        num_tokens, num_pairs = work_of(step)
         times = self.scheduler.step_times
         if times is not None and step.scheduled and self._must_be_right(number):
-            self.estimated += times.seconds(*work_of(step))
-            self.true += seconds
+            known = self.undisturbed[-FIT_EVERY]
+            if num_tokens <= _MUCH_LARGER * known:
+                self.estimated += times.seconds(num_tokens, num_pairs)
+                self.true += seconds
+                self.num_compared += 1
+            else:
+                self.num_unknown += 1
         else:
             self.estimated = self.true = 0.0
         if number % _CHECKED_TOGETHER == _CHECKED_TOGETHER - 1 and self.true:
@@ -184,7 +208,11 @@ class TimedSimulation:
                 f"step {number}: steps were estimated at {self.estimated:.3f} s, took {self.true:.3f} s",
             )
             self.estimated = self.true = 0.0
-        self.now = max(self.now, step.now) + seconds * self._noise()
+        noise = self._noise()
+        most = self.undisturbed[-1] if self.undisturbed else 0
+        is_usual = abs(noise - 1) <= _USUAL_NOISE
+        self.undisturbed.append(max(most, num_tokens) if is_usual else most)
+        self.now = max(self.now, step.now) + seconds * noise
         self.scheduler.commit(step, _tokens_of(step), self.now)
 
     def _send(self, number: int) -> None:
@@ -224,7 +252,7 @@ class TimedSimulation:
         rng = self._rng
         if rng.random() < self.scenario.disturbed:
             return float(5 ** rng.uniform(-1, 1))
-        return rng.uniform(0.95, 1.05)
+        return rng.uniform(1 - _USUAL_NOISE, 1 + _USUAL_NOISE)
 
     def _must_be_right(self, number: int) -> bool:
         change = self.scenario.slower_from

@@ -1,6 +1,7 @@
 """Promises of time: gaps between tokens with a target and without, and what a flood does to others.
 
     python -m quire.tools.bench.gpu.promises  # Qwen3-8B's shape, 30 ms, prompts of 8,000 tokens
+    python -m quire.tools.bench.gpu.promises --only flood --seconds 6 --budget 65  # about a minute
     python -m quire.tools.bench.gpu.promises --device cpu --model smollm2 --max-num-seqs 8 --short 16-48 --long 800 \\
         --answer 24 --target 0 --seconds 25  # a target of two full decode steps
     python -m quire.tools.bench.gpu.promises --shape tiny --device cpu --long 64 --seconds 1  # to try it
@@ -51,9 +52,9 @@ OTHERS = ("a", "b", "c")
 OTHERS_LOAD = 0.6
 PATIENCE = 2.0
 """How long requests are waited for at most, by how long they come."""
-_PARTS = 20.0
-"""What all parts take at most, by how long requests come: six times twice that for token times, three times for
-the flood, and what is learnt before each.
+_PARTS = {"token-times": 13.0, "flood": 7.0}
+"""What each part takes at most, by how long requests come: six times twice that for token times, three times for
+the flood, and what is learnt before.
 """
 _SHORTEST = 1.0
 """Seconds in which requests come, however little is left."""
@@ -224,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seconds", type=float, default=6.0, help="how long requests come")
     parser.add_argument("--budget", type=float, default=180.0, help="seconds that all may take")
-    parser.add_argument("--only", choices=["token-times", "flood"])
+    parser.add_argument("--only", choices=list(_PARTS))
     options = parser.parse_args(arguments)
     began = time.monotonic()
     longest_answer = max(options.answer, graph_steps(options.max_num_seqs))
@@ -244,8 +245,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flush=True,
     )
     left = options.budget - (time.monotonic() - began)
-    if left < _PARTS * options.seconds:
-        options.seconds = max(_SHORTEST, left / _PARTS)
+    parts = _PARTS[options.only] if options.only else sum(_PARTS.values())
+    if left < parts * options.seconds:
+        options.seconds = max(_SHORTEST, left / parts)
         print(f"requests come for {options.seconds:.1f} s: {left:.0f} s of the budget are left")
 
     def token_times() -> None:
