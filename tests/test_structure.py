@@ -333,7 +333,6 @@ PRODUCTS = (
     "latent_queries_",
     "moe",
     "routed_experts",
-    "finish_layer",
     "embedding",
 )
 """The methods of `Kernels` that take a weight."""

@@ -403,23 +403,6 @@ class SharedExpert(NamedTuple):
     """[1, hidden]: the output is multiplied by the sigmoid of this product."""
 
 
-class LayerEnd(NamedTuple):
-    """What a layer computes behind its attention: the output product, the norm of the residual
-    stream and a gated MLP, none of them with a bias.
-    """
-
-    output: Weight
-    """[hidden, attended]."""
-    norm: Tensor
-    """The weight [hidden] of an RMSNorm without an offset."""
-    eps: float
-    up: Weight
-    """[2 * intermediate, hidden]: gate rows first, then up rows."""
-    down: Weight
-    """[hidden, intermediate]."""
-    activation: Activation
-
-
 HAS_NAN = 1
 NOTHING_LEFT = 2
 """Flags of a row that could not choose a token: not all of its scores are numbers, or all are minus
@@ -841,18 +824,6 @@ class Kernels(Protocol):
     ) -> Tensor:
         """`moe` by the router's product with x, plus the output of the shared expert, if there is
         one: see `quire.kernels.routed_experts`.
-        """
-
-    def prepare_layer_end(self, end: LayerEnd) -> None:
-        """Tests what `finish_layer` computes such a layer's end with, where it does so by kernels of
-        its own: before graphs are captured.
-        """
-
-    def finish_layer(
-        self, attended: Tensor, residual: Tensor, end: LayerEnd
-    ) -> tuple[Tensor, Tensor]:
-        """(what the MLP adds to the residual stream, the stream it is added to) of attended [rows,
-        attended] and the residual stream [rows, hidden] of before: see `quire.kernels.layer_end`.
         """
 
     def choose_experts(

@@ -2,7 +2,7 @@
 
 Written to be read and to be exact (see the rules in `ops.py`), not to be fast. torch's own matrix
 product picks its algorithm by the number of rows, so bits would change with the batch. Here every
-product has a shape fixed by the model: rows go in tiles of 32, queries in tiles of
+product has a shape fixed by the model: rows go in tiles of ROW_TILE, queries in tiles of
 QUERY_TILE, keys in tiles of KEY_TILE, the last tile filled up with zeros.
 """
 
@@ -19,7 +19,6 @@ from quire.kernels.elementwise import ACTIVATIONS, sigmoid, soft_capped, xielu
 from quire.kernels.filters import filter_rows_
 from quire.kernels.formats import Format
 from quire.kernels.latent import latent_queries_, latent_to_cache_, linear_heads
-from quire.kernels.layer_end import LayerEnds
 from quire.kernels.logprobs import gather_logprobs
 from quire.kernels.low_rank import ExpertAdapters
 from quire.kernels.noise import gumbel_noise
@@ -43,7 +42,8 @@ from quire.kernels.reference_recurrent import convolve, gated_norm, recur
 from quire.kernels.repeats import match_lengths
 from quire.kernels.routed_experts import routed_experts
 from quire.kernels.routing import route
-from quire.kernels.tiled_linear import tiled_linear
+from quire.kernels.tiled_linear import ROW_TILE as ROW_TILE
+from quire.kernels.tiled_linear import tiled_linear as tiled_linear
 from quire.kernels.weights import Weight
 
 QUERY_TILE = 16
@@ -51,7 +51,7 @@ KEY_TILE = 64
 SWIGLU_LIMIT = 7.0
 
 
-class ReferenceKernels(AdaptedProducts, LayerEnds):
+class ReferenceKernels(AdaptedProducts):
     """Plain torch. Meets `quire.kernels.ops.Kernels`; other backends inherit what they don't
     replace.
     """

@@ -20,7 +20,6 @@ from quire.kernels.ops import (
     Batches,
     ExpertWeights,
     Kernels,
-    LayerEnd,
     MixerCache,
     MoeSpec,
 )
@@ -36,10 +35,8 @@ from quire.models.linear import (
     Linear,
     Rows,
     RowsBySlot,
-    finish_layer,
-    layer_end,
 )
-from quire.models.mixers import Attention, Batch, Mixers, make_mixer
+from quire.models.mixers import Batch, Mixers, make_mixer
 from quire.models.parameters import Parameters, SleepLevel, WeightSource
 from quire.models.rope import cos_sin_table
 from quire.models.spec import (
@@ -49,7 +46,6 @@ from quire.models.spec import (
     MlpSpec,
     ModelSpec,
     RopeSpec,
-    SideBySide,
     mixer_names,
 )
 
@@ -270,26 +266,6 @@ class DecoderLayer:
             assert layer.mlp is not None
             self.input = LayerInput(parameters, name, spec, layer.mlp.activation)
         self.stream_scale = parameters.optional_vector(f"{name}.stream_scale")
-        self.end = self._plain_end(spec, layer)
-        """What is behind attention, where it is so plain that one operation computes it."""
-
-    def _plain_end(self, spec: ModelSpec, layer: LayerSpec) -> LayerEnd | None:
-        attention, mlp, norm = next(iter(self.attention.parts), None), self.mlp, self.mlp_norm
-        if (
-            layer.norms != ("attention_norm", "mlp_norm")
-            or layer.parallel
-            or spec.layer_norm
-            or spec.norm_offset
-            or self.scale != 1
-            or isinstance(layer.mixer, SideBySide)
-            or not isinstance(attention, Attention)
-            or not isinstance(mlp, Mlp)
-            or mlp.spec != replace(mlp.spec, gated=True, input_scale=1.0, output_scale=1.0)
-        ):
-            return None
-        assert norm is not None
-        output, activation = attention.output, mlp.spec.activation
-        return layer_end(output, norm.weight, spec.rms_norm_eps, mlp.up, mlp.down, activation)
 
     def __call__(
         self, batch: Batch, x: Tensor, residual: Tensor | None, caches: Sequence[MixerCache]
@@ -316,9 +292,6 @@ class DecoderLayer:
             normed, residual = enter(batch, x, residual, self.mlp_norm)
             return self._leave(batch, self.mlp(batch, normed), self.mlp_post_norm), residual
         normed, residual = enter(batch, x, residual, self.attention_norm)
-        if self.end is not None and batch.adapters is None:
-            attended = self.attention.attended(batch, normed, caches)
-            return finish_layer(batch, attended, residual, self.end)
         attended = self._leave(
             batch, self.attention(batch, normed, caches), self.attention_post_norm
         )
@@ -414,8 +387,6 @@ class Decoder:
                 for mixer in layer.mixers
             ]
             self.layers.append(DecoderLayer(parameters, f"layers.{i}", spec, layer, own))
-            if (end := self.layers[-1].end) is not None:
-                kernels.prepare_layer_end(end)
         self.num_updates = 0
         """How often weights were replaced, or lost in sleep."""
         self._parameters = parameters

@@ -28,7 +28,6 @@ from quire.kernels.ops import (
     Kernels,
     LatentNorm,
     LayerCache,
-    LayerEnd,
     MoeSpec,
     Router,
     SharedExpert,
@@ -177,23 +176,6 @@ def linear_pair(rows: Rows, x: Tensor, first: Linear, second: Linear) -> tuple[T
     if rows.adapters is not None or is_watched:
         return first(rows, x), second(rows, x)
     return rows.kernels.linear_pair(x, first._weight, first.bias, second._weight, second.bias)
-
-
-def layer_end(
-    output: Linear, norm: Tensor, eps: float, up: Linear, down: Linear, activation: Activation
-) -> LayerEnd | None:
-    """The products behind a layer's attention, and the norm between them; None: some have a bias."""
-    if any(one.bias is not None for one in (output, up, down)):
-        return None
-    return LayerEnd(output._weight, norm, eps, up._weight, down._weight, activation)
-
-
-def finish_layer(
-    rows: Rows, attended: Tensor, residual: Tensor, end: LayerEnd
-) -> tuple[Tensor, Tensor]:
-    """`Kernels.finish_layer`, for rows of which none has an adapter."""
-    assert rows.adapters is None
-    return rows.kernels.finish_layer(attended, residual, end)
 
 
 class Head(Linear):

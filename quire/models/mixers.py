@@ -98,10 +98,6 @@ class Attention:
         self.output = parameters.linear(f"{name}.output")
 
     def __call__(self, batch: Batch, x: Tensor, cache: MixerCache) -> Tensor:
-        return self.output(batch, self.attended(batch, x, cache))
-
-    def attended(self, batch: Batch, x: Tensor, cache: MixerCache) -> Tensor:
-        """What the output product takes."""
         assert isinstance(cache, LayerCache)
         kernels, paged, spec = batch.kernels, batch.paged[cache.group], self.spec
         qkv, gate = self.qkv(batch, x), None
@@ -128,7 +124,7 @@ class Attention:
             query = query.view(-1, spec.heads.num_heads, spec.heads.head_dim)
         attended = kernels.attention(query, cache, paged, spec, self.sinks, self.slopes)
         output = attended.flatten(1)
-        return output if gate is None else kernels.sigmoid_mul(gate, output)
+        return self.output(batch, output if gate is None else kernels.sigmoid_mul(gate, output))
 
     def _with_values(self, kernels: Kernels, qkv: Tensor) -> Tensor:
         """The packed row with its values made of keys, or normed."""
@@ -303,9 +299,3 @@ class Mixers:
             total = output if total is None else scale_add(total, 1.0, output)
         assert total is not None
         return total
-
-    def attended(self, batch: Batch, x: Tensor, caches: Sequence[MixerCache]) -> Tensor:
-        """What the output product takes, where there is one mixer that attends."""
-        (attention,), (cache,) = self.parts, caches
-        assert isinstance(attention, Attention)
-        return attention.attended(batch, x, cache)

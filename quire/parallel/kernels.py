@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from quire.errors import UnsupportedModelError
-from quire.kernels.layer_end import finish_layer
 from quire.kernels.low_rank import ExpertAdapters, LowRankTable
 from quire.kernels.ops import (
     Activation,
@@ -24,7 +23,6 @@ from quire.kernels.ops import (
     HeadShape,
     Kernels,
     LayerCache,
-    LayerEnd,
     MoeSpec,
     TransformActivated,
 )
@@ -152,9 +150,6 @@ class ParallelKernels:
 
     def compile_together(self, call: Callable[[], object]) -> None:
         """Declined: ranks that differ in what is missing would wait for each other within `call`."""
-
-    def prepare_layer_end(self, end: LayerEnd) -> None:
-        """Declined: what is gathered in between is computed by single operations."""
 
     def pack(self, weight: Weight) -> Weight:
         if not isinstance(weight, DividedWeight):
@@ -302,7 +297,6 @@ class ParallelKernels:
         return self._gather(own, down.widths)
 
     routed_experts = routed_experts
-    finish_layer = finish_layer
 
     def decode_lists(
         self, fewest: int, most: int, max_context_len: int, shape: HeadShape

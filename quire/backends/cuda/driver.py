@@ -12,7 +12,7 @@ import torch
 from quire.errors import DeviceError
 
 _MOST_DYNAMIC_SHARED, _SHARED_OF_A_BLOCK = 8, 97
-_COOPERATIVE, _PROGRAMMATIC_STREAM_SERIALIZATION = 2, 6
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
 class _Attribute(ctypes.Structure):
@@ -78,16 +78,8 @@ def most_shared_bytes(device: torch.device) -> int:
 class Module:
     """Kernels in the memory of the current device."""
 
-    def __init__(
-        self,
-        code: bytes,
-        shared_bytes: Mapping[str, int],
-        pdl: bool,
-        is_cooperative: bool = False,
-    ) -> None:
-        """`shared_bytes`: of the kernels, by name, how much dynamic shared memory each takes.
-        `is_cooperative`: programs wait for each other, so all of a launch run at once.
-        """
+    def __init__(self, code: bytes, shared_bytes: Mapping[str, int], pdl: bool) -> None:
+        """`shared_bytes`: of the kernels, by name, how much dynamic shared memory each takes."""
         torch.cuda.current_stream().synchronize()  # torch has made the device's context
         module = c_void_p()
         call("cuModuleLoadData", byref(module), code)
@@ -97,11 +89,10 @@ class Module:
             call("cuModuleGetFunction", byref(function), module, name.encode())
             size = c_int(shared_bytes[name])
             call("cuFuncSetAttribute", function, c_int(_MOST_DYNAMIC_SHARED), size)
-        wanted = {_PROGRAMMATIC_STREAM_SERIALIZATION: pdl, _COOPERATIVE: is_cooperative}
-        attributes = [_Attribute(id=one) for one, is_wanted in wanted.items() if is_wanted]
-        for attribute in attributes:
-            attribute.value[0] = 1
-        self._attributes = (_Attribute * len(attributes))(*attributes)
+        early = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
+        early.value[0] = 1
+        self._attributes = (_Attribute * 1)(early)
+        self._num_attributes = 1 if pdl else 0
 
     def launch(
         self,
@@ -118,7 +109,7 @@ class Module:
             shared_bytes=self._shared_bytes[name],
             stream=stream_of(device),
             attributes=self._attributes,
-            num_attributes=len(self._attributes),
+            num_attributes=self._num_attributes,
         )
         arguments = (c_void_p * 1)(ctypes.addressof(argument))
         call("cuLaunchKernelEx", byref(config), self._functions[name], arguments, None)

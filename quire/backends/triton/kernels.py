@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.backends.cuda import experts, recurrent
-from quire.backends.cuda.single_row_layer import SingleRowLayers
 from quire.backends.triton import (
     adapters,
     convolution,
@@ -62,7 +61,6 @@ from quire.kernels.ops import (
     ExpertWeights,
     LatentNorm,
     LayerCache,
-    LayerEnd,
     MoeSpec,
     Router,
     SharedExpert,
@@ -112,7 +110,6 @@ class TritonKernels(TritonAttention):
         self._is_exact: dict[tuple[torch.Size, torch.dtype, bool], bool] = {}
         self._exact_heads: dict[tuple[int, ...], bool] = {}
         self._row_tiles = adapters.RowTiles()
-        self._single_row_layers = SingleRowLayers()
         if self._device.type == "cuda" and not recurrent.has_compiler(self._device):
             # It gives other bits: the engine's fingerprint says so.
             self.name = "triton without CUDA C++"
@@ -250,16 +247,6 @@ class TritonKernels(TritonAttention):
         if activation is Activation.SILU and self._quantized.fuses(x.shape[0], weight):
             return self._quantized.linear(x, weight, bias, None, silu_mul=True)
         return self.gate(self.linear(x, weight, bias), activation)
-
-    def prepare_layer_end(self, end: LayerEnd) -> None:
-        self._single_row_layers.prepare(end, super().finish_layer)
-
-    def finish_layer(
-        self, attended: Tensor, residual: Tensor, end: LayerEnd
-    ) -> tuple[Tensor, Tensor]:
-        if self._single_row_layers.takes(attended, residual, end):
-            return self._single_row_layers(attended, residual, end)
-        return super().finish_layer(attended, residual, end)
 
     def pack_low_rank(self, low_rank: LowRank) -> PackedLowRank:
         return TritonLowRank(low_rank)

@@ -55,7 +55,6 @@ def trace(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[Stage]:
     caches = iter(cache.layers)
     for i, layer in enumerate(decoder.layers):
         inner.clear()
-        end = layer.end
         own = list(islice(caches, len(layer.attention.parts)))
         parts = {"attention": layer.attention} | ({} if layer.mlp is None else {"mlp": layer.mlp})
         projections = [
@@ -64,7 +63,6 @@ def trace(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[Stage]:
             for name in _projections(one)
         ]
         try:
-            layer.end = None  # by the operations that are watched
             for one, name, projection in projections:
                 where = f"layers.{i}.attention"
                 watched: object = _Watched(projection, f"{where}.{name}", inner)
@@ -75,7 +73,6 @@ def trace(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[Stage]:
                 setattr(layer, name, _Watched(part, f"layers.{i}.{name}", inner))
             x, residual = layer(batch, x, residual, own)
         finally:
-            layer.end = end
             for name, part in parts.items():
                 setattr(layer, name, part)
             for one, name, projection in projections:

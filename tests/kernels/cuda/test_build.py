@@ -14,7 +14,6 @@ from quire.kernels.recurrent import RecurrentSpec
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from quire.backends.cuda import build, experts, recurrent  # isort: skip  (after the check for Triton)
-from quire.backends.cuda.single_row_layer import Shape  # isort: skip
 
 SPEC = RecurrentSpec(2, 4, 20, 6, taps=4)
 CONSTANTS = recurrent.constants(SPEC, 16, torch.bfloat16, has_skip=False, aligned=False, pdl=True)
@@ -54,36 +53,6 @@ def test_kernels_of_experts_are_compiled_for_an_h200(width: int, dtype: torch.dt
     code = build.compile_source("experts.cu", [*build.FLAGS, "-arch=sm_90a", *options])
     assert code.startswith(b"\x7fELF")
     assert all(name.encode() in code for name in ("gated_product", "plain_product"))
-
-
-MOST_SHARED = 227 * 1024
-"""Of a block, on Hopper."""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not build.compiler_version(), reason="needs NVRTC or nvcc")
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Shape(1024, 2048, 3072),  # Qwen3-0.6B
-        Shape(2048, 2048, 8192),  # Llama-3.2-1B
-        Shape(512, 512, 1536),
-    ],
-)
-def test_the_kernel_for_single_rows_is_compiled_for_an_h200(shape: Shape) -> None:
-    assert shape.is_possible
-    assert shape.shared_bytes <= MOST_SHARED
-    constants = build.definitions(shape.constants | {"PDL": 1})
-    code = build.compile_source("single_row_layer.cu", [*build.FLAGS, "-arch=sm_90a", *constants])
-    assert code.startswith(b"\x7fELF")
-    assert b"single_row_layer" in code
-
-
-@pytest.mark.parametrize(
-    "sizes", [(896, 896, 4864), (960, 960, 2560), (2048, 2048, 5632 + 64), (1024, 64, 3072)]
-)
-def test_shapes_that_it_can_t_divide_are_left_to_others(sizes: tuple[int, int, int]) -> None:
-    assert not Shape(*sizes).is_possible
 
 
 @pytest.mark.skipif(not build.compiler_version(), reason="needs NVRTC or nvcc")
