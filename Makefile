@@ -39,9 +39,10 @@ test: .venv/test-installed
 quick-tests: .venv/test-installed
 	QUIRE_QUICK_TESTS=1 $(PYTEST) $(PROCESSES) -m "not slow and not gpu" $(PYTEST_ARGS)
 
-# Some of these take a minute alone: whoever is done takes single tests from the others.
+# Some of these take a minute alone: whoever is done takes single tests from the others. Many wait for servers, so there
+# are more processes.
 test-all: .venv/test-installed
-	$(PYTEST) $(PROCESSES) --each -m "slow or soak or hypothesis or gpu" $(PYTEST_ARGS)
+	$(PYTEST) --processes 6 --each -m "slow or soak or hypothesis or gpu" $(PYTEST_ARGS)
 
 check: .venv/test-installed
 	$(BIN)/ruff check .
