@@ -29,7 +29,6 @@ serve: .venv/serve-installed
 # numpy's threads would wait for each other's cores: small systems of equations take it four times as long then.
 PYTEST := OPENBLAS_NUM_THREADS=1 PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(BIN)/python -m pytest \
 	-p _hypothesis_pytestplugin
-PROCESSES := --processes 4
 
 # The type checker has one core: tests begin beside it.
 test: .venv/test-installed
@@ -37,7 +36,7 @@ test: .venv/test-installed
 
 # Tests of one server or one file share a process (tests/processes.py).
 quick-tests: .venv/test-installed
-	QUIRE_QUICK_TESTS=1 $(PYTEST) $(PROCESSES) -m "not slow and not gpu" $(PYTEST_ARGS)
+	QUIRE_QUICK_TESTS=1 $(PYTEST) --processes 4 -m "not slow and not gpu" $(PYTEST_ARGS)
 
 # Some of these take a minute alone: whoever is done takes single tests from the others. Many wait for servers, so there
 # are more processes.

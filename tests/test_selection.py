@@ -17,7 +17,7 @@ MARKS = ("slow", "soak", "hypothesis", "gpu")
 
 def test_each_test_is_in_one_of_the_two_commands_whatever_its_marks() -> None:
     quick, rest = (
-        Expression.compile(one) for one in re.findall(r'\$\(PROCESSES\).* -m "([^"]+)"', MAKEFILE)
+        Expression.compile(one) for one in re.findall(r'\$\(PYTEST\).* -m "([^"]+)"', MAKEFILE)
     )
     for count in range(len(MARKS) + 1):
         for marks in combinations(MARKS, count):
