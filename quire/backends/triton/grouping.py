@@ -56,7 +56,7 @@ class Tiles:
     """
 
 
-@jit(do_not_specialize=["pairs", "bound"])
+@jit(do_not_specialize=["pairs", "bound", "width_bits"])
 def _group_few_kernel(
     expert_ids,
     tile_experts,
@@ -64,17 +64,18 @@ def _group_few_kernel(
     order,
     pairs,
     bound,
+    width_bits,
     EXPERTS: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     LISTED: tl.constexpr,
-    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Lists the tiles of two neighbouring experts and their pairs, of which CHUNK are not fewer than
     there are. The last program marks unused tiles, too.
     """
     begin(PDL)
+    width = 1 << width_bits
     own = tl.program_id(0) * _OWNED
     pair = tl.arange(0, CHUNK)
     expert = tl.load(expert_ids + pair, mask=pair < pairs, other=EXPERTS + _OWNED)
@@ -85,15 +86,15 @@ def _group_few_kernel(
     place = tl.cumsum(ones, 0)
     both = tl.sum(ones, 0)
     totals = tl.histogram(expert, BINS, mask=expert < own)
-    first_tile = tl.sum((totals + WIDTH - 1) // WIDTH, 0)
+    first_tile = tl.sum((totals + width - 1) >> width_bits, 0)
     first_pairs = both & 0xFFFF
     second_pairs = both >> 16
-    second_tile = first_tile + (first_pairs + WIDTH - 1) // WIDTH
-    end_tile = second_tile + (second_pairs + WIDTH - 1) // WIDTH
+    second_tile = first_tile + ((first_pairs + width - 1) >> width_bits)
+    end_tile = second_tile + ((second_pairs + width - 1) >> width_bits)
     at = tl.where(
         is_first,
-        first_tile * WIDTH + (place & 0xFFFF),
-        second_tile * WIDTH + (place >> 16),
+        (first_tile << width_bits) + (place & 0xFFFF),
+        (second_tile << width_bits) + (place >> 16),
     )
     tl.store(order + at - 1, pair, mask=is_first | is_second)
     is_last = own + _OWNED >= EXPERTS
@@ -105,10 +106,10 @@ def _group_few_kernel(
         of_second = tile >= second_tile
         listed = tl.where(of_second, own + 1, own)
         left = tl.where(of_second, second_pairs, first_pairs)
-        left -= (tile - tl.where(of_second, second_tile, first_tile)) * WIDTH
+        left -= (tile - tl.where(of_second, second_tile, first_tile)) << width_bits
         written = (tile < end_tile) | (is_last & (tile < bound))
         tl.store(tile_experts + tile, tl.where(tile < end_tile, listed, -1), mask=written)
-        tl.store(tile_counts + tile, tl.minimum(left, WIDTH), mask=written)
+        tl.store(tile_counts + tile, tl.minimum(left, width), mask=written)
 
 
 @jit(do_not_specialize=["pairs"])
@@ -128,7 +129,7 @@ def _count_kernel(
     tl.atomic_add(totals + expert, counts)
 
 
-@jit(do_not_specialize=["bound", "chunks"])
+@jit(do_not_specialize=["bound", "chunks", "width_bits"])
 def _place_chunks_kernel(
     totals,
     starts,
@@ -136,33 +137,34 @@ def _place_chunks_kernel(
     tile_counts,
     bound,
     chunks,
+    width_bits,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
     LISTED: tl.constexpr,
-    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Lists an expert's tiles, and makes each chunk's count of its pairs in `starts` the place of the
     first of them; a last program marks unused tiles.
     """
     begin(PDL)
+    width = 1 << width_bits
     own = tl.program_id(0)
     expert = tl.arange(0, BLOCK)
     total = tl.load(totals + expert)
-    tiles = (total + WIDTH - 1) // WIDTH
+    tiles = (total + width - 1) >> width_bits
     first_tile = tl.sum(tl.where(expert < own, tiles, 0), 0)
     own_pairs = tl.sum(tl.where(expert == own, total, 0), 0)
-    end_tile = tl.where(own < EXPERTS, first_tile + (own_pairs + WIDTH - 1) // WIDTH, bound)
+    end_tile = tl.where(own < EXPERTS, first_tile + ((own_pairs + width - 1) >> width_bits), bound)
     tl.store(tile_counts + bound, first_tile, mask=own == EXPERTS)
     tl.store(tile_counts + bound + 1, 0, mask=own == EXPERTS)
     tl.store(tile_counts + bound + 2, 0, mask=own == EXPERTS)
     for first in range(first_tile, end_tile, LISTED):
         tile = first + tl.arange(0, LISTED)
         tl.store(tile_experts + tile, tl.where(own < EXPERTS, own, -1), mask=tile < end_tile)
-        count = tl.minimum(own_pairs - (tile - first_tile) * WIDTH, WIDTH)
+        count = tl.minimum(own_pairs - ((tile - first_tile) << width_bits), width)
         tl.store(tile_counts + tile, count, mask=tile < end_tile)
-    before = first_tile * WIDTH
+    before = first_tile << width_bits
     for first in range(0, chunks, CHUNKS):
         chunk = first + tl.arange(0, CHUNKS)
         exists = (chunk < chunks) & (own < EXPERTS)
@@ -198,6 +200,12 @@ def _list_pairs_kernel(
     tl.store(order + place, first + own, mask=exists)
 
 
+def _bits_of(width: int) -> int:
+    """A kernel that is given a number has one compiled form, whatever the width."""
+    assert width.bit_count() == 1
+    return width.bit_length() - 1
+
+
 def rows_in_order(x: Tensor, width: int) -> Tiles:
     """Tiles of `width` rows of x."""
     return Tiles(x, x, x, len(x), cdiv(len(x), width), width, IN_ORDER.value)
@@ -228,11 +236,11 @@ def group_pairs(expert_ids: Tensor, num_experts: int, rows: int, width: int) -> 
         order=order,
         pairs=pairs,
         bound=bound,
+        width_bits=_bits_of(width),
         EXPERTS=num_experts,
         BINS=max(32, next_power_of_2(num_experts - 1)),
         CHUNK=max(_LEAST_CHUNK, next_power_of_2(pairs)),
         LISTED=_LISTED_TILES,
-        WIDTH=width,
         PDL=USE_PDL,
         num_warps=8,
         **LAUNCH,
@@ -265,11 +273,11 @@ def _group_many(expert_ids: Tensor, num_experts: int, tiles: Tiles) -> None:
         tile_counts=tiles.counts,
         bound=tiles.bound,
         chunks=chunks,
+        width_bits=_bits_of(tiles.width),
         EXPERTS=num_experts,
         BLOCK=block,
         CHUNKS=_PLACED_CHUNKS,
         LISTED=_LISTED_TILES,
-        WIDTH=tiles.width,
         PDL=USE_PDL,
         num_warps=8,
         **LAUNCH,

@@ -102,16 +102,23 @@ def decoder_of(spec: ModelSpec, format: str) -> Decoder:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "llama-3.2-1b"])
 @pytest.mark.parametrize(
-    ("format", "is_cublas_exact"),
+    ("shape", "format", "is_cublas_exact"),
     [
-        ("BF16", True),
-        ("BF16", False),
-        ("FP8", True),
-        ("FP8", False),
-        ("INT8", False),
-        ("Q4_K", False),
+        *(
+            (shape, format, is_cublas_exact)
+            for shape in ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "llama-3.2-1b")
+            for format, is_cublas_exact in (
+                ("BF16", True),
+                ("BF16", False),
+                ("FP8", True),
+                ("FP8", False),
+                ("INT8", False),
+                ("Q4_K", False),
+            )
+        ),
+        ("gpt-oss-20b", "BF16", True),
+        ("glm-4.7-flash", "BF16", True),
     ],
 )
 def test_graphs_of_every_size_are_made_of_kernels_that_the_start_compiled(
