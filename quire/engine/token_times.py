@@ -33,8 +33,10 @@ _LEAST_OUTLIER, _MOST_OUTLIER = 0.1, 3.0
 _FIRST_OUTLIER = 1.0
 """The same while little is known: of the first steps, and of those larger than any before."""
 _LARGER = 1.5
-"""A step with so many times the pairs of the last ones is believed more if it took less time than
-expected: what a plane through small steps says of it is hardly an estimate.
+"""A step with so many times the pairs of the last ones is rare, as is one of a size that is new: what a
+plane through the others says of it is hardly an estimate. If it took less time than expected, that is
+believed as far as the last rare one took less, too: a single one may have been disturbed, and would
+bend the plane until the next one comes.
 """
 _FEW_STEPS = 37
 """Of which the first are learnt from one by one."""
@@ -104,6 +106,8 @@ class TokenTimes:
         self._unread: list[list[SeenStep]] = []
         """Steps before these which are not among the sums yet: after each list the plane is fitted."""
         self._num_seen = 0
+        self._rare_part = 1.0
+        """The time expected of the last step of a size that is rare, over the time it took."""
         self._plane = (0.0, 0.0, 0.0)
         """Seconds of a step, of each token, of each pair."""
         self._last_commit = -_INFINITY
@@ -231,7 +235,11 @@ class TokenTimes:
             expected = base + per_token * num_tokens + per_pair * num_pairs
             if expected > 0:
                 most = believed if is_known else 1 + _FIRST_OUTLIER
-                least = 1 + _FIRST_OUTLIER if is_larger and believed < 1 + _FIRST_OUTLIER else most
+                least = most
+                if is_larger or (not is_known and self._num_seen > _FEW_STEPS):
+                    part = expected / seconds
+                    least = max(believed, min(part, self._rare_part))
+                    self._rare_part = part
                 if is_known:
                     error = seconds / expected
                     self._recent.append((error if error > 1 else expected / seconds) - 1)
