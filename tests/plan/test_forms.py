@@ -84,7 +84,9 @@ def test_a_card_keeps_what_its_kernels_would(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    monkeypatch.setattr("quire.backends.triton.attention_kernels.num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(
+        "quire.backends.triton.attention_kernels.num_multiprocessors", lambda device: 132
+    )
     kernels, real = CardKernels(capability, torch.bfloat16), TritonKernels()
     for format in FORMATS.values():
         assert (
