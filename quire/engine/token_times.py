@@ -34,9 +34,12 @@ _FIRST_OUTLIER = 1.0
 """The same while little is known: of the first steps, and of those larger than any before."""
 _LARGER = 1.5
 """A step with so many times the pairs of the last ones is rare, as is one of a size that is new: what a
-plane through the others says of it is hardly an estimate. If it took less time than expected, that is
-believed as far as the last rare one took less, too: a single one may have been disturbed, and would
-bend the plane until the next one comes.
+plane through the others says of it is hardly an estimate.
+"""
+_RARE_ALONE = 1.5
+"""A rare step that took less than expected by more than this factor counts as if it were that; beyond,
+it is believed as far as the last rare one took less, too. A single one may have been disturbed, and
+would bend the plane until the next one comes.
 """
 _FEW_STEPS = 37
 """Of which the first are learnt from one by one."""
@@ -238,7 +241,7 @@ class TokenTimes:
                 least = most
                 if is_larger or (not is_known and self._num_seen > _FEW_STEPS):
                     part = expected / seconds
-                    least = max(believed, min(part, self._rare_part))
+                    least = max(believed, _RARE_ALONE, min(part, self._rare_part))
                     self._rare_part = part
                 if is_known:
                     error = seconds / expected
