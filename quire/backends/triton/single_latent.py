@@ -38,11 +38,11 @@ from quire.backends.triton.latent_work import (
 from quire.backends.triton.launch import LAUNCH, ROUND_ALWAYS, USE_PDL
 from quire.backends.triton.shapes import is_wide
 from quire.backends.triton.small_batch_latent import (
-    _allocate,
-    _places,
-    _rows_layout,
-    _stage,
-    _store_result,
+    allocate_pieces,
+    places_of_keys,
+    rows_layout,
+    stage_pieces,
+    store_result,
 )
 from quire.backends.triton.small_batch_latent import takes as small_takes
 from quire.kernels.latent import LatentHeads, LatentSpec
@@ -122,12 +122,12 @@ def _single_latent_kernel(
     acc: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
     as_left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     as_right: gl.constexpr = gl.DotOperandLayout(1, acc, 2)
-    of_keys: gl.constexpr = _rows_layout(PIECE, stored.primitive_bitwidth, WARPS)
-    of_query: gl.constexpr = _rows_layout(PIECE, 16, WARPS)
+    of_keys: gl.constexpr = rows_layout(PIECE, stored.primitive_bitwidth, WARPS)
+    of_query: gl.constexpr = rows_layout(PIECE, 16, WARPS)
     of_merged: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
-    staged_query = _allocate(number, PIECES, ROWS, PIECE)
-    staged_keys = _allocate(number, PIECES, KEYS, PIECE)
-    (staged_weights,) = _allocate(number, 1, ROWS, KEYS)
+    staged_query = allocate_pieces(number, PIECES, ROWS, PIECE)
+    staged_keys = allocate_pieces(number, PIECES, KEYS, PIECE)
+    (staged_weights,) = allocate_pieces(number, 1, ROWS, KEYS)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, acc))
     used = (rows < HEADS)[:, None]
     column = gl.arange(0, PIECE, gl.SliceLayout(0, acc))
@@ -153,7 +153,7 @@ def _single_latent_kernel(
         table = block_tables + table_row.to(gl.int64) * table_stride
         key = first_key + tile_key
         exists = key < end_key
-        place = _places(key, exists, table, block_stride, D, BLOCK_SIZE, WIDE)
+        place = places_of_keys(key, exists, table, block_stride, D, BLOCK_SIZE, WIDE)
         source = keys + place[:, None] + piece[None, :]
         # The keys of earlier steps; the newest are written by the kernel before this.
         is_early = gl.minimum(first_key + KEYS, end_key) <= context_len - new
@@ -166,7 +166,7 @@ def _single_latent_kernel(
         query_place = (query_row.to(gl.int64) * HEADS + head) * D
         query_piece = gl.arange(0, PIECE, gl.SliceLayout(0, of_query))
         query_source = query + query_place[:, None] + query_piece[None, :]
-        _stage(staged_query, query_source, head < HEADS, PIECES, PIECE)
+        stage_pieces(staged_query, query_source, head < HEADS, PIECES, PIECE)
         if IS_COPIED:
             if is_early:
                 async_copy.wait_group(0)
@@ -194,7 +194,7 @@ def _single_latent_kernel(
                 # a tile ahead; after the last one nothing exists
                 next_key = (tile + 1) * KEYS + tile_key
                 next_exists = next_key < end_key
-                next_place = _places(
+                next_place = places_of_keys(
                     next_key, next_exists, table, block_stride, D, BLOCK_SIZE, WIDE
                 )
                 if IS_COPIED:
@@ -262,7 +262,7 @@ def _single_latent_kernel(
                 output = added
             if num_splits == 1:  # merging with an empty result would change no bit
                 for i in gl.static_range(VALUES):
-                    _store_result(target + i * PIECE, used, total, output[i], value_scale, SCALED)
+                    store_result(target + i * PIECE, used, total, output[i], value_scale, SCALED)
             elif is_whole:
                 # As `attention_splits.merge`; no thread needs what another one has stored.
                 both_highest = gl.maximum(merged_highest, highest)
@@ -276,7 +276,7 @@ def _single_latent_kernel(
                     merged = gl.load(own_place + i * PIECE, mask=used & (split > 0), other=0.0)
                     merged = merged * old + output[i] * newer
                     if is_last:
-                        _store_result(
+                        store_result(
                             target + i * PIECE, used, merged_total, merged, value_scale, SCALED
                         )
                     else:
@@ -322,7 +322,7 @@ def _single_latent_kernel(
                         _AT_ONCE,
                     )
                     merged_place = (query_row.to(gl.int64) * HEADS + merged_row) * RANK
-                    _store_result(
+                    store_result(
                         out + merged_place[:, None] + wide_column[None, :],
                         is_used,
                         all_total,

@@ -63,7 +63,7 @@ def takes(heads: LatentHeads, dtype: torch.dtype) -> bool:
 
 
 @gluon.jit
-def _places(
+def places_of_keys(
     key,
     exists,
     table,
@@ -82,7 +82,9 @@ def _places(
 
 
 @gluon.jit
-def _allocate(NUMBER: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+def allocate_pieces(
+    NUMBER: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr
+):
     """Shared memory of its own for each of COUNT matrices: of one for all, the compiler would think
     that a copy to one of them had to wait for the others.
     """
@@ -94,7 +96,7 @@ def _allocate(NUMBER: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, WID
 
 
 @gluon.jit
-def _stage(staged, source, exists, PIECES: gl.constexpr, PIECE: gl.constexpr):
+def stage_pieces(staged, source, exists, PIECES: gl.constexpr, PIECE: gl.constexpr):
     """Starts to copy PIECES of PIECE neighbouring numbers from `source` [rows, PIECE], and zeros for
     rows that do not exist, to the `staged` [rows, PIECE]; numbers of another type are converted on
     the way, which is exact.
@@ -129,8 +131,8 @@ def _stage_values(
     BLOCK_SIZE: gl.constexpr,
     WIDE: gl.constexpr,
 ):
-    """`_stage`, for some columns of the latents of a tile's keys before `until`."""
-    place = _places(key, key < until, table, block_stride, D, BLOCK_SIZE, WIDE)
+    """`stage_pieces`, for some columns of the latents of a tile's keys before `until`."""
+    place = places_of_keys(key, key < until, table, block_stride, D, BLOCK_SIZE, WIDE)
     source = keys + place[:, None] + column[None, :]
     exists = (key < until)[:, None]
     if source.dtype.element_ty == staged.dtype:
@@ -142,7 +144,7 @@ def _stage_values(
 
 
 @gluon.constexpr_function
-def _rows_layout(piece, bits, num_warps):
+def rows_layout(piece, bits, num_warps):
     """[rows, piece], of which a thread has 16 neighbouring bytes."""
     each = 128 // bits
     across = piece // each
@@ -184,10 +186,10 @@ def _small_scores_kernel(
     )
     as_left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     as_right: gl.constexpr = gl.DotOperandLayout(1, acc, 2)
-    of_keys: gl.constexpr = _rows_layout(PIECE, stored.primitive_bitwidth, WARPS)
-    of_query: gl.constexpr = _rows_layout(PIECE, 16, WARPS)
-    staged_query = _allocate(number, PIECES, ROWS, PIECE)
-    staged_keys = _allocate(number, PIECES, CHUNK, PIECE)
+    of_keys: gl.constexpr = rows_layout(PIECE, stored.primitive_bitwidth, WARPS)
+    of_query: gl.constexpr = rows_layout(PIECE, 16, WARPS)
+    staged_query = allocate_pieces(number, PIECES, ROWS, PIECE)
+    staged_keys = allocate_pieces(number, PIECES, CHUNK, PIECE)
     if PDL:
         cuda.gdc_launch_dependents()
     count = gl.load(work, cache_modifier=".cg")
@@ -206,10 +208,10 @@ def _small_scores_kernel(
             key = first_key + gl.arange(0, CHUNK, gl.SliceLayout(1, of_keys))
             table = block_tables + table_row.to(gl.int64) * table_stride
             exists = key < context_len
-            place = _places(key, exists, table, block_stride, D, BLOCK_SIZE, WIDE)
+            place = places_of_keys(key, exists, table, block_stride, D, BLOCK_SIZE, WIDE)
             piece = gl.arange(0, PIECE, gl.SliceLayout(0, of_keys))
             source = keys + place[:, None] + piece[None, :]
-            _stage(staged_keys, source, key < old, PIECES, PIECE)
+            stage_pieces(staged_keys, source, key < old, PIECES, PIECE)
             if PDL:
                 cuda.gdc_wait()
             head = first_head + gl.arange(0, ROWS, gl.SliceLayout(1, of_query))
@@ -220,8 +222,8 @@ def _small_scores_kernel(
                 # before the zeros in place of the newest keys are overwritten
                 async_copy.wait_group(0)
                 tl.debug_barrier()
-                _stage(staged_keys, source, exists, PIECES, PIECE)
-            _stage(staged_query, query_source, head < HEADS, PIECES, PIECE)
+                stage_pieces(staged_keys, source, exists, PIECES, PIECE)
+            stage_pieces(staged_query, query_source, head < HEADS, PIECES, PIECE)
             async_copy.wait_group(0)
             found = gl.zeros((ROWS, CHUNK), gl.float32, acc)
             for i in gl.static_range(PIECES):
@@ -245,7 +247,7 @@ def _small_scores_kernel(
 
 
 @gluon.jit
-def _store_result(target, used, total, output, value_scale, SCALED: gl.constexpr):
+def store_result(target, used, total, output, value_scale, SCALED: gl.constexpr):
     """As `latent_attention.store_rows`."""
     divisor = gl.max(total, 1)  # its columns are the same
     result = output / gl.where(divisor == 0.0, 1.0, divisor)[:, None]
@@ -296,9 +298,9 @@ def _small_values_kernel(
     )
     as_left: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
     as_right: gl.constexpr = gl.DotOperandLayout(1, acc, 2)
-    of_values: gl.constexpr = _rows_layout(COLUMNS, stored.primitive_bitwidth, WARPS)
-    staged_values = _allocate(number, TILES, KEYS, COLUMNS)
-    staged_weights = _allocate(number, TILES, ROWS, KEYS)
+    of_values: gl.constexpr = rows_layout(COLUMNS, stored.primitive_bitwidth, WARPS)
+    staged_values = allocate_pieces(number, TILES, KEYS, COLUMNS)
+    staged_weights = allocate_pieces(number, TILES, ROWS, KEYS)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, acc))
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, acc))
     tile_key = gl.arange(0, KEYS, gl.SliceLayout(0, acc))
@@ -407,7 +409,7 @@ def _small_values_kernel(
         target = out + (place_of_row * RANK + part * COLUMNS)[:, None] + column[None, :]
         num_splits = gl.cdiv(context_len, SPLIT)
         if num_splits == 1:  # merging with an empty result would change no bit
-            _store_result(target, used[:, None], total, output, value_scale, SCALED)
+            store_result(target, used[:, None], total, output, value_scale, SCALED)
         else:
             first_slot = partial * PARTS + part
             slot = (first_slot + split * PARTS).to(gl.int64)
@@ -439,7 +441,7 @@ def _small_values_kernel(
                     COLUMNS,
                     _AT_ONCE,
                 )
-                _store_result(target, used[:, None], merged_total, merged, value_scale, SCALED)
+                store_result(target, used[:, None], merged_total, merged, value_scale, SCALED)
                 gl.store(arrived + first_slot, 0)
         tl.debug_barrier()  # all threads have read what is staged
     if PDL and count == 0:  # programs with work have waited already
